@@ -1,0 +1,42 @@
+"""remanence: sequence models that keep learning after training ends."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Names are imported when first used: the command line must answer before torch has loaded.
+_HOMES = {
+    "MemoryConfig": "remanence.config",
+    "NeuralMemory": "remanence.memory.neural",
+    "NeuralMemoryState": "remanence.memory.neural",
+    "memorize": "remanence.ops",
+    "recall": "remanence.ops",
+    "start": "remanence.ops",
+    "Gates": "remanence.ops",
+    "MemoryState": "remanence.ops",
+    "MLP": "remanence.ops",
+    "Net": "remanence.ops",
+    "Rule": "remanence.ops",
+    "NETS": "remanence.ops",
+    "RULES": "remanence.ops",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+if TYPE_CHECKING:
+    from remanence.config import MemoryConfig
+    from remanence.memory.neural import NeuralMemory, NeuralMemoryState
+    from remanence.ops import MLP, NETS, RULES, Gates, MemoryState, Net, Rule, memorize, recall, start
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'remanence' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,221 @@
+"""NeuralMemory: a layer whose weights are written by what it reads (Titans, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from remanence.config import MemoryConfig
+from remanence.layers import GateProjection, RMSNorm, ShortConv, unit
+from remanence.ops import MLP, NETS, RULES, Gates, MemoryState, Net, Rule, memorize, recall, start
+from remanence.ops.checks import check_offsets
+from remanence.ops.state import TensorTuple
+
+
+class _NeuralMemoryState(NamedTuple):
+    memory: MemoryState
+    conv: tuple[Tensor, Tensor, Tensor]
+
+
+class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
+    """What the layer carries from call to call: its memory, and the last inputs of its convolutions (q, k, v)."""
+
+    __slots__ = ()
+
+    @property
+    def diverged(self) -> Bool[Tensor, "r"]:
+        """Per row: whether the memory has been infinite or NaN since its document began."""
+        return self.memory.diverged
+
+
+class Trace(NamedTuple):
+    """All that can be seen of one call: output, state, and per token and head the surprise and the log gates."""
+
+    y: Tensor
+    state: NeuralMemoryState
+    surprise: Tensor
+    gates: Gates
+
+
+def net_of(config: MemoryConfig) -> Net:
+    """The entry of NETS that a configuration names, with its changes."""
+    if config.net not in NETS:
+        raise ValueError(f"net: expected one of {', '.join(NETS)}, got {config.net!r}")
+    net = NETS[config.net]
+    changes = {name: getattr(config, name) for name in ("depth", "expansion", "activation", "bias")}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if changes and not isinstance(net, MLP):
+        raise ValueError(f"{next(iter(changes))}: expected None, as the net {config.net!r} is not an MLP, got {next(iter(changes.values()))!r}")
+    return replace(net, **changes) if isinstance(net, MLP) else net
+
+
+def rule_of(config: MemoryConfig, net: Net) -> Rule:
+    """The entry of RULES that a configuration names; token-exact where that costs nothing."""
+    if config.rule not in RULES:
+        raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {config.rule!r}")
+    rule = RULES[config.rule]
+    exact = isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)
+    anchor = config.anchor or ("token" if exact else rule.anchor)
+    return replace(rule, anchor=anchor)
+
+
+class NeuralMemory(nn.Module):
+    """``y, state = NeuralMemory(dim=512, heads=8)(x, state)``: reads x into its memory, and answers from it.
+
+    x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length. Gates from x, per token and head. The memory writes k -> v and is
+    asked q; its answers are normalised, gated by x and projected back. The state is returned, never kept in the module: pass None at a
+    document's start and what you got afterwards, in calls of any length. Rows of a batch never meet.
+
+    Build it from fields (those of `MemoryConfig`) or from a config, or both: ``NeuralMemory(config, chunk=64)``.
+    """
+
+    def __init__(self, config: MemoryConfig | None = None, **fields: Any) -> None:
+        super().__init__()
+        self.config = replace(config, **fields) if config is not None else MemoryConfig(**fields)
+        c = self.config
+        self.net = net_of(c)
+        self.rule = rule_of(c, self.net)
+        self.heads, self.head_dim = c.inner // c.head_dim, c.head_dim  # type: ignore[operator]
+        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(c.dim, c.inner, bias=False) for _ in range(4))
+        self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv) for _ in range(3))
+        biases = {"step": c.step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
+        self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * self.rule.forget]
+        self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
+        self.norm = RMSNorm(self.head_dim)  # type: ignore[arg-type]
+        self.o_proj = nn.Linear(c.inner, c.dim, bias=False)
+        with torch.device("cpu"):
+            initial = self._initial()
+        device = self.o_proj.weight.device
+        self.initial = nn.ParameterList([nn.Parameter(weight.to(device)) for weight in initial])
+
+    def _initial(self) -> tuple[Tensor, ...]:
+        return self.net.init(self.heads, self.head_dim)  # type: ignore[arg-type]
+
+    def reset_parameters(self) -> None:
+        """Draw the initial memory anew (the other parameters belong to submodules, each with its own reset_parameters)."""
+        with torch.no_grad():
+            for parameter, weight in zip(self.initial, self._initial(), strict=True):
+                parameter.copy_(weight)
+
+    def extra_repr(self) -> str:
+        return f"net={self.net}, rule={self.rule}, chunk={self.config.chunk}"
+
+    def start(self, rows: int, dtype: torch.dtype = torch.float32) -> NeuralMemoryState:
+        """The state of `rows` documents of which nothing has been read. float32 unless the model runs in float64."""
+        weights = tuple(weight.to(dtype) for weight in self.initial)
+        memory = start(weights, rows, rule=self.rule, chunk=self.config.chunk, width=self.head_dim)
+        convs = (self.q_conv, self.k_conv, self.v_conv)
+        return NeuralMemoryState(memory, tuple(conv.start(rows, weights[0].detach()) for conv in convs))  # type: ignore[arg-type]
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        state: NeuralMemoryState | None = None,
+        *,
+        mask: Bool[Tensor, "b t"] | None = None,
+        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
+        """Read x, answer, and return the state. Padding (mask False) is not read; packed documents are told by `offsets`."""
+        seen = self.trace(x, state, mask=mask, offsets=offsets)
+        return seen.y, seen.state
+
+    def trace(
+        self,
+        x: Float[Tensor, "b t d"],
+        state: NeuralMemoryState | None = None,
+        *,
+        mask: Bool[Tensor, "b t"] | None = None,
+        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    ) -> Trace:
+        """`forward`, with the surprise and the gates of every token and head beside its result."""
+        carried = state is not None
+        if mask is not None:
+            inside, borders = self._unpad(x, mask, offsets)
+            seen = self.trace(inside, state if carried else self._fresh(x, len(borders) - 1), offsets=borders)
+            return Trace(_repad(seen.y, mask), seen.state, _repad(seen.surprise, mask), seen.gates.map(lambda gate: _repad(gate, mask)))
+        state, borders = self._checked(x, state, offsets)
+        q, past_q = self._project(x, self.q_proj, self.q_conv, state.conv[0], borders)
+        k, past_k = self._project(x, self.k_proj, self.k_conv, state.conv[1], borders)
+        v, past_v = self._project(x, self.v_proj, self.v_conv, state.conv[2], borders)
+        gates = self._gates(x)
+        answers, memory, surprise = memorize(
+            unit(q), unit(k), v, gates, state.memory, net=self.net, rule=self.rule, chunk=self.config.chunk, offsets=borders, check=False
+        )
+        y = self._output(x, answers)
+        if carried and torch.is_grad_enabled():
+            # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.
+            y = y + 0.0 * sum(weight.sum() for weight in self.initial).to(y.dtype)  # type: ignore[union-attr]
+        return Trace(y, NeuralMemoryState(memory, (past_q, past_k, past_v)), surprise, gates)
+
+    def read(
+        self,
+        x: Float[Tensor, "b t d"],
+        state: NeuralMemoryState,
+        *,
+        mask: Bool[Tensor, "b t"] | None = None,
+        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    ) -> Float[Tensor, "b t d"]:
+        """Ask without writing: the memory stays as `state` holds it, for every token of x."""
+        if mask is not None:
+            inside, borders = self._unpad(x, mask, offsets)
+            return _repad(self.read(inside, state, offsets=borders), mask)
+        state, borders = self._checked(x, state, offsets)
+        q, _ = self._project(x, self.q_proj, self.q_conv, state.conv[0], borders)
+        return self._output(x, recall(unit(q), state.memory, net=self.net, rule=self.rule, offsets=borders))
+
+    def _project(self, x: Tensor, projection: nn.Linear, conv: ShortConv, past: Tensor, borders: list[int] | None) -> tuple[Tensor, Tensor]:
+        y, past = conv(projection(x), past, borders)
+        return F.silu(y).unflatten(-1, (self.heads, self.head_dim)), past  # type: ignore[arg-type]
+
+    def _gates(self, x: Tensor) -> Gates:
+        logits = dict(zip(self.gate_names, self.gates(x), strict=True))
+        return Gates(
+            F.logsigmoid(logits["step"]),
+            F.logsigmoid(logits["momentum"]) if self.rule.momentum else None,
+            F.logsigmoid(-logits["forget"]) if self.rule.forget else None,
+        )
+
+    def _output(self, x: Tensor, answers: Tensor) -> Tensor:
+        return self.o_proj(self.norm(answers).flatten(-2) * F.silu(self.g_proj(x)))
+
+    def _fresh(self, x: Tensor, rows: int) -> NeuralMemoryState:
+        return self.start(rows, torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+    def _checked(
+        self, x: Tensor, state: NeuralMemoryState | None, offsets: Tensor | Sequence[int] | None
+    ) -> tuple[NeuralMemoryState, list[int] | None]:
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.config.dim or not x.is_floating_point():
+            came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x: expected a floating-point tensor [batch, tokens, {self.config.dim}], got {came}")
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
+            raise ValueError(f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}")
+        if state is None:
+            state = self._fresh(x, x.shape[0] if offsets is None else len(offsets) - 1)
+        if not isinstance(state, NeuralMemoryState):
+            raise ValueError(f"state: expected the state this layer returned, or None, got {type(state).__name__}")
+        past = tuple(state.conv[0].shape[1:])
+        if past != (max(0, self.config.conv - 1), self.config.inner):
+            raise ValueError(f"state: expected convolution inputs {[max(0, self.config.conv - 1), self.config.inner]}, got {list(past)}")
+        return state, check_offsets(offsets, x.shape[0], x.shape[1], state.memory.position.shape[0])
+
+    def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:
+        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or convolution."""
+        if offsets is not None:
+            raise ValueError("offsets: expected None beside a mask, got both; a mask already says where each row's document lies")
+        if not isinstance(x, Tensor) or x.dim() != 3 or tuple(mask.shape) != tuple(x.shape[:2]) or mask.dtype != torch.bool:
+            expected = list(x.shape[:2]) if isinstance(x, Tensor) else "[batch, tokens]"
+            raise ValueError(f"mask: expected booleans of shape {expected}, true where a token counts, got {list(mask.shape)} {mask.dtype}")
+        return x[mask].unsqueeze(0), [0, *mask.sum(1).cumsum(0).tolist()]
+
+
+def _repad(packed: Tensor, mask: Tensor) -> Tensor:
+    """``[1 tokens ...]`` back to where the mask is true, zeros elsewhere."""
+    index = mask.flatten().cumsum(0).mul(mask.flatten()).view_as(mask)
+    zero = packed.new_zeros(1, *packed.shape[2:])
+    return torch.cat([zero, packed[0]]).index_select(0, index.flatten()).view(*mask.shape, *packed.shape[2:])

@@ -1,0 +1,133 @@
+"""What may come into the operator. One line per fault: the argument, what came, what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from remanence.ops.nets import MLP, Net
+from remanence.ops.rules import Rule
+from remanence.ops.state import Gates, MemoryState
+
+
+def check_chunk(chunk: int) -> None:
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk: expected an integer of at least 1, got {chunk!r}")
+
+
+def _shape(name: str, x: Tensor, expected: tuple[int, ...], like: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a tensor of shape {list(expected)} ({like}), got {type(x).__name__}")
+    if tuple(x.shape) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {list(expected)} ({like}), got {list(x.shape)}")
+
+
+def _exact_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def check_offsets(offsets: Tensor | Sequence[int] | None, batch: int, tokens: int, rows: int) -> list[int] | None:
+    """The borders as plain integers, or None for one document per batch row."""
+    if offsets is None:
+        if rows != batch:
+            raise ValueError(f"state: expected {batch} rows, one for each row of the batch, got {rows}")
+        return None
+    borders = [int(border) for border in offsets]
+    if batch != 1:
+        raise ValueError(f"offsets: packed documents lie in a single batch row, got a batch of {batch}")
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != tokens or any(b < a for a, b in zip(borders, borders[1:], strict=False)):
+        raise ValueError(f"offsets: expected to rise from 0 to {tokens} (the number of tokens), got {borders}")
+    if rows != len(borders) - 1:
+        raise ValueError(f"state: expected {len(borders) - 1} rows, one for each packed document, got {rows}")
+    return borders
+
+
+def check_state(
+    q: Tensor, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: Tensor | Sequence[int] | None
+) -> list[int] | None:
+    """That this state belongs to this call: rows, heads, width, dtype, device, chunk, net and rule."""
+    if not isinstance(q, Tensor) or q.dim() != 4 or not q.is_floating_point():
+        came = f"{list(q.shape)} {q.dtype}" if isinstance(q, Tensor) else type(q).__name__
+        raise ValueError(f"q: expected a floating-point tensor [batch, tokens, heads, width], got {came}")
+    if not isinstance(state, MemoryState):
+        raise ValueError(f"state: expected a MemoryState (make one with start), got {type(state).__name__}")
+    heads, width = q.shape[2:]
+    rows = state.position.shape[0]
+    if state.chunk != chunk:
+        raise ValueError(f"state: expected one of chunk {chunk}, got one of chunk {state.chunk}; a chunk belongs to the model")
+    _shape("state.k", state.k, (rows, chunk - 1, heads, width), "rows, chunk - 1, heads, width")
+    if state.k.dtype != _exact_dtype(q):
+        raise ValueError(f"state: expected dtype {_exact_dtype(q)} beside q of {q.dtype}, got {state.k.dtype}")
+    if state.k.device != q.device:
+        raise ValueError(f"state: expected on {q.device} like q, got on {state.k.device}")
+    for tensor in (*state.weights, *state.momentum):
+        if tensor.dtype != state.k.dtype or tuple(tensor.shape[:2]) != (rows, heads):
+            raise ValueError(
+                f"state: expected weights [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {list(tensor.shape)} of {tensor.dtype}"
+            )
+    if isinstance(net, MLP):
+        came, expected = [tuple(weight.shape[2:]) for weight in state.weights], net.shapes(width)
+        if came != expected:
+            raise ValueError(f"state: expected weights of shapes {expected} for this net, got {came}")
+    if bool(state.momentum) != rule.momentum:
+        raise ValueError(f"state: expected one of a rule with momentum={rule.momentum}, got momentum={bool(state.momentum)}")
+    if (state.gates.log_keep is not None) != rule.forget:
+        raise ValueError(f"state: expected one of a rule with forget={rule.forget}, got forget={not rule.forget}")
+    return check_offsets(offsets, q.shape[0], q.shape[1], rows)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState,
+    net: Net,
+    rule: Rule,
+    chunk: int,
+    offsets: Tensor | Sequence[int] | None,
+) -> list[int] | None:
+    """Everything about a call but its values; returns the packed documents' borders."""
+    check_chunk(chunk)
+    if not isinstance(net, Net):
+        raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule: expected a Rule (or an entry of RULES), got {type(rule).__name__}")
+    if rule.anchor == "token" and chunk > 1 and not (isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)):
+        raise ValueError("rule: anchor='token' needs a memory linear in its weights (depth=1, norm=False); use chunk=1 for this net")
+    borders = check_state(q, state, net, rule, chunk, offsets)
+    for name, x in (("k", k), ("v", v)):
+        _shape(name, x, tuple(q.shape), "like q")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name}: expected {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
+    if not isinstance(gates, Gates):
+        raise ValueError(f"gates: expected Gates(log_step, log_momentum, log_keep), got {type(gates).__name__}")
+    wanted = {"log_step": True, "log_momentum": rule.momentum, "log_keep": rule.forget}
+    for name, needed in wanted.items():
+        gate = getattr(gates, name)
+        if not needed:
+            if gate is not None:
+                raise ValueError(f"gates.{name}: expected None, as the rule has no use for it, got a tensor")
+            continue
+        _shape(f"gates.{name}", gate, tuple(q.shape[:3]), "batch, tokens, heads")
+        if gate.dtype != state.k.dtype or gate.device != q.device:
+            raise ValueError(f"gates.{name}: expected {state.k.dtype} on {q.device}, got {gate.dtype} on {gate.device}")
+    return borders
+
+
+def check_values(q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> None:
+    """That inputs are finite and gates are in range: a step of 0 or more, momentum and keeping between 0 and 1."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not bool(x.isfinite().all()):
+            count = int((~x.isfinite()).sum())
+            raise ValueError(f"{name}: expected finite numbers, got {count} infinite or NaN of {x.numel()}")
+    for name, gate in zip(Gates._fields, gates, strict=True):
+        if gate is None or gate.numel() == 0:
+            continue
+        top = float(gate.detach().max())
+        if name == "log_step" and not top < torch.inf:
+            raise ValueError(f"gates.{name}: expected logs below infinity, got {top}")
+        if name != "log_step" and not top <= 0:
+            raise ValueError(f"gates.{name}: expected logs of at most 0 (gates between 0 and 1), got {top}")

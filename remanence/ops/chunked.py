@@ -1,0 +1,284 @@
+"""The chunk-parallel tier: a walk over chunks that keeps a state only now and then, and walks each stretch again for backward.
+
+What is kept for backward is the inputs and the states at the starts of about sqrt(n) stretches, nothing else; within one stretch of about sqrt(n)
+chunks the states in between are recomputed. The recurrence is never inverted: dividing by a gate is unstable.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from remanence.ops import closed_form as cf
+from remanence.ops.generic import chunk_step
+from remanence.ops.layout import Layout, gates_rows
+from remanence.ops.nets import MLP, Net
+from remanence.ops.rules import Coefficients, Rule, coefficients
+from remanence.ops.state import Gates, MemoryState, Weights
+
+INFERENCE_STRETCH = 16
+"""Chunks whose answers are computed together when nothing is kept for backward: enough to fill a machine, bounded in memory."""
+
+
+class Stretch(NamedTuple):
+    """The inputs of some consecutive chunks: ``[n m c e]``, log gates ``[n m c]`` (None where absent), complete ``[n m]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_step: Tensor
+    log_momentum: Tensor | None
+    log_keep: Tensor | None
+    complete: Tensor
+
+    @property
+    def gates(self) -> Gates:
+        return Gates(self.log_step, self.log_momentum, self.log_keep)
+
+    def part(self, chunks: slice) -> Stretch:
+        return Stretch(*[None if x is None else x[chunks] for x in self])  # type: ignore[arg-type]
+
+
+Grad = Tensor | None
+
+
+class Leash:
+    """Holds the gradient that is carried back from chunk to chunk, per row and head, to what float arithmetic can mean.
+
+    Thousands of writes are a long product of Jacobians, and with a deep net or repeated keys it explodes. Once the carried gradient exceeds all that
+    came in (the sum of the outputs' gradients so far) by 1 / eps, rounding has replaced its last digit; beyond that it is scaled down, so that it stays finite.
+    Below that it is exact, and untouched.
+    """
+
+    def __init__(self, g_end: tuple[Tensor, ...]) -> None:
+        self.came = sum(g.abs().flatten(1).sum(1) for g in g_end)
+        self.reach = 1.0 / torch.finfo(g_end[0].dtype).eps
+
+    def hold(self, g_state: list[Tensor], g_y: Tensor, g_surprise: Tensor) -> None:
+        """Shorten g_state ``[m ...]`` in place, after these output gradients ``[... m c e]`` came in."""
+        m = g_state[0].shape[0]
+        self.came = self.came + (g_y.abs().sum((-1, -2)) + g_surprise.abs().sum(-1)).view(-1, m).sum(0)
+        limit = self.came * self.reach
+        for g in g_state:
+            size = torch.linalg.vector_norm(g.flatten(1), torch.inf, 1)
+            g.mul_((limit / size).clamp_(max=1.0).nan_to_num_(1.0).view(-1, *[1] * (g.dim() - 1)))
+
+
+class Walk(Protocol):
+    """How one stretch is walked: from a state J to (answers, surprise, state), and back to the gradients of inputs and J."""
+
+    def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]: ...
+
+    def backward(
+        self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
+    ) -> tuple[list[Grad], list[Tensor]]: ...
+
+
+class ClosedForm:
+    """An MLP memory: keys one chunk after the other, then all the stretch's queries at once."""
+
+    def __init__(self, net: MLP, rule: Rule) -> None:
+        self.net, self.rule = net, rule
+
+    def _keys(self, s: Stretch, co: Coefficients, state: Weights) -> tuple[list[cf.Anchor], list[cf.Record], Weights]:
+        anchors, records = [], []
+        n = s.k.shape[0]
+        solver = cf.solver(self.net, self.rule, s.k.flatten(0, 1), _map(lambda x: x.flatten(0, 1), co))
+        solvers = [None] * n if solver is None else solver.unflatten(0, (n, -1))
+        for i in range(n):
+            anchors.append(cf.Anchor(state, _each(co, i), solvers[i]))
+            records.append(cf.record(self.net, self.rule, anchors[-1], s.k[i], s.v[i]))
+            state = cf.fold(anchors[-1], records[-1])
+        return anchors, records, state
+
+    def _queries(
+        self, s: Stretch, co: Coefficients, anchors: list[cf.Anchor], records: list[cf.Record]
+    ) -> tuple[cf.Anchor, list[Tensor], list[Tensor], cf.Reading]:
+        together = cf.Anchor(tuple(_join([anchor.state for anchor in anchors])), _map(lambda x: x.flatten(0, 1), co))
+        inputs, errors = _join([record.inputs for record in records]), _join([record.errors for record in records])
+        return together, inputs, errors, cf.read(self.net, together, inputs, errors, s.q.flatten(0, 1))
+
+    def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
+        co = coefficients(self.rule, s.gates, s.complete)
+        anchors, records, state = self._keys(s, co, state)
+        *_, reading = self._queries(s, co, anchors, records)
+        return reading.answers.view_as(s.q), torch.stack([record.surprise(self.rule) for record in records]), state
+
+    def backward(
+        self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
+    ) -> tuple[list[Grad], list[Tensor]]:
+        gates = Gates(*[None if x is None else x.detach().requires_grad_() for x in s.gates])
+        with torch.enable_grad():
+            tracked = coefficients(self.rule, gates, s.complete)
+        co = _map(Tensor.detach, tracked)
+        g_co = _map(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), co)
+        anchors, records, _ = self._keys(s, co, state)
+        together, inputs, errors, reading = self._queries(s, co, anchors, records)
+        flat = _map(lambda x: x.flatten(0, 1), g_co)
+        g_q, g = cf.read_backward(self.net, together, inputs, errors, reading, g_y.flatten(0, 1), flat)
+        del together, inputs, errors, reading
+        parts = [[x.unflatten(0, (len(anchors), -1)) for x in group] for group in g[:3]]
+        g_k, g_v = torch.empty_like(s.k), torch.empty_like(s.v)
+        for i in range(len(anchors) - 1, -1, -1):
+            own = cf.Grads(*[[x[i] for x in group] for group in parts], _each(g_co, i))
+            cf.fold_backward(anchors[i], records[i], g_state, own)
+            g_k[i], g_v[i] = cf.record_backward(self.net, self.rule, anchors[i], s.v[i], records[i], own, g_surprise[i])
+            g_state = own.state
+            leash.hold(g_state, g_y[i], g_surprise[i])
+        outputs = [(x, grad) for x, grad in zip(tracked, g_co, strict=True) if x is not None]
+        return [g_q.view_as(s.q), g_k, g_v, *_grads(outputs, list(gates))], g_state
+
+
+class Generic:
+    """Any net, any inner loss: each chunk by torch.func, the stretch's gradients by autograd."""
+
+    def __init__(self, net: Net, rule: Rule) -> None:
+        self.net, self.rule = net, rule
+
+    def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
+        co = coefficients(self.rule, s.gates, s.complete)
+        answers, surprises = [], []
+        for i in range(s.k.shape[0]):
+            y, surprise, state = chunk_step(self.net, self.rule, _each(co, i), s.q[i], s.k[i], s.v[i], state)
+            answers.append(y)
+            surprises.append(surprise)
+        return torch.stack(answers), torch.stack(surprises), state
+
+    def backward(
+        self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
+    ) -> tuple[list[Grad], list[Tensor]]:
+        inputs = [None if x is None else x.detach().requires_grad_() for x in s[:-1]]
+        state = tuple(x.detach().requires_grad_() for x in state)
+        with torch.enable_grad():
+            y, surprise, end = self.forward(Stretch(*inputs, s.complete), state)  # type: ignore[arg-type]
+        outputs = [(y, g_y), (surprise, g_surprise), *zip(end, g_state, strict=True)]
+        grads = _grads(outputs, [*inputs, *state])
+        g_start: list[Tensor] = grads[len(inputs) :]  # type: ignore[assignment]
+        leash.hold(g_start, g_y, g_surprise)
+        return grads[: len(inputs)], g_start
+
+
+def _map(function: Any, co: Coefficients) -> Coefficients:
+    return Coefficients(*[None if x is None else function(x) for x in co])  # type: ignore[arg-type]
+
+
+def _each(co: Coefficients, i: int) -> Coefficients:
+    return _map(lambda x: x[i], co)
+
+
+def _join(layers_by_chunk: list[Any]) -> list[Tensor]:
+    return [torch.cat(layer) for layer in zip(*layers_by_chunk, strict=True)]
+
+
+def _grads(outputs: list[tuple[Tensor, Tensor]], inputs: list[Tensor | None]) -> list[Grad]:
+    """autograd.grad through those outputs that depend on anything; zeros for inputs nothing depends on, None for None."""
+    pairs = [(output, grad) for output, grad in outputs if output.requires_grad]
+    present = [x for x in inputs if x is not None]
+    found = iter(torch.autograd.grad([x for x, _ in pairs], present, [grad for _, grad in pairs], allow_unused=True))
+    return [None if x is None else _or_zeros(next(found), x) for x in inputs]
+
+
+def _or_zeros(grad: Grad, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+class _Sequence(torch.autograd.Function):
+    """All chunks of a call, as one differentiable function of inputs, gates and state."""
+
+    @staticmethod
+    def forward(ctx: Any, walk: Walk, keep_for_backward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        s, state = _unpack(tensors)
+        n = s.k.shape[0]
+        stride = math.isqrt(n - 1) + 1 if keep_for_backward else INFERENCE_STRETCH
+        checkpoints, answers, surprises = [], [], []
+        with _exactly(s.k):
+            for start in range(0, n, stride):
+                if keep_for_backward and start:
+                    checkpoints.extend(state)
+                y, surprise, state = walk.forward(s.part(slice(start, start + stride)), state)
+                answers.append(y)
+                surprises.append(surprise)
+        if keep_for_backward:
+            ctx.walk, ctx.stride, ctx.inputs = walk, stride, len(tensors)
+            ctx.save_for_backward(*tensors, *checkpoints)
+        return torch.cat(answers), torch.cat(surprises), *state
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g_y: Tensor, g_surprise: Tensor, *g_end: Tensor) -> tuple:
+        tensors, saved = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        s, state = _unpack(tensors)
+        depth = len(state)
+        states = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
+        g_state, pieces, leash = list(g_end), [], Leash(g_end)
+        with _exactly(s.k):
+            for index in range(len(states) - 1, -1, -1):
+                chunks = slice(index * ctx.stride, (index + 1) * ctx.stride)
+                grads, g_state = ctx.walk.backward(s.part(chunks), states[index], g_y[chunks], g_surprise[chunks], g_state, leash)
+                pieces.append(grads)
+        joined = [None if parts[0] is None else torch.cat(parts[::-1]) for parts in zip(*pieces, strict=True)]
+        return None, None, *joined, None, *g_state
+
+
+def _unpack(tensors: tuple[Tensor, ...]) -> tuple[Stretch, Weights]:
+    inputs = len(Stretch._fields)
+    return Stretch(*tensors[:inputs]), tensors[inputs:]
+
+
+def _exactly(x: Tensor) -> torch.autocast:
+    """Autocast must not lower the memory's own arithmetic."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def walk_for(net: Net, rule: Rule) -> Walk:
+    return ClosedForm(net, rule) if isinstance(net, MLP) and isinstance(rule.loss, str) else Generic(net, rule)
+
+
+def _run(net: Net, rule: Rule, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tensor, Weights, Weights]:
+    """Walk all chunks from a state: answers and surprise ``[n m c ...]``, then weights and momentum ``[r h ...]``."""
+    parts = (state.weights, state.momentum) if state.momentum else (state.weights,)
+    joint = [torch.stack(layer, 2).flatten(0, 1) for layer in zip(*parts, strict=True)]
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*stretch, *joint))
+    y, surprise, *end = _Sequence.apply(walk_for(net, rule), needed, *stretch, *joint)
+    split = [layer.unflatten(0, state.weights[0].shape[:2]).unbind(2) for layer in end]
+    return y, surprise, tuple(layer[0] for layer in split), tuple(layer[1] for layer in split if len(layer) > 1)
+
+
+def _chunks(x: Tensor, n: int) -> Tensor:
+    return rearrange(x, "r (n c) h ... -> n (r h) c ...", n=n).contiguous()
+
+
+def memorize(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: list[int] | None
+) -> tuple[Tensor, MemoryState, Tensor]:
+    """The arguments are those of `remanence.ops.memorize`, already checked."""
+    layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
+    heads = q.shape[2]
+    k, v, gates = layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
+    inputs = [layout.queries(q), k, v, *gates]
+    complete = layout.complete().repeat_interleave(heads, 1)
+    stretch = Stretch(*[None if x is None else _chunks(x, layout.chunks) for x in inputs], complete)  # type: ignore[arg-type]
+    y, surprise, weights, momentum = _run(net, rule, stretch, state)
+    y, surprise = (rearrange(x, "n (r h) c ... -> r (n c) h ...", h=heads) for x in (y, surprise))
+    finite = surprise.detach().isfinite().flatten(1).all(1) & y.detach().isfinite().flatten(1).all(1)
+    new = layout.next_state(state, weights, momentum, k, v, gates, ~finite)
+    return layout.back(y), new, layout.back(surprise[:, layout.lead :])
+
+
+def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
+    """The weights ``[r h ...]`` as they are now: the open chunk's tail folded in, as if it were complete."""
+    rows, slots, heads = state.k.shape[:3]
+    if slots == 0:
+        return state.weights
+    # Slots not yet read get gates that change nothing: no step, no past, everything kept.
+    unread = (torch.arange(slots, device=state.k.device) >= (state.position % state.chunk).unsqueeze(-1)).unsqueeze(-1)
+    neutral = (-torch.inf, -torch.inf, 0.0)
+    gates = [None if x is None else x.masked_fill(unread, fill) for x, fill in zip(state.gates, neutral, strict=True)]
+    complete = torch.ones(1, rows * heads, dtype=torch.bool, device=state.k.device)
+    inputs = [state.k[:, :0], state.k, state.v, *gates]
+    stretch = Stretch(*[None if x is None else _chunks(x, 1) for x in inputs], complete)  # type: ignore[arg-type]
+    return _run(net, rule, stretch, state)[2]

@@ -1,0 +1,380 @@
+"""The closed form of an MLP memory over whole chunks, forward and backward, written out.
+
+Every gradient of an MLP is rank one in each layer's weight, u_l = outer(X_l, D_l), so weights per token never exist: they appear only
+as masked products. For the keys at the anchor weights (`record`, one chunk, sequential because the anchor is the last chunk's end):
+
+    Z_l = X_l W_l,  X_{l+1} = act(Z_l),  D_L = dloss/dZ_L,  D_l = (D_{l+1} W_{l+1}^T) act'(Z_l)
+
+for the queries at every token's own weights (`read`, many chunks at once), with A_1 = Q and A_{l+1} = act(Y_l):
+
+    Y_l = a (A_l W_l) + r (A_l S_l) - [(A_l X_l^T) P] D_l
+
+and for the state at the chunk's end (`fold`). A state is J = (W, S) stacked, ``[m p f f']`` with p = 2, or p = 1 for a rule without momentum; so
+a A W + r A S is one product of (a A | r A) with J's rows. A bias is a column of ones in X and A. The oracle for all of it is autograd through
+reference.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from remanence.ops.nets import EPS, MLP
+from remanence.ops.rules import Coefficients, Rule
+from remanence.ops.state import Weights
+
+_aten = torch.ops.aten
+
+
+def activate(net: MLP, z: Tensor) -> Tensor:
+    return _aten.gelu(z) if net.activation == "gelu" else _aten.silu(z)
+
+
+def pull(net: MLP, grad: Tensor, z: Tensor) -> Tensor:
+    """grad * act'(z), in one pass."""
+    return _aten.gelu_backward(grad, z) if net.activation == "gelu" else _aten.silu_backward(grad, z)
+
+
+def curvature(net: MLP, z: Tensor) -> Tensor:
+    """act''(z)."""
+    if net.activation == "gelu":
+        square = z * z
+        return (square * -0.5).exp_().mul_(square.neg_().add_(2.0)).mul_(1.0 / math.sqrt(2.0 * math.pi))
+    gate = torch.sigmoid(z)
+    return gate * (1.0 - gate) * (2.0 + z * (1.0 - 2.0 * gate))
+
+
+class Norm(NamedTuple):
+    """LayerNorm without gain of one tensor, kept for its derivatives.
+
+    Rows beyond 1e12 are shrunk first (`shrink` ``[m c 1]``, 1 for all others): LayerNorm does not see a row's scale, and float32 squares overflow at 1e19.
+    """
+
+    source: Tensor  # shrunk
+    value: Tensor
+    mean: Tensor
+    rstd: Tensor
+    shrink: Tensor
+
+    def pull(self, grad: Tensor) -> Tensor:
+        """Backward: rstd (grad - mean(grad) - value mean(grad value))."""
+        only_input = [True, False, False]
+        shape = self.source.shape[-1:]
+        g = _aten.native_layer_norm_backward(grad, self.source, shape, self.mean, self.rstd, None, None, only_input)[0]
+        return g.mul_(self.shrink)
+
+    def backward(self, g_value: Tensor, grad: Tensor, pulled: Tensor, g_pulled: Tensor) -> Tensor:
+        """The source's gradient, from those of value and of pulled = pull(grad), which follows the source through value and rstd."""
+        rstd = self.rstd * self.shrink
+        along = (grad * self.value).mean(-1, keepdim=True)
+        g_along = (g_pulled * self.value).mean(-1, keepdim=True)
+        through_value = (g_pulled * along).addcmul_(grad, g_along)
+        through_rstd = (g_pulled * pulled).mean(-1, keepdim=True).mul_(rstd)
+        return self.pull(torch.addcmul(g_value, through_value, rstd, value=-1)).addcmul_(self.value, through_rstd, value=-1)
+
+
+def normalise(x: Tensor) -> Norm:
+    shrink = (1e12 / torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True)).clamp_(max=1.0)
+    x = x * shrink
+    return Norm(x, *_aten.native_layer_norm(x, x.shape[-1:], None, None, EPS), shrink)
+
+
+def with_ones(net: MLP, x: Tensor) -> Tensor:
+    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1) if net.bias else x
+
+
+def without_ones(net: MLP, x: Tensor) -> Tensor:
+    return x[..., :-1] if net.bias else x
+
+
+def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor.unsqueeze(-1)
+
+
+def spread(x: Tensor, factors: Tensor) -> Tensor:
+    """x ``[m c f]`` times each of its token's factors ``[m c p]``, side by side: ``[m c pf]``."""
+    return (x.unsqueeze(-2) * factors.unsqueeze(-1)).flatten(-2)
+
+
+def spread_backward(grad: Tensor, x: Tensor, factors: Tensor, g_x: Tensor, g_factors: Tensor, sign: int = 1) -> None:
+    """Backward of `spread`, added in place."""
+    grad = grad.unflatten(-1, (factors.shape[-1], -1))
+    g_factors.add_((grad * x.unsqueeze(-2)).sum(-1), alpha=sign)
+    for p in range(factors.shape[-1]):
+        g_x.addcmul_(grad[..., p, :], factors[..., p : p + 1], value=sign)
+
+
+def rows(state: Tensor) -> Tensor:
+    """J ``[m p f f']`` as one tall matrix ``[m pf f']``, to stand behind a `spread`."""
+    return state.flatten(1, 2)
+
+
+class Anchor(NamedTuple):
+    """What a chunk starts from: the state J of each layer, the coefficients of its tokens, and the token-exact rule's solver."""
+
+    state: Weights
+    co: Coefficients
+    solver: Tensor | None = None
+
+    def weight(self, layer: int) -> Tensor:
+        return self.state[layer][:, 0]
+
+
+class Grads(NamedTuple):
+    """Gradients of one chunk's layer inputs, errors, start state and coefficients; added to in place."""
+
+    inputs: list[Tensor]
+    errors: list[Tensor]
+    state: list[Tensor]
+    co: Coefficients
+
+
+class Record(NamedTuple):
+    """A chunk's keys as the anchor weights saw them: layer inputs X, errors D, and what surprise and backward need."""
+
+    inputs: list[Tensor]
+    errors: list[Tensor]
+    outputs: list[Tensor]  # Z_l, before the activation
+    products: list[Tensor]  # X_l W_l where the anchor is scaled, else Z_l itself
+    returned: list[Tensor]  # D_{l+1} W_{l+1}^T
+    norm: Norm | None
+    prediction: Tensor
+    slope: Tensor  # dloss/dprediction
+
+    def surprise(self, rule: Rule) -> Tensor:
+        if rule.loss == "squared":
+            return 0.5 * (self.slope * self.slope).sum(-1)
+        return (self.prediction * self.slope).sum(-1)
+
+
+def _end(net: MLP, rule: Rule, k: Tensor, v: Tensor, output: Tensor) -> tuple[Norm | None, Tensor, Tensor]:
+    """From Z_L to the prediction and the loss's slope there."""
+    norm = normalise(output) if net.norm else None
+    answer = norm.value if norm else output
+    prediction = answer + k if net.residual else answer
+    return norm, prediction, (prediction - v if rule.loss == "squared" else -v)
+
+
+def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
+    """What the anchor weights make of a chunk's keys ``[m c e]`` and values."""
+    if rule.anchor == "token":
+        return _record_exact(net, rule, anchor, k, v)
+    depth, scale = len(anchor.state), anchor.co.scale
+    inputs, outputs, products = [], [], []
+    x = k
+    for layer in range(depth):
+        if layer:
+            x = activate(net, outputs[-1])
+        inputs.append(with_ones(net, x))
+        products.append(torch.bmm(inputs[-1], anchor.weight(layer)))
+        outputs.append(scaled(products[-1], scale))
+    norm, prediction, slope = _end(net, rule, k, v, outputs[-1])
+    errors = [norm.pull(slope) if norm else slope]
+    returned: list[Tensor] = []
+    for layer in range(depth - 1, 0, -1):
+        returned.insert(0, torch.bmm(errors[0], without_ones(net, anchor.weight(layer).mT)))
+        errors.insert(0, pull(net, scaled(returned[0], scale), outputs[layer - 1]))
+    return Record(inputs, errors, outputs, products, returned, norm, prediction, slope)
+
+
+def record_backward(
+    net: MLP, rule: Rule, anchor: Anchor, v: Tensor, rec: Record, g: Grads, g_surprise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v, from those of the layer inputs and errors in `g`; the rest of `g` is added to."""
+    if rule.anchor == "token":
+        return _record_exact_backward(net, rule, anchor, v, rec, g, g_surprise)
+    last, scale = len(anchor.state) - 1, anchor.co.scale
+    g_outputs: list[Tensor] = []
+    for layer in range(last):  # D_l was made from D_{l+1}; undo the last made first
+        z, back = rec.outputs[layer], rec.returned[layer]
+        g_back = pull(net, g.errors[layer], z)
+        if scale is not None and g.co.scale is not None:
+            g.co.scale.add_((g_back * back).sum(-1))
+            g_back = scaled(g_back, scale)
+        g_outputs.append(scaled(curvature(net, z).mul_(back).mul_(g.errors[layer]), scale))
+        g.errors[layer + 1].baddbmm_(g_back, without_ones(net, anchor.weight(layer + 1).mT).mT)
+        g_weight = g.state[layer + 1][:, 0]
+        (g_weight[:, :-1] if net.bias else g_weight).baddbmm_(g_back.mT, rec.errors[layer + 1])
+    g_k, g_v, g_last = _end_backward(net, rule, rec, g.errors[last], g_surprise)
+    g_outputs.append(g_last)
+    for layer in range(last, -1, -1):
+        g_z = g_outputs[layer]
+        if scale is not None and g.co.scale is not None:
+            g.co.scale.add_((g_z * rec.products[layer]).sum(-1))
+            g_z = scaled(g_z, scale)
+        g.state[layer][:, 0].baddbmm_(rec.inputs[layer].mT, g_z)
+        g_x = without_ones(net, g.inputs[layer].baddbmm_(g_z, anchor.weight(layer).mT))
+        if layer:
+            g_outputs[layer - 1].add_(pull(net, g_x, rec.outputs[layer - 1]))
+    return (g_x if g_k is None else g_k + g_x), g_v
+
+
+def _end_backward(net: MLP, rule: Rule, rec: Record, g_error: Tensor, g_surprise: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    """From D_L and the surprise back to (k's residual part, v, Z_L)."""
+    g_slope = rec.norm.pull(g_error) if rec.norm else g_error
+    weight = g_surprise.unsqueeze(-1)
+    if rule.loss == "squared":
+        g_prediction = torch.addcmul(g_slope, rec.slope, weight)
+        g_v = -g_prediction
+    else:
+        g_prediction = rec.slope * weight
+        g_v = -torch.addcmul(g_slope, rec.prediction, weight)
+    g_output = rec.norm.backward(g_prediction, rec.slope, rec.errors[-1], g_error) if rec.norm else g_prediction
+    return (g_prediction if net.residual else None), g_v, g_output
+
+
+def _before(x: Tensor, first: Tensor) -> Tensor:
+    """Each token's coefficients ``[m c n]`` as they stood one token earlier; `first` ``[n]`` at the chunk's start."""
+    return torch.cat([first.expand(x.shape[0], 1, -1), x[:, :-1]], 1)
+
+
+def _earlier(co: Coefficients) -> tuple[Tensor, Tensor]:
+    """P and (a, r) as each token meets them before its own write (but after its own decay, for decay_first)."""
+    untouched = co.own.new_zeros(co.own.shape[-1])
+    untouched[0] = 1.0
+    mix = _before(co.mix, co.mix.new_zeros(co.mix.shape[-1]))
+    return scaled(mix, co.scale), scaled(_before(co.own, untouched), co.scale)
+
+
+def solver(net: MLP, rule: Rule, k: Tensor, co: Coefficients) -> Tensor | None:
+    """(I + (X X^T) P~)^-1 of every chunk at once, where the rule needs it: no part of it waits for a state."""
+    if rule.anchor != "token" or rule.loss != "squared":
+        return None
+    x = with_ones(net, k)
+    blend = torch.bmm(x, x.mT).mul_(_earlier(co)[0])
+    eye = torch.eye(blend.shape[-1], dtype=blend.dtype, device=blend.device)
+    return torch.linalg.solve_triangular(eye + blend, eye.expand_as(blend), upper=False, unitriangular=True)
+
+
+def _record_exact(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
+    """Every token's error at its own weights, for a memory linear in them: one unit triangular system per chunk.
+
+    With ~ for one token earlier, Z = (a~ X W + r~ X S) - [(X X^T) P~] D. For the squared loss D = Z - target, so (I + (X X^T) P~) D equals what is
+    known; for the dot loss D = -v is known itself, and nothing has to be solved.
+    """
+    x = with_ones(net, k)
+    mix, own = _earlier(anchor.co)
+    output = torch.bmm(spread(x, own), rows(anchor.state[0]))
+    if anchor.solver is not None:
+        target = v - k if net.residual else v
+        error = torch.bmm(anchor.solver, output - target)
+        output = error + target
+    else:
+        error = -v
+        output = output.baddbmm_(torch.bmm(x, x.mT).mul_(mix), error, alpha=-1)
+    _, prediction, slope = _end(net, rule, k, v, output)
+    return Record([x], [error], [output], [], [], None, prediction, slope)
+
+
+def _record_exact_backward(
+    net: MLP, rule: Rule, anchor: Anchor, v: Tensor, rec: Record, g: Grads, g_surprise: Tensor
+) -> tuple[Tensor, Tensor]:
+    x, error = rec.inputs[0], rec.errors[0]
+    mix, own = _earlier(anchor.co)
+    gram = torch.bmm(x, x.mT)
+    if anchor.solver is not None:  # D = solver (known - target), and the surprise is a function of D alone
+        g_output = torch.bmm(anchor.solver.mT, torch.addcmul(g.errors[0], error, g_surprise.unsqueeze(-1)))
+        g_k, g_v = (g_output if net.residual else None), -g_output
+    else:
+        g_k, g_v, g_output = _end_backward(net, rule, rec, g.errors[0], g_surprise)
+        g_v = g_v.baddbmm((gram * mix).mT, g_output)  # D = -v is met a second time, inside Z
+    g_blend = torch.bmm(g_output, error.mT).neg_()
+    g_gram = g_blend * mix
+    g_mix, g_own = g_blend.mul_(gram), torch.zeros_like(own)
+    g_x = g.inputs[0].baddbmm_(g_gram + g_gram.mT, x)
+    rows(g.state[0]).baddbmm_(spread(x, own).mT, g_output)
+    spread_backward(torch.bmm(g_output, rows(anchor.state[0]).mT), x, own, g_x, g_own)
+    _earlier_backward(anchor.co, g.co, g_mix, g_own)
+    g_x = without_ones(net, g_x)
+    return (g_x if g_k is None else g_k + g_x), g_v
+
+
+def _earlier_backward(co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own: Tensor) -> None:
+    if co.scale is not None and g_co.scale is not None:
+        mix, own = _earlier(co._replace(scale=None))
+        g_co.scale.add_((g_mix * mix).sum(-1)).add_((g_own * own).sum(-1))
+        g_mix, g_own = scaled(g_mix, co.scale), scaled(g_own, co.scale)
+    g_co.mix[:, :-1] += g_mix[:, 1:].tril()
+    g_co.own[:, :-1] += g_own[:, 1:]
+
+
+def fold(anchor: Anchor, rec: Record) -> Weights:
+    """The state at the chunk's end from the state at its start."""
+    end = []
+    for state, x, error in zip(anchor.state, rec.inputs, rec.errors, strict=True):
+        kept = torch.bmm(anchor.co.fold, state.flatten(2)).view_as(state)
+        rows(kept).baddbmm_(spread(x, anchor.co.fold_mix).mT, error, alpha=-1)
+        end.append(kept)
+    return tuple(end)
+
+
+def fold_backward(anchor: Anchor, rec: Record, g_end: list[Tensor], g: Grads) -> None:
+    """From the gradients of the state at the chunk's end to everything it came from, added to `g`."""
+    co = anchor.co
+    for layer, grad in enumerate(g_end):
+        x, error, tall = rec.inputs[layer], rec.errors[layer], rows(grad)
+        spread_backward(torch.bmm(error, tall.mT), x, co.fold_mix, g.inputs[layer], g.co.fold_mix, sign=-1)
+        g.errors[layer].baddbmm_(spread(x, co.fold_mix), tall, alpha=-1)
+        flat, start = grad.flatten(2), anchor.state[layer].flatten(2)
+        g.co.fold.baddbmm_(flat, start.mT)
+        g.state[layer].flatten(2).baddbmm_(co.fold.mT, flat)
+
+
+class Reading(NamedTuple):
+    """The queries' way through the memory, kept for backward."""
+
+    answers: Tensor
+    inputs: list[Tensor]  # A_l
+    spreads: list[Tensor]  # (a A_l | r A_l)
+    scores: list[Tensor]  # A_l X_l^T
+    outputs: list[Tensor]  # Y_l
+    norm: Norm | None
+
+
+def read(net: MLP, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], q: Tensor) -> Reading:
+    """The answers to queries ``[m c' e]``, the chunk's last c' tokens, each at its own token's weights."""
+    mix, own = _last(anchor.co, q.shape[1])
+    queries, spreads, scores, outputs = [], [], [], []
+    x = q
+    for layer, state in enumerate(anchor.state):
+        if layer:
+            x = activate(net, outputs[-1])
+        queries.append(with_ones(net, x))
+        spreads.append(spread(queries[-1], own))
+        scores.append(torch.bmm(queries[-1], inputs[layer].mT))
+        y = torch.bmm(spreads[-1], rows(state))
+        outputs.append(y.baddbmm_(scores[-1] * mix, errors[layer], alpha=-1))
+    norm = normalise(outputs[-1]) if net.norm else None
+    answer = norm.value if norm else outputs[-1]
+    return Reading(answer + q if net.residual else answer, queries, spreads, scores, outputs, norm)
+
+
+def _last(co: Coefficients, count: int) -> tuple[Tensor, Tensor]:
+    first = co.mix.shape[1] - count
+    return co.mix[:, first:], co.own[:, first:]
+
+
+def read_backward(
+    net: MLP, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], reading: Reading, g_answers: Tensor, g_co: Coefficients
+) -> tuple[Tensor, Grads]:
+    """The queries' gradient, and those of everything they met; the coefficients' are added in place."""
+    mix, own = _last(anchor.co, g_answers.shape[1])
+    g_mix, g_own = _last(g_co, g_answers.shape[1])
+    g_inputs, g_errors, g_state = [], [], []
+    g_y = reading.norm.pull(g_answers) if reading.norm else g_answers
+    for layer in range(len(anchor.state) - 1, -1, -1):
+        a, scores, state = reading.inputs[layer], reading.scores[layer], anchor.state[layer]
+        g_blend = torch.bmm(g_y, errors[layer].mT).neg_()
+        g_mix.addcmul_(g_blend, scores)
+        g_scores = g_blend.mul_(mix)
+        g_errors.append(torch.bmm((scores * mix).neg_().mT, g_y))
+        g_inputs.append(torch.bmm(g_scores.mT, a))
+        g_state.append(torch.bmm(reading.spreads[layer].mT, g_y).view_as(state))
+        g_a = torch.bmm(g_scores, inputs[layer])
+        spread_backward(torch.bmm(g_y, rows(state).mT), a, own, g_a, g_own)
+        g_a = without_ones(net, g_a)
+        g_y = pull(net, g_a, reading.outputs[layer - 1]) if layer else g_a
+    return (g_y + g_answers if net.residual else g_y), Grads(g_inputs[::-1], g_errors[::-1], g_state[::-1], g_co)

@@ -1,0 +1,106 @@
+"""Where each token stands: from a call's tokens to one row per document, behind what that document had already read, and back.
+
+    state's tail     the call's tokens            padding
+    [ k k k ]        [ k k k k k k k k k k ]      [ 0 0 ]        one row, cut into chunks of c from its left end
+
+Chunk borders count from the document's start, so a row begins with the tail of its open chunk. Padding stands at the right, where the
+closed form's triangles keep it from everything before it, and a chunk that is not complete never changes the state.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remanence.ops.state import Gates, MemoryState
+
+
+class Layout:
+    """One call's arrangement. `offsets` are the packed documents' borders in the only batch row; None means a row each."""
+
+    def __init__(self, batch: int, tokens: int, state: MemoryState, chunk: int, offsets: list[int] | None) -> None:
+        self.batch, self.tokens, self.chunk = batch, tokens, chunk
+        self.tails = [position % chunk for position in state.position.tolist()]
+        if offsets is None:
+            self.starts, self.counts = [row * tokens for row in range(batch)], [tokens] * batch
+        else:
+            self.starts, self.counts = offsets[:-1], [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+        self.totals = [tail + count for tail, count in zip(self.tails, self.counts, strict=True)]
+        longest = max(self.totals)
+        self.chunks = max(1, -(-longest // chunk))
+        # A single chunk is not padded: while decoding, the closed form is only as large as what has been read of it.
+        self.length = longest if self.chunks == 1 else self.chunks * chunk
+        self.uniform = offsets is None and len(set(self.tails)) == 1
+        self.lead = self.tails[0] if self.uniform and self.chunks == 1 else 0
+        self.device = state.position.device
+
+    def rows(self, tail: Tensor, x: Tensor) -> Tensor:
+        """The call's ``[b t ...]`` behind the state's ``[r c-1 ...]``, as ``[r length ...]``."""
+        if self.uniform:
+            x = torch.cat([tail[:, : self.tails[0]], x], 1) if self.tails[0] else x
+            return _pad(x, self.length)
+        index = torch.full((len(self.tails), self.length), -1)
+        first = tail.shape[0] * tail.shape[1]
+        for row, (kept, start, count) in enumerate(zip(self.tails, self.starts, self.counts, strict=True)):
+            index[row, :kept] = torch.arange(kept) + row * tail.shape[1]
+            index[row, kept : kept + count] = torch.arange(count) + first + start
+        return _pick(torch.cat([tail.flatten(0, 1), x.flatten(0, 1)]), index)
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Like `rows`, but without the tail's places where a whole call lies in one chunk: nobody asks for those answers."""
+        if self.lead:
+            return q
+        return self.rows(q.new_zeros(len(self.tails), self.chunk - 1, *q.shape[2:]), q)
+
+    def back(self, y: Tensor) -> Tensor:
+        """From what `queries` arranged to the call's ``[b t ...]``."""
+        if self.uniform:
+            start = self.tails[0] - self.lead
+            return y[:, start : start + self.tokens]
+        index = torch.empty(self.batch * self.tokens, dtype=torch.int64)
+        for row, (kept, start, count) in enumerate(zip(self.tails, self.starts, self.counts, strict=True)):
+            index[start : start + count] = torch.arange(count) + row * self.length + kept
+        return _pick(y.flatten(0, 1), index.view(self.batch, self.tokens))
+
+    def tail(self, x: Tensor) -> Tensor:
+        """What is left open at each row's end, ``[r length ...]`` to ``[r c-1 ...]``."""
+        if self.uniform:
+            complete = self.totals[0] // self.chunk * self.chunk
+            return _pad(x[:, complete : self.totals[0]], self.chunk - 1)
+        index = torch.full((len(self.tails), self.chunk - 1), -1)
+        for row, total in enumerate(self.totals):
+            complete = total // self.chunk * self.chunk
+            index[row, : total - complete] = torch.arange(complete, total) + row * self.length
+        return _pick(x.flatten(0, 1), index)
+
+    def complete(self) -> Tensor:
+        """``[n r]``: which chunks are whole, and so change the state."""
+        totals = torch.tensor(self.totals, device=self.device)
+        ends = torch.arange(1, self.chunks + 1, device=self.device) * self.chunk
+        return ends.unsqueeze(-1) <= totals
+
+    def next_state(self, state: MemoryState, weights: tuple, momentum: tuple, k: Tensor, v: Tensor, gates: Gates, bad: Tensor) -> MemoryState:
+        """The state after the call, from the rows it was made of; `bad` ``[r]`` says where something was not finite."""
+        for tensor in (*weights, *momentum):
+            bad = bad | ~tensor.detach().isfinite().flatten(1).all(1)
+        counts = torch.tensor(self.counts, device=self.device)
+        return MemoryState(
+            weights, momentum, self.tail(k), self.tail(v), gates.map(self.tail), state.position + counts, state.diverged | bad
+        )
+
+
+def _pad(x: Tensor, length: int) -> Tensor:
+    missing = length - x.shape[1]
+    return F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) if missing else x
+
+
+def _pick(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index] with zeros where the index is -1."""
+    zero = rows.new_zeros(1, *rows.shape[1:])
+    picked = torch.cat([rows, zero]).index_select(0, index.flatten().to(rows.device) % (rows.shape[0] + 1))
+    return picked.view(*index.shape, *rows.shape[1:])
+
+
+def gates_rows(layout: Layout, state: MemoryState, gates: Gates) -> Gates:
+    return Gates(*[None if new is None else layout.rows(old, new) for old, new in zip(state.gates, gates, strict=True)])

@@ -1,0 +1,102 @@
+"""What a memory is: its weights and what they answer. Knows no time.
+
+A net is any object with ``init`` and ``apply``; a user's own takes the generic path. ``MLP`` also has a closed form
+(closed_form.py), which is where the speed is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remanence.ops.state import Weights
+
+EPS = 1e-5
+"""Of the memory's own LayerNorm, inside the square root."""
+
+
+@runtime_checkable
+class Net(Protocol):
+    """A memory: how its weights start and what they answer."""
+
+    def init(self, heads: int, width: int, generator: torch.Generator | None = None) -> Weights:
+        """Initial float32 weights, a tuple of tensors ``[heads, ...]``."""
+        ...
+
+    def apply(self, weights: Weights, x: Tensor) -> Tensor:
+        """The answers ``[... e]`` of one head (its weights without the heads axis) to x ``[... e]``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLP:
+    """A multi-layer perceptron memory: ``x + LN(W ... act(W x))``, the paper's, unless told otherwise.
+
+    norm=False is the plain residual net, which is unstable with more than one layer (docs/paper.md); with residual=False too and
+    depth 1 it is a matrix, the memory of linear attention and DeltaNet. The LayerNorm has no gain: one would have to be declared
+    slow or fast. A bias is one more row of its layer's weight.
+    """
+
+    depth: int = 2
+    expansion: float = 4.0
+    activation: Literal["gelu", "silu"] = "gelu"
+    residual: bool = True
+    norm: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= 4:
+            raise ValueError(f"depth: expected 1, 2, 3 or 4 layers, got {self.depth!r}")
+        if not self.expansion > 0:
+            raise ValueError(f"expansion: expected a positive number, got {self.expansion!r}")
+        if self.activation not in ("gelu", "silu"):
+            raise ValueError(f"activation: expected 'gelu' or 'silu', got {self.activation!r}")
+
+    @property
+    def linear(self) -> bool:
+        """Whether the answer is linear in the weights, so that the token-exact rule can run in parallel."""
+        return self.depth == 1 and not self.norm
+
+    def widths(self, width: int) -> list[int]:
+        """The width after each layer, the input's first."""
+        return [width, *[max(1, round(self.expansion * width))] * (self.depth - 1), width]
+
+    def shapes(self, width: int) -> list[tuple[int, int]]:
+        """The shape of each layer's weight, one head's."""
+        widths = self.widths(width)
+        return [(a + self.bias, b) for a, b in zip(widths, widths[1:], strict=False)]
+
+    def init(self, heads: int, width: int, generator: torch.Generator | None = None) -> Weights:
+        """Normal, variance 1 / inputs: each layer keeps its input's scale. A zero last layer would meet LN's 1/sqrt(eps)."""
+        weights = []
+        for rows, columns in self.shapes(width):
+            inputs = rows - self.bias
+            weight = torch.randn(heads, rows, columns, generator=generator) / math.sqrt(inputs)
+            if self.bias:
+                weight[:, -1] = 0.0
+            weights.append(weight)
+        return tuple(weights)
+
+    def apply(self, weights: Weights, x: Tensor) -> Tensor:
+        y = x
+        for layer, weight in enumerate(weights):
+            if layer:
+                y = ACTIVATIONS[self.activation](y)
+            y = y @ weight[:-1] + weight[-1] if self.bias else y @ weight
+        if self.norm:
+            y = F.layer_norm(y, y.shape[-1:], eps=EPS)
+        return x + y if self.residual else y
+
+
+ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
+
+NETS: dict[str, MLP] = {
+    "titans": MLP(),
+    "residual": MLP(norm=False),
+    "linear": MLP(depth=1, norm=False, residual=False),
+}

@@ -1,0 +1,129 @@
+"""`memorize`, `recall` and `start`: the operator as people call it. Checks what came, chooses the backend, says which."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.func import vmap
+
+from remanence.ops import chunked, reference
+from remanence.ops.checks import check_call, check_chunk, check_state, check_values
+from remanence.ops.layout import Layout
+from remanence.ops.nets import NETS, Net
+from remanence.ops.rules import RULES, Rule
+from remanence.ops.state import Gates, MemoryState, Weights, fresh
+
+log = logging.getLogger("remanence")
+
+BACKENDS: dict[str, Callable[..., tuple[Tensor, MemoryState, Tensor]]] = {
+    "reference": reference.memorize,
+    "chunked": chunked.memorize,
+}
+
+
+def start(
+    weights: Weights,
+    rows: int,
+    *,
+    rule: Rule = RULES["titans"],
+    chunk: int = 16,
+    width: int | None = None,
+) -> MemoryState:
+    """The state before anything was read: `rows` copies of the per-head initial weights ``[h ...]``, nothing else.
+
+    `width` is the head width; it is read off the last layer's columns unless a net of your own has other shapes.
+    """
+    check_chunk(chunk)
+    if rows < 1:
+        raise ValueError(f"rows: expected at least 1, got {rows}")
+    width = weights[-1].shape[-1] if width is None else width
+    return fresh(weights, rows, chunk=chunk, width=width, momentum=rule.momentum, forget=rule.forget)
+
+
+def memorize(
+    q: Float[Tensor, "b t h e"],
+    k: Float[Tensor, "b t h e"],
+    v: Float[Tensor, "b t h e"],
+    gates: Gates,
+    state: MemoryState,
+    *,
+    net: Net = NETS["titans"],
+    rule: Rule = RULES["titans"],
+    chunk: int = 16,
+    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    backend: str = "auto",
+    check: bool | None = None,
+) -> tuple[Float[Tensor, "b t h e"], MemoryState, Float[Tensor, "b t h"]]:
+    """Read tokens into a memory and ask it: answers, the state afterwards, and how surprising each token was.
+
+    Every token is written before it is asked about (eq. 15's read is inclusive), with the gradient taken at the weights of its chunk's
+    start. Differentiable in q, k, v, the gates, and the state's weights, momentum and tail. Answers have q's dtype; the arithmetic,
+    the state and the surprise are float32, or float64 if q is.
+
+    Args:
+        q, k, v: queries, keys, values. Keys should be normalised: the step size is relative to their squared length.
+        gates: log step size, log momentum, log of what is kept, ``[b t h]`` each; see `Gates`.
+        state: from `start` or from the call before. One row per batch row, or per document if packed.
+        net: what the memory is: `MLP(...)`, an entry of `NETS`, or any object with ``init`` and ``apply``.
+        rule: how it changes: `Rule(...)` or an entry of `RULES`.
+        chunk: tokens that share the gradient's anchor. Part of what the model is: another chunk is another function.
+        offsets: for documents packed one behind the other in a single batch row: 0, each one's end, the last being t.
+        backend: "auto", or one of `BACKENDS`.
+        check: whether to look at values (finite, gates in range). None: on the CPU only, since on a GPU a look waits for it.
+
+    Returns:
+        answers, the new state, and the surprise: the inner loss of each token and head before it was written.
+
+    Raises:
+        ValueError: an argument's shape, dtype or value is not what it should be; the message names it.
+    """
+    borders = check_call(q, k, v, gates, state, net, rule, chunk, offsets)
+    if check is None:
+        check = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if check:
+        check_values(q, k, v, gates)
+    if q.shape[1] == 0:
+        return q, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)
+    exact = state.k.dtype
+    run = BACKENDS[_choose(backend)]
+    with torch.autocast(q.device.type, enabled=False):
+        y, new, surprise = run(q.to(exact), k.to(exact), v.to(exact), gates, state, net, rule, chunk, borders)
+    return y.to(q.dtype), new, surprise
+
+
+def recall(
+    q: Float[Tensor, "b t h e"],
+    state: MemoryState,
+    *,
+    net: Net = NETS["titans"],
+    rule: Rule = RULES["titans"],
+    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+) -> Float[Tensor, "b t h e"]:
+    """Ask a memory without writing to it: every query meets the weights as they are after all that was read."""
+    borders = check_state(q, state, net, rule, state.chunk, offsets)
+    if q.shape[1] == 0:
+        return q
+    with torch.autocast(q.device.type, enabled=False):
+        weights = chunked.settle(state, net, rule)
+        layout = Layout(q.shape[0], q.shape[1], state._replace(position=torch.zeros_like(state.position)), q.shape[1] + 1, borders)
+        asked = layout.rows(q.new_zeros(len(state.position), 0, *q.shape[2:]), q).to(state.k.dtype)
+        y = vmap(vmap(net.apply, in_dims=(0, 1), out_dims=1))(weights, asked)
+    return layout.back(y).to(q.dtype)
+
+
+_said: set[str] = set()
+
+
+def _choose(backend: str) -> str:
+    if backend == "auto":
+        backend = "chunked"
+        if backend not in _said:
+            _said.add(backend)
+            log.info("memory operator: backend %s", backend)
+    elif backend not in BACKENDS:
+        raise ValueError(f"backend: expected 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
+    return backend

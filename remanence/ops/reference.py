@@ -1,0 +1,81 @@
+"""The memory rule as the paper writes it: one head, one document, one token after the other. This is the truth.
+
+The gradient is taken by autograd of the written loss, never derived by hand. Slow, exact in float64, differentiable (twice, too).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from remanence.ops.layout import Layout, gates_rows
+from remanence.ops.nets import Net
+from remanence.ops.rules import Rule
+from remanence.ops.state import Gates, MemoryState, Weights
+
+
+def memorize_document(
+    net: Net, rule: Rule, chunk: int, q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], weights: Weights, momentum: Weights
+) -> tuple[Tensor, Tensor, Weights, Weights]:
+    """Equations 12 to 15 for one head, from a chunk's start on: q, k, v ``[t e]``, log gates ``[t]``.
+
+    Returns answers, surprise, and (weights, momentum) as they were when the last complete chunk ended.
+    """
+    M, S = weights, momentum
+    border, anchor = (M, S), M
+    answers, surprises = [], []
+    theta, eta, gamma = (log_gate.exp() for log_gate in gates)
+    for t in range(k.shape[0]):
+        if t % chunk == 0 or rule.anchor == "token":
+            anchor = M
+
+        def loss(W: Weights, t: int = t) -> Tensor:  # eq. 12
+            return rule.loss_function(net.apply(W, k[t]), v[t])
+
+        u, surprise = grad_and_value(loss)(tuple(gamma[t] * W for W in anchor) if rule.decay_first else anchor)
+        S = tuple(eta[t] * past - theta[t] * now for past, now in zip(S, u, strict=True))  # eq. 14
+        M = tuple(gamma[t] * W + change for W, change in zip(M, S, strict=True))  # eq. 13
+        answers.append(net.apply(M, q[t]))  # eq. 15
+        surprises.append(surprise)
+        if (t + 1) % chunk == 0:
+            border = (M, S)
+    return torch.stack(answers), torch.stack(surprises), *border
+
+
+def memorize(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: list[int] | None
+) -> tuple[Tensor, MemoryState, Tensor]:
+    """The truth for every row and head; the arguments are those of `remanence.ops.memorize`, already checked."""
+    layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
+    layout.lead = 0  # every token of the row is replayed, so every one has its answer
+    queries, k, v, gates = layout.queries(q), layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
+    nothing = tuple(torch.zeros_like(weight) for weight in state.weights)
+    momentum = state.momentum if rule.momentum else nothing
+    log_gates = (
+        gates.log_step,
+        torch.full_like(gates.log_step, -torch.inf) if gates.log_momentum is None else gates.log_momentum,
+        torch.zeros_like(gates.log_step) if gates.log_keep is None else gates.log_keep,
+    )
+    answers, surprises = torch.zeros_like(queries), torch.zeros_like(gates.log_step)
+    weights, past = [], []
+    for row, total in enumerate(layout.totals):
+        start = tuple(weight[row] for weight in state.weights), tuple(change[row] for change in momentum)
+        if total == 0:
+            weights.append(start[0])
+            past.append(start[1])
+            continue
+
+        def document(*head: Tensor | tuple) -> tuple[Tensor, Tensor, Weights, Weights]:
+            return memorize_document(net, rule, chunk, *head)  # type: ignore[arg-type]
+
+        head = (queries[row, :total], k[row, :total], v[row, :total], tuple(gate[row, :total] for gate in log_gates), *start)
+        y, surprise, end, change = vmap(document, in_dims=(1, 1, 1, 1, 0, 0), out_dims=(1, 1, 0, 0))(*head)
+        answers = answers.index_put((torch.tensor(row), torch.arange(total)), y)
+        surprises = surprises.index_put((torch.tensor(row), torch.arange(total)), surprise)
+        weights.append(end)
+        past.append(change)
+    new_weights = tuple(torch.stack(layer) for layer in zip(*weights, strict=True))
+    new_momentum = tuple(torch.stack(layer) for layer in zip(*past, strict=True)) if rule.momentum else ()
+    bad = ~(surprises.detach().isfinite().flatten(1).all(1) & answers.detach().isfinite().flatten(1).all(1))
+    return layout.back(answers), layout.next_state(state, new_weights, new_momentum, k, v, gates, bad), layout.back(surprises)

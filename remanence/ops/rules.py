@@ -1,0 +1,134 @@
+"""How a memory changes: from a chunk's gates to the coefficients of its closed form. Knows no net.
+
+With gamma = 1 - alpha, and products over (j, t]:  Gamma[t, j] = prod gamma,  E[t, j] = prod eta  for t >= j, else 0:
+
+    S_t = m_t S_0 - sum_i E[t, i] theta_i u_i                                  past surprise, eq. 14
+    M_t = a_t M_0 + r_t S_0 - sum_i P[t, i] u_i                                write, eq. 13
+
+where a = Gamma[:, 0], m = E[:, 0] (the products over (0, t]), r = Gamma m, P = (Gamma E) diag(theta).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remanence.ops.state import Gates
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def squared(prediction: Tensor, value: Tensor) -> Tensor:
+    """Half the squared distance (eq. 12; its factor 2 lives in the step size, as in the paper's appendix C)."""
+    return 0.5 * (prediction - value).square().sum(-1)
+
+
+def dot(prediction: Tensor, value: Tensor) -> Tensor:
+    """Minus the inner product: its gradient ignores what is already stored, which makes linear attention."""
+    return -(prediction * value).sum(-1)
+
+
+LOSSES: dict[str, Loss] = {"squared": squared, "dot": dot}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How surprise becomes change.
+
+    momentum, forget
+        Whether past surprise is carried (eta) and whether the memory decays (alpha).
+    decay_first
+        Take the gradient at the weights already decayed by the token's own gate, as Gated DeltaNet does.
+    anchor
+        Where the gradient is taken: at the weights of the chunk's start (eq. 16), or at each token's own (eq. 14 to the
+        letter). ``"token"`` runs in parallel for a memory that is linear in its weights; others use ``chunk=1`` for it.
+    loss
+        ``"squared"``, ``"dot"``, or any function (prediction, value) -> loss that torch.func can differentiate.
+    """
+
+    momentum: bool = True
+    forget: bool = True
+    decay_first: bool = False
+    anchor: Literal["chunk", "token"] = "chunk"
+    loss: str | Loss = "squared"
+
+    def __post_init__(self) -> None:
+        if self.anchor not in ("chunk", "token"):
+            raise ValueError(f"anchor: expected 'chunk' or 'token', got {self.anchor!r}")
+        if isinstance(self.loss, str) and self.loss not in LOSSES:
+            raise ValueError(f"loss: expected a function or one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.decay_first and not self.forget:
+            raise ValueError("decay_first: expected False for a rule that does not forget, got True (set forget=True)")
+
+    @property
+    def loss_function(self) -> Loss:
+        return LOSSES[self.loss] if isinstance(self.loss, str) else self.loss
+
+
+RULES: dict[str, Rule] = {
+    "titans": Rule(),
+    "no_momentum": Rule(momentum=False),
+    "no_forget": Rule(forget=False),
+    "ttt": Rule(momentum=False, forget=False),
+    "delta": Rule(momentum=False, forget=False, anchor="token"),
+    "gated_delta": Rule(momentum=False, decay_first=True, anchor="token"),
+    "linear_attention": Rule(momentum=False, forget=False, loss="dot"),
+}
+
+
+class Coefficients(NamedTuple):
+    """One chunk's part of the closed form, or many chunks' (leading axes).
+
+    The state is J = (M, S), p = 2, or just M, p = 1, for a rule without momentum.
+
+    mix ``[c c]``: P. own ``[c p]``: a, r: how much of J each token's own weights still hold. fold ``[p p]`` and fold_mix ``[c p]``: what turns J and the
+    tokens' gradients into the chunk's end state; they leave it alone where the chunk is not complete. scale ``[c]``: shrinks the anchor
+    per token, for decay_first.
+    """
+
+    mix: Tensor
+    own: Tensor
+    fold: Tensor
+    fold_mix: Tensor
+    scale: Tensor | None
+
+
+def decay(log_gate: Tensor) -> Tensor:
+    """``[... c]`` logs to ``[... c c]``: the product of gates over (j, t] for t >= j, 0 above the diagonal.
+
+    The exponents are masked cumulative sums, never differences of two: exact at -inf, and never positive.
+    """
+    c = log_gate.shape[-1]
+    grid = torch.ones(c, c, dtype=torch.bool, device=log_gate.device)
+    exponent = log_gate.unsqueeze(-2).expand(*log_gate.shape, c).masked_fill(grid.tril(), 0.0).cumsum(-1)  # [j t]
+    return exponent.masked_fill_(grid.tril(-1), -torch.inf).exp().mT
+
+
+def coefficients(rule: Rule, gates: Gates, complete: Tensor) -> Coefficients:
+    """The closed form's coefficients for gates ``[... c]`` of chunks that are complete where told ``[...]``."""
+    step = gates.log_step.exp()
+    kept = decay(gates.log_keep if gates.log_keep is not None else torch.zeros_like(step))
+    keep = gates.log_keep.cumsum(-1).exp() if gates.log_keep is not None else torch.ones_like(step)
+    scale = gates.log_keep.exp() if rule.decay_first and gates.log_keep is not None else None
+    if gates.log_momentum is None:
+        mix = kept * step.unsqueeze(-2)
+        own = keep.unsqueeze(-1)
+        fold_mix = mix[..., -1, :].unsqueeze(-1)
+        fold = keep[..., -1, None, None]
+    else:
+        moved = decay(gates.log_momentum)
+        past = gates.log_momentum.cumsum(-1).exp()
+        carry = (kept @ past.unsqueeze(-1)).squeeze(-1)
+        mix = (kept @ moved) * step.unsqueeze(-2)
+        own = torch.stack([keep, carry], -1)
+        fold_mix = torch.stack([mix[..., -1, :], moved[..., -1, :] * step], -1)
+        last = past[..., -1]
+        fold = torch.stack([keep[..., -1], carry[..., -1], torch.zeros_like(last), last], -1).unflatten(-1, (2, 2))
+    same = torch.eye(fold.shape[-1], dtype=fold.dtype, device=fold.device)
+    fold = torch.where(complete[..., None, None], fold, same)
+    fold_mix = torch.where(complete[..., None, None], fold_mix, 0.0)
+    return Coefficients(mix, own, fold, fold_mix, scale)

@@ -1,0 +1,141 @@
+"""What a memory carries between two calls, and the gates that steer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+Weights = tuple[Tensor, ...]
+"""A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a state."""
+
+
+def _map(function: Callable[[Tensor], Tensor], node: Any) -> Any:
+    if isinstance(node, Tensor):
+        return function(node)
+    if node is None:
+        return None
+    children = [_map(function, child) for child in node]
+    return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
+
+
+def _tensors(node: Any) -> list[Tensor]:
+    if isinstance(node, Tensor):
+        return [node]
+    return [] if node is None else [tensor for child in node for tensor in _tensors(child)]
+
+
+def _concat(nodes: Sequence[Any]) -> Any:
+    first = nodes[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(nodes))
+    if first is None:
+        return None
+    children = [_concat(children) for children in zip(*nodes, strict=True)]
+    return type(first)(*children) if hasattr(first, "_fields") else tuple(children)
+
+
+class TensorTuple:
+    """Methods for a named tuple of tensors (or of such tuples) whose first axis is always the state's rows."""
+
+    __slots__ = ()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return _map(function, self)
+
+    def tensors(self) -> list[Tensor]:
+        return _tensors(self)
+
+    def detach(self) -> Self:
+        return self.map(Tensor.detach)
+
+    def clone(self) -> Self:
+        return self.map(Tensor.clone)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move to a device. The dtype is part of what a state is, and stays."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def rows(self, index: int | slice | Sequence[int] | Tensor) -> Self:
+        """The chosen rows, in the order given, as a state of their own."""
+        if isinstance(index, int):
+            index = [index]
+        return self.map(lambda tensor: tensor[index])
+
+    @classmethod
+    def concat(cls, states: Sequence[Self]) -> Self:
+        """Several states as one, row after row."""
+        if not states:
+            raise ValueError("states: expected at least one state to concatenate, got none")
+        return _concat(states)
+
+
+class _Gates(NamedTuple):
+    log_step: Tensor
+    log_momentum: Tensor | None = None
+    log_keep: Tensor | None = None
+
+
+class Gates(_Gates, TensorTuple):
+    """Per token and head, as logarithms: the step size (theta), the momentum (eta), and what is kept (1 - alpha).
+
+    Logs, because products of gates become sums that cannot underflow halfway, and because -inf says exactly 0. A rule
+    without momentum or without forgetting takes None there. ``[b t h]`` each.
+    """
+
+    __slots__ = ()
+
+
+class _MemoryState(NamedTuple):
+    weights: Weights
+    momentum: Weights
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    position: Tensor
+    diverged: Tensor
+
+
+class MemoryState(_MemoryState, TensorTuple):
+    """One memory per row and head, wherever its document stands; returned by every call, never changed in place.
+
+    weights, momentum
+        ``[r h ...]`` per layer, as they were at the start of the chunk being read (the closed form's anchor).
+        ``momentum`` is empty for a rule without it.
+    k, v, gates
+        The tail: what has been read since that chunk began, ``[r c-1 h ...]``; the first ``position % chunk`` slots count.
+    position
+        Tokens read since the document began, ``[r]``. Chunk borders are counted from there, never from a call's start.
+    diverged
+        ``[r]``, true once a row's memory, surprise or answers have been infinite or NaN, and from then on.
+    """
+
+    __slots__ = ()
+
+    @property
+    def chunk(self) -> int:
+        return self.k.shape[1] + 1
+
+
+def fresh(weights: Weights, rows: int, *, chunk: int, width: int, momentum: bool, forget: bool) -> MemoryState:
+    """The state of `rows` documents of which nothing has been read, from per-head initial weights ``[h, ...]``."""
+    first = weights[0]
+    heads = first.shape[0]
+    tail = first.new_zeros(rows, chunk - 1, heads, width)
+    gate = first.new_zeros(rows, chunk - 1, heads)
+    spread = tuple(weight.unsqueeze(0).expand(rows, *weight.shape) for weight in weights)
+    return MemoryState(
+        weights=spread,
+        momentum=tuple(torch.zeros_like(weight) for weight in spread) if momentum else (),
+        k=tail,
+        v=tail,
+        gates=Gates(gate, gate if momentum else None, gate if forget else None),
+        position=torch.zeros(rows, dtype=torch.int64, device=first.device),
+        diverged=torch.zeros(rows, dtype=torch.bool, device=first.device),
+    )

@@ -1,0 +1,175 @@
+"""The laws a streaming memory must keep, as functions: for our modules and for anyone's.
+
+A `step` is anything called as ``y, state = step(x, state)`` with x ``[b t ...]`` and None as the first state; a module is such a thing too. Each law raises an
+AssertionError that says where it broke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the larger of 1 and the largest finite entry of a.
+
+    Infinities must stand in the same places on both sides (a log gate of -inf is a gate of 0); a NaN is infinitely far from everything.
+    """
+    if a.shape != b.shape:
+        raise AssertionError(f"shapes differ: {list(a.shape)} and {list(b.shape)}")
+    if a.numel() == 0:
+        return 0.0
+    a, b = a.detach(), b.detach()
+    differ = a != b
+    if not bool(differ.any()):
+        return 0.0
+    apart = (a - b)[differ].abs().max()
+    size = a[a.isfinite()].abs().max().clamp_min(1.0) if bool(a.isfinite().any()) else 1.0
+    return float("inf") if not bool(apart.isfinite()) else float(apart / size)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [tensor for child in tree for tensor in tensors(child)] if isinstance(tree, (tuple, list)) else []
+
+
+def assert_close(a: Any, b: Any, tolerance: float, what: str = "results") -> None:
+    """Two trees of tensors agree, floating-point ones to the relative tolerance, others exactly."""
+    left, right = tensors(a), tensors(b)
+    if len(left) != len(right):
+        raise AssertionError(f"{what}: {len(left)} tensors on one side, {len(right)} on the other")
+    for index, (x, y) in enumerate(zip(left, right, strict=True)):
+        if not x.is_floating_point():
+            if not torch.equal(x, y):
+                raise AssertionError(f"{what}[{index}]: differ, {x.tolist()} and {y.tolist()}")
+        elif (apart := distance(x, y)) > tolerance:
+            raise AssertionError(f"{what}[{index}]: apart by {apart:.3g}, allowed {tolerance:.3g}")
+
+
+def assert_causal(step: Step, x: Tensor, positions: Iterable[int] | None = None) -> None:
+    """Changing token t leaves every output before t bit-identical (and changes something from t on)."""
+    before, _ = step(x, None)
+    for t in range(x.shape[1]) if positions is None else positions:
+        changed = x.clone()
+        changed[:, t] = torch.randn_like(changed[:, t])
+        after, _ = step(changed, None)
+        moved = (before[:, :t] != after[:, :t]).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+        if moved:
+            raise AssertionError(f"not causal: changing token {t} moved the outputs at {moved[:8]}")
+        if torch.equal(before[:, t:], after[:, t:]):
+            raise AssertionError(f"changing token {t} changed no output at all: the law was not tested")
+
+
+def assert_rows_isolated(step: Step, x: Tensor) -> None:
+    """Changing one row of the batch leaves the outputs and state of all others bit-identical."""
+    before, state = step(x, None)
+    for row in range(x.shape[0]):
+        changed = x.clone()
+        changed[row] = torch.randn_like(changed[row])
+        after, other = step(changed, None)
+        rest = [r for r in range(x.shape[0]) if r != row]
+        for a, b in zip([before, *tensors(state)], [after, *tensors(other)], strict=True):
+            if a.shape[:1] == x.shape[:1] and not torch.equal(a[rest], b[rest]):
+                raise AssertionError(f"rows not isolated: changing row {row} moved another")
+
+
+def assert_split(step: Step, x: Tensor, sizes: Sequence[int], tolerance: float = 1e-10) -> None:
+    """Reading x in calls of the given sizes, state carried, equals reading it whole: outputs and final state."""
+    if sum(sizes) != x.shape[1]:
+        raise ValueError(f"sizes: expected to add up to the {x.shape[1]} tokens of x, got {list(sizes)}")
+    whole, end = step(x, None)
+    pieces, state = [], None
+    for piece in x.split(list(sizes), 1):
+        y, state = step(piece, state)
+        pieces.append(y)
+    assert_close(torch.cat(pieces, 1), whole, tolerance, f"outputs of calls {list(sizes)} against the whole")
+    assert_close(state, end, tolerance, f"state after calls {list(sizes)} against the whole")
+
+
+def assert_packed(module: Callable[..., tuple[Tensor, Any]], documents: Sequence[Tensor], tolerance: float = 1e-10) -> None:
+    """Documents ``[t ...]`` packed into one row with ``offsets=`` equal each document read alone."""
+    offsets = [0]
+    for document in documents:
+        offsets.append(offsets[-1] + document.shape[0])
+    together, state = module(torch.cat(list(documents)).unsqueeze(0), None, offsets=offsets)
+    for index, document in enumerate(documents):
+        if document.shape[0] == 0:
+            continue
+        alone, end = module(document.unsqueeze(0), None)
+        assert_close(together[:, offsets[index] : offsets[index + 1]], alone, tolerance, f"packed document {index}")
+        assert_close([tensor[index : index + 1] for tensor in tensors(state)], end, tolerance, f"state of packed document {index}")
+
+
+def assert_padding_inert(module: Callable[..., tuple[Tensor, Any]], x: Tensor, mask: Tensor, tolerance: float = 1e-10) -> None:
+    """With ``mask=``, what stands in the padding changes nothing, bit for bit, and each row equals its tokens read alone."""
+    first, state = module(x, None, mask=mask)
+    noise = torch.where(mask.unsqueeze(-1), x, torch.randn_like(x))
+    second, other = module(noise, None, mask=mask)
+    for a, b in zip([first, *tensors(state)], [second, *tensors(other)], strict=True):
+        if not torch.equal(a, b):
+            raise AssertionError("padding is not inert: its content changed a result")
+    for row in range(x.shape[0]):
+        if not mask[row].any():
+            continue
+        alone, end = module(x[row][mask[row]].unsqueeze(0), None)
+        assert_close(first[row][mask[row]], alone[0], tolerance, f"padded row {row} against its tokens alone")
+        assert_close([tensor[row : row + 1] for tensor in tensors(state)], end, tolerance, f"state of padded row {row}")
+
+
+def assert_pure(module: nn.Module, x: Tensor) -> None:
+    """Training and evaluation mode give the same result bit for bit; forward changes no parameter, buffer, input or given state."""
+    kept = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    original = x.clone()
+    module.train()
+    y, state = module(x, None)
+    given = [tensor.clone() for tensor in tensors(state)]
+    again, _ = module(x, state)
+    module.eval()
+    z, _ = module(x, None)
+    module.train()
+    for name, tensor in module.state_dict().items():
+        if not torch.equal(tensor, kept[name]):
+            raise AssertionError(f"forward changed {name}")
+    if not torch.equal(x, original):
+        raise AssertionError("forward changed its input")
+    for a, b in zip(tensors(state), given, strict=True):
+        if not torch.equal(a, b):
+            raise AssertionError("forward changed the state it was given")
+    if not torch.equal(y, z):
+        raise AssertionError("training and evaluation mode differ")
+    if torch.equal(y, again):
+        raise AssertionError("a carried state changed nothing: the law was not tested")
+
+
+def assert_gradients_reach(module: nn.Module, x: Tensor) -> None:
+    """Every parameter that wants a gradient gets one that is finite and not zero."""
+    module.zero_grad()
+    y, _ = module(x, None)
+    (y * torch.randn_like(y)).sum().backward()
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None or not parameter.grad.isfinite().all() or not parameter.grad.any():
+            raise AssertionError(f"no usable gradient reached {name}")
+
+
+def assert_same_function(f: Callable[..., Any], g: Callable[..., Any], inputs: Sequence[Tensor], tolerance: float = 1e-10) -> None:
+    """f(*inputs) and g(*inputs), trees of tensors, agree in every output and in every gradient of every input."""
+    left, right = tensors(f(*inputs)), tensors(g(*inputs))
+    assert_close(left, right, tolerance, "outputs")
+    weights = [torch.randn_like(x) if x.is_floating_point() else None for x in left]
+    gradients = []
+    for outputs in (left, right):
+        loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True) if w is not None and x.requires_grad)
+        found = torch.autograd.grad(loss, list(inputs), allow_unused=True)  # type: ignore[arg-type]
+        gradients.append([torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)])
+    assert_close(gradients[0], gradients[1], tolerance, "gradients of the inputs")

@@ -1,0 +1,29 @@
+"""Tests run on the CPU, or on what REMANENCE_TEST_DEVICE names. One thread each: two workers share two cores."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+settings.register_profile("steady", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("steady")
+
+DEVICE = os.environ.get("REMANENCE_TEST_DEVICE", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        yield
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        items[:] = [item for item in items if "slow" not in item.keywords]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the slow tests too")

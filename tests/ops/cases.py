@@ -1,0 +1,93 @@
+"""Random calls of the operator, small and in float64, as leaves that want gradients."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from remanence.ops import MLP, Gates, Rule, memorize, start
+
+
+@dataclass
+class Case:
+    """One call: shapes, net, rule, chunk; `extreme` forces some gates to alpha = 1, eta = 0 or theta = 0."""
+
+    net: object = field(default_factory=MLP)
+    rule: Rule = field(default_factory=Rule)
+    chunk: int = 4
+    tokens: int = 11
+    batch: int = 2
+    heads: int = 2
+    width: int = 4
+    extreme: str = "none"
+    offsets: list[int] | None = None
+    dtype: torch.dtype = torch.float64
+
+    def leaves(self, seed: int = 0) -> list[torch.Tensor]:
+        """q, k, v, log gates, initial weights, initial momentum: whatever this case has."""
+        torch.manual_seed(seed)
+        shape = (self.batch, self.tokens, self.heads)
+        rows = self.batch if self.offsets is None else len(self.offsets) - 1
+        q, k, v = (torch.randn(*shape, self.width, dtype=self.dtype) for _ in range(3))
+        k = F.normalize(k, dim=-1)
+        log_step = F.logsigmoid(torch.randn(shape, dtype=self.dtype) - 1)
+        log_momentum = F.logsigmoid(torch.randn(shape, dtype=self.dtype))
+        log_keep = F.logsigmoid(torch.randn(shape, dtype=self.dtype) + 2)
+        some = torch.rand(shape) < 0.3
+        if self.extreme == "clear":
+            log_keep = log_keep.masked_fill(some, -torch.inf)
+        elif self.extreme == "no past":
+            log_momentum = log_momentum.masked_fill(some, -torch.inf)
+        elif self.extreme == "no step":
+            log_step = log_step.masked_fill(some, -torch.inf)
+        gates = [log_step, *[log_momentum] * self.rule.momentum, *[log_keep] * self.rule.forget]
+        weights = [weight.to(self.dtype) for weight in self.net.init(self.heads, self.width)]
+        momentum = [0.1 * torch.randn(rows, *weight.shape, dtype=self.dtype) for weight in weights] if self.rule.momentum else []
+        self.depth = len(weights)
+        return [x.detach().requires_grad_() for x in (q, k, v, *gates, *weights, *momentum)]
+
+    def call(self, backend: str):
+        """The operator as a function of those leaves."""
+
+        def run(q, k, v, log_step, *rest):
+            rest = list(rest)
+            log_momentum = rest.pop(0) if self.rule.momentum else None
+            log_keep = rest.pop(0) if self.rule.forget else None
+            weights, momentum = tuple(rest[: self.depth]), tuple(rest[self.depth :])
+            rows = self.batch if self.offsets is None else len(self.offsets) - 1
+            state = start(weights, rows, rule=self.rule, chunk=self.chunk, width=self.width)._replace(momentum=momentum)
+            gates = Gates(log_step, log_momentum, log_keep)
+            y, new, surprise = memorize(
+                q, k, v, gates, state, net=self.net, rule=self.rule, chunk=self.chunk, offsets=self.offsets, backend=backend
+            )
+            return y, surprise, new
+
+        return run
+
+
+def pairwise(**axes):
+    """Few settings in which every two values of every two axes meet at least once (greedy, deterministic)."""
+    names = list(axes)
+    missing = {
+        (i, a, j, b)
+        for i in range(len(names))
+        for j in range(i + 1, len(names))
+        for a in range(len(axes[names[i]]))
+        for b in range(len(axes[names[j]]))
+    }
+    rows = []
+    while missing:
+        i, a, j, b = min(missing)
+        row = {i: a, j: b}
+        for other in range(len(names)):
+            if other not in row:
+                row[other] = max(
+                    range(len(axes[names[other]])),
+                    key=lambda value, other=other, row=row: sum(
+                        (min(other, x), value if other < x else y, max(other, x), y if other < x else value) in missing
+                        for x, y in row.items()
+                    ),
+                )
+        missing -= {(x, row[x], y, row[y]) for x in row for y in row if x < y}
+        rows.append({name: axes[name][row[index]] for index, name in enumerate(names)})
+    return rows

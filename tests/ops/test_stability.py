@@ -1,0 +1,73 @@
+"""Law 6: the default net stays finite on what would break it; a net that does break says so."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from remanence.ops import MLP, NETS, Gates, Rule, memorize, start
+
+TOKENS = 16_384
+
+
+def adversary(kind, shape, dtype=torch.bfloat16):
+    """Queries, keys and values meant to hurt. Keys have unit length, as the operator asks; queries and values have any."""
+    x = torch.randn(3, *shape)
+    if kind == "constant":
+        x = torch.ones_like(x)
+    elif kind == "huge":
+        x = x * 1e4
+    elif kind == "repeated":
+        x[1] = x[1, :, :1]
+    elif kind == "zero":
+        x = torch.zeros_like(x)
+    x[1] = F.normalize(x[1], dim=-1)
+    return [part.to(dtype).requires_grad_() for part in x]
+
+
+@pytest.mark.parametrize("kind", ["random", "constant", "huge", "repeated", "zero"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_default_net_is_finite_in_bf16_over_16k_tokens(depth, kind):
+    net, rule, chunk = MLP(depth=depth), Rule(), 64
+    shape = (1, TOKENS, 2, 8)
+    q, k, v = adversary(kind, shape)
+    gates = Gates(*[F.logsigmoid(torch.randn(shape[:3]) + bias).requires_grad_() for bias in (-2.0, 1.0, 5.0)])
+    weights = tuple(weight.requires_grad_() for weight in net.init(2, 8))
+    y, state, surprise = memorize(q, k, v, gates, start(weights, 1, chunk=chunk), net=net, rule=rule, chunk=chunk)
+    (y.float() * torch.randn(shape)).mean().backward()
+    assert y.dtype == torch.bfloat16
+    assert surprise.dtype == torch.float32
+    for name, tensor in {"y": y, "surprise": surprise, **{f"w{i}": w for i, w in enumerate(state.weights)}}.items():
+        assert tensor.isfinite().all(), name
+    assert not state.diverged.any()
+    for name, leaf in {"q": q, "k": k, "v": v, **gates._asdict(), **{f"w{i}": w for i, w in enumerate(weights)}}.items():
+        assert leaf.grad.isfinite().all(), f"gradient of {name}"
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_a_net_that_diverges_raises_the_flag(backend):
+    """The plain residual net with equal keys: a chunk's step is multiplied by its length, and the net runs away."""
+    net, rule, chunk, tokens = NETS["residual"], Rule(), 16, 96
+    k = F.normalize(torch.ones(2, tokens, 1, 4), dim=-1)
+    v = torch.randn(2, tokens, 1, 4)
+    log_step = torch.zeros(2, tokens, 1)
+    log_step[1] = -20.0  # the second row hardly moves, and must stay unflagged
+    gates = Gates(log_step, torch.full((2, tokens, 1), -0.1), torch.zeros(2, tokens, 1))
+    state = start(net.init(1, 4), 2, chunk=chunk)
+    y, state, _ = memorize(k, k, v, gates, state, net=net, rule=rule, chunk=chunk, backend=backend)
+    assert state.diverged.tolist() == [True, False]
+    assert not y[0].isfinite().all()
+    assert y[1].isfinite().all(), "one row's divergence must not reach another"
+    calm = Gates(torch.full((2, 1, 1), -20.0), torch.zeros(2, 1, 1), torch.zeros(2, 1, 1))
+    _, state, _ = memorize(k[:, :1], k[:, :1], v[:, :1], calm, state, net=net, rule=rule, chunk=chunk, backend=backend)
+    assert state.diverged.tolist() == [True, False], "the flag stays up"
+
+
+def test_small_gates_do_not_underflow_into_nan():
+    """alpha = 0.9 over 64 tokens: a quotient of products would be 0 / 0."""
+    net, chunk, tokens = MLP(depth=2), 64, 128
+    q, k, v = (torch.randn(1, tokens, 1, 8) for _ in range(3))
+    gates = Gates(*[torch.full((1, tokens, 1), value).requires_grad_() for value in (-2.0, -5.0, -2.3026)])
+    y, _, _ = memorize(q, F.normalize(k, dim=-1), v, gates, start(net.init(1, 8), 1, chunk=chunk), net=net, chunk=chunk)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert all(gate.grad.isfinite().all() for gate in gates)
