@@ -27,9 +27,19 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
-    from remanence.config import MemoryConfig
-    from remanence.memory.neural import NeuralMemory, NeuralMemoryState
-    from remanence.ops import MLP, NETS, RULES, Gates, MemoryState, Net, Rule, memorize, recall, start
+    from remanence.config import MemoryConfig as MemoryConfig
+    from remanence.memory.neural import NeuralMemory as NeuralMemory
+    from remanence.memory.neural import NeuralMemoryState as NeuralMemoryState
+    from remanence.ops import MLP as MLP
+    from remanence.ops import NETS as NETS
+    from remanence.ops import RULES as RULES
+    from remanence.ops import Gates as Gates
+    from remanence.ops import MemoryState as MemoryState
+    from remanence.ops import Net as Net
+    from remanence.ops import Rule as Rule
+    from remanence.ops import memorize as memorize
+    from remanence.ops import recall as recall
+    from remanence.ops import start as start
 
 
 def __getattr__(name: str) -> Any:

@@ -16,8 +16,9 @@ def _positive(**fields: float | None) -> None:
 class MemoryConfig:
     """One neural memory layer.
 
-    The net, the rule and the chunk decide which function the memory computes; the defaults are the NeurIPS paper's (two layers, expansion 4,
-    GELU, ``x + LN(...)``, chunk 16). The gates' biases are the ones that trained stably when measured: docs/paper.md.
+    The net, the rule and the chunk decide which function the memory computes; the defaults are the NeurIPS paper's (two
+    layers, expansion 4, GELU, ``x + LN(...)``, chunk 16). The gates' biases are the ones that trained stably when measured:
+    docs/paper.md.
 
     Attributes:
         dim: width of the model the layer stands in.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ class ShortConv(nn.Module):
         self, x: Float[Tensor, "b t width"], past: Float[Tensor, "r past width"], offsets: Sequence[int] | None = None
     ) -> tuple[Float[Tensor, "b t width"], Float[Tensor, "r past width"]]:
         """`past` are the inputs just before these, zeros at a document's start; packed documents have a row of it each."""
-        if self.weight is None:
+        if self.weight is None or x.shape[1] == 0:
             return x, past
         keep = self.kernel - 1
         before = past.to(x.dtype)
@@ -63,16 +64,18 @@ class ShortConv(nn.Module):
             return self._convolve(joined), joined[:, joined.shape[1] - keep :].to(past.dtype)
         # Each document is led by its own past, so that one convolution over the whole row never mixes two of them.
         pieces, ends = [], []
-        for row, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for row, (a, b) in enumerate(pairwise(offsets)):
             piece = torch.cat([before[row], x[0, a:b]])
             ends.append(piece[piece.shape[0] - keep :])
             pieces.append(piece)
-        kept = [torch.arange(a, b) + keep * row for row, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False))]
+        kept = [torch.arange(a, b) + keep * row for row, (a, b) in enumerate(pairwise(offsets))]
         y = self._convolve(torch.cat(pieces).unsqueeze(0)).index_select(1, torch.cat(kept).to(x.device))
         return y, torch.stack(ends).to(past.dtype)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """``[b t+kernel-1 width]`` to ``[b t width]``. As a flat image: torch's one-dimensional depthwise backward is 2.5 x slower on a CPU."""
+        """``[b t+kernel-1 width]`` to ``[b t width]``. As a flat image: torch's one-dimensional depthwise backward is 2.5 x
+        slower on a CPU.
+        """
         assert self.weight is not None
         weight = self.weight.to(x.dtype)[:, None, None]
         return F.conv2d(x.mT.unsqueeze(2), weight, groups=self.width).squeeze(2).mT
@@ -81,6 +84,7 @@ class ShortConv(nn.Module):
 class GateProjection(nn.Module):
     """Several gates per head as logits of the input, float32 (or float64) whatever the rest runs in.
 
+    The input counts at unit mean square: a large one must not slam every gate open or shut, where a memory runs away.
     Not an nn.Linear on purpose: initialisers that zero every Linear's bias (Hugging Face's does) would open a memory's gates.
     """
 
@@ -98,6 +102,7 @@ class GateProjection(nn.Module):
 
     def forward(self, x: Float[Tensor, "b t d"]) -> tuple[Float[Tensor, "b t h"], ...]:
         wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(wide, self.weight.to(wide.dtype), self.bias.to(wide.dtype))
+            logits = F.linear(wide, self.weight.to(wide.dtype)) * scale + self.bias.to(wide.dtype)
         return logits.unflatten(-1, (len(self.biases), self.heads)).unbind(-2)

@@ -1,7 +1,7 @@
 """The laws a streaming memory must keep, as functions: for our modules and for anyone's.
 
-A `step` is anything called as ``y, state = step(x, state)`` with x ``[b t ...]`` and None as the first state; a module is such a thing too. Each law raises an
-AssertionError that says where it broke.
+A `step` is anything called as ``y, state = step(x, state)`` with x ``[b t ...]`` and None as the first state; a module is such
+a thing too. Each law raises an AssertionError that says where it broke.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 def distance(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the larger of 1 and the largest finite entry of a.
 
-    Infinities must stand in the same places on both sides (a log gate of -inf is a gate of 0); a NaN is infinitely far from everything.
+    Infinities must stand in the same places on both sides (a log gate of -inf is a gate of 0); a NaN is infinitely far from
+    everything.
     """
     if a.shape != b.shape:
         raise AssertionError(f"shapes differ: {list(a.shape)} and {list(b.shape)}")
@@ -106,7 +107,9 @@ def assert_packed(module: Callable[..., tuple[Tensor, Any]], documents: Sequence
             continue
         alone, end = module(document.unsqueeze(0), None)
         assert_close(together[:, offsets[index] : offsets[index + 1]], alone, tolerance, f"packed document {index}")
-        assert_close([tensor[index : index + 1] for tensor in tensors(state)], end, tolerance, f"state of packed document {index}")
+        assert_close(
+            [tensor[index : index + 1] for tensor in tensors(state)], end, tolerance, f"state of packed document {index}"
+        )
 
 
 def assert_padding_inert(module: Callable[..., tuple[Tensor, Any]], x: Tensor, mask: Tensor, tolerance: float = 1e-10) -> None:
@@ -126,7 +129,9 @@ def assert_padding_inert(module: Callable[..., tuple[Tensor, Any]], x: Tensor, m
 
 
 def assert_pure(module: nn.Module, x: Tensor) -> None:
-    """Training and evaluation mode give the same result bit for bit; forward changes no parameter, buffer, input or given state."""
+    """Training and evaluation mode give the same result bit for bit; forward changes no parameter, buffer, input or given
+    state.
+    """
     kept = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     original = x.clone()
     module.train()
@@ -162,14 +167,16 @@ def assert_gradients_reach(module: nn.Module, x: Tensor) -> None:
             raise AssertionError(f"no usable gradient reached {name}")
 
 
-def assert_same_function(f: Callable[..., Any], g: Callable[..., Any], inputs: Sequence[Tensor], tolerance: float = 1e-10) -> None:
+def assert_same_function(
+    f: Callable[..., Any], g: Callable[..., Any], inputs: Sequence[Tensor], tolerance: float = 1e-10
+) -> None:
     """f(*inputs) and g(*inputs), trees of tensors, agree in every output and in every gradient of every input."""
     left, right = tensors(f(*inputs)), tensors(g(*inputs))
     assert_close(left, right, tolerance, "outputs")
     weights = [torch.randn_like(x) if x.is_floating_point() else None for x in left]
     gradients = []
     for outputs in (left, right):
-        loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True) if w is not None and x.requires_grad)
-        found = torch.autograd.grad(loss, list(inputs), allow_unused=True)  # type: ignore[arg-type]
+        parts = [(x * w).sum() for x, w in zip(outputs, weights, strict=True) if w is not None and x.requires_grad]
+        found = torch.autograd.grad(torch.stack(parts).sum(), list(inputs), allow_unused=True)
         gradients.append([torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)])
     assert_close(gradients[0], gradients[1], tolerance, "gradients of the inputs")

@@ -29,7 +29,7 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
     __slots__ = ()
 
     @property
-    def diverged(self) -> Bool[Tensor, "r"]:
+    def diverged(self) -> Bool[Tensor, r]:
         """Per row: whether the memory has been infinite or NaN since its document began."""
         return self.memory.diverged
 
@@ -51,7 +51,9 @@ def net_of(config: MemoryConfig) -> Net:
     changes = {name: getattr(config, name) for name in ("depth", "expansion", "activation", "bias")}
     changes = {name: value for name, value in changes.items() if value is not None}
     if changes and not isinstance(net, MLP):
-        raise ValueError(f"{next(iter(changes))}: expected None, as the net {config.net!r} is not an MLP, got {next(iter(changes.values()))!r}")
+        raise ValueError(
+            f"{next(iter(changes))}: expected None, as the net {config.net!r} is not an MLP, got {next(iter(changes.values()))!r}"
+        )
     return replace(net, **changes) if isinstance(net, MLP) else net
 
 
@@ -68,9 +70,10 @@ def rule_of(config: MemoryConfig, net: Net) -> Rule:
 class NeuralMemory(nn.Module):
     """``y, state = NeuralMemory(dim=512, heads=8)(x, state)``: reads x into its memory, and answers from it.
 
-    x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length. Gates from x, per token and head. The memory writes k -> v and is
-    asked q; its answers are normalised, gated by x and projected back. The state is returned, never kept in the module: pass None at a
-    document's start and what you got afterwards, in calls of any length. Rows of a batch never meet.
+    x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length. Gates from x, per token and head. The memory
+    writes k -> v and is asked q; its answers are normalised, gated by x and projected back. The state is returned, never kept
+    in the module: pass None at a document's start and what you got afterwards, in calls of any length. Rows of a batch never
+    meet.
 
     Build it from fields (those of `MemoryConfig`) or from a config, or both: ``NeuralMemory(config, chunk=64)``.
     """
@@ -81,13 +84,14 @@ class NeuralMemory(nn.Module):
         c = self.config
         self.net = net_of(c)
         self.rule = rule_of(c, self.net)
-        self.heads, self.head_dim = c.inner // c.head_dim, c.head_dim  # type: ignore[operator]
+        assert c.heads is not None and c.head_dim is not None, "a config resolves both"
+        self.heads, self.head_dim = c.heads, c.head_dim
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(c.dim, c.inner, bias=False) for _ in range(4))
         self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv) for _ in range(3))
         biases = {"step": c.step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
         self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * self.rule.forget]
         self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
-        self.norm = RMSNorm(self.head_dim)  # type: ignore[arg-type]
+        self.norm = RMSNorm(self.head_dim)
         self.o_proj = nn.Linear(c.inner, c.dim, bias=False)
         with torch.device("cpu"):
             initial = self._initial()
@@ -95,7 +99,7 @@ class NeuralMemory(nn.Module):
         self.initial = nn.ParameterList([nn.Parameter(weight.to(device)) for weight in initial])
 
     def _initial(self) -> tuple[Tensor, ...]:
-        return self.net.init(self.heads, self.head_dim)  # type: ignore[arg-type]
+        return self.net.init(self.heads, self.head_dim)
 
     def reset_parameters(self) -> None:
         """Draw the initial memory anew (the other parameters belong to submodules, each with its own reset_parameters)."""
@@ -110,8 +114,8 @@ class NeuralMemory(nn.Module):
         """The state of `rows` documents of which nothing has been read. float32 unless the model runs in float64."""
         weights = tuple(weight.to(dtype) for weight in self.initial)
         memory = start(weights, rows, rule=self.rule, chunk=self.config.chunk, width=self.head_dim)
-        convs = (self.q_conv, self.k_conv, self.v_conv)
-        return NeuralMemoryState(memory, tuple(conv.start(rows, weights[0].detach()) for conv in convs))  # type: ignore[arg-type]
+        q, k, v = (conv.start(rows, weights[0].detach()) for conv in (self.q_conv, self.k_conv, self.v_conv))
+        return NeuralMemoryState(memory, (q, k, v))
 
     def forward(
         self,
@@ -119,7 +123,7 @@ class NeuralMemory(nn.Module):
         state: NeuralMemoryState | None = None,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
         """Read x, answer, and return the state. Padding (mask False) is not read; packed documents are told by `offsets`."""
         seen = self.trace(x, state, mask=mask, offsets=offsets)
@@ -131,26 +135,37 @@ class NeuralMemory(nn.Module):
         state: NeuralMemoryState | None = None,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
     ) -> Trace:
         """`forward`, with the surprise and the gates of every token and head beside its result."""
         carried = state is not None
         if mask is not None:
-            inside, borders = self._unpad(x, mask, offsets)
-            seen = self.trace(inside, state if carried else self._fresh(x, len(borders) - 1), offsets=borders)
-            return Trace(_repad(seen.y, mask), seen.state, _repad(seen.surprise, mask), seen.gates.map(lambda gate: _repad(gate, mask)))
+            inside, documents = self._unpad(x, mask, offsets)
+            seen = self.trace(inside, state if carried else self._fresh(x, len(documents) - 1), offsets=documents)
+            return Trace(
+                _repad(seen.y, mask), seen.state, _repad(seen.surprise, mask), seen.gates.map(lambda gate: _repad(gate, mask))
+            )
         state, borders = self._checked(x, state, offsets)
         q, past_q = self._project(x, self.q_proj, self.q_conv, state.conv[0], borders)
         k, past_k = self._project(x, self.k_proj, self.k_conv, state.conv[1], borders)
         v, past_v = self._project(x, self.v_proj, self.v_conv, state.conv[2], borders)
         gates = self._gates(x)
         answers, memory, surprise = memorize(
-            unit(q), unit(k), v, gates, state.memory, net=self.net, rule=self.rule, chunk=self.config.chunk, offsets=borders, check=False
+            unit(q),
+            unit(k),
+            v,
+            gates,
+            state.memory,
+            net=self.net,
+            rule=self.rule,
+            chunk=self.config.chunk,
+            offsets=borders,
+            check=False,
         )
         y = self._output(x, answers)
         if carried and torch.is_grad_enabled():
             # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.
-            y = y + 0.0 * sum(weight.sum() for weight in self.initial).to(y.dtype)  # type: ignore[union-attr]
+            y = y + 0.0 * torch.stack([weight.sum() for weight in self.initial]).sum().to(y.dtype)
         return Trace(y, NeuralMemoryState(memory, (past_q, past_k, past_v)), surprise, gates)
 
     def read(
@@ -159,19 +174,21 @@ class NeuralMemory(nn.Module):
         state: NeuralMemoryState,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Ask without writing: the memory stays as `state` holds it, for every token of x."""
         if mask is not None:
-            inside, borders = self._unpad(x, mask, offsets)
-            return _repad(self.read(inside, state, offsets=borders), mask)
+            inside, documents = self._unpad(x, mask, offsets)
+            return _repad(self.read(inside, state, offsets=documents), mask)
         state, borders = self._checked(x, state, offsets)
         q, _ = self._project(x, self.q_proj, self.q_conv, state.conv[0], borders)
         return self._output(x, recall(unit(q), state.memory, net=self.net, rule=self.rule, offsets=borders))
 
-    def _project(self, x: Tensor, projection: nn.Linear, conv: ShortConv, past: Tensor, borders: list[int] | None) -> tuple[Tensor, Tensor]:
+    def _project(
+        self, x: Tensor, projection: nn.Linear, conv: ShortConv, past: Tensor, borders: list[int] | None
+    ) -> tuple[Tensor, Tensor]:
         y, past = conv(projection(x), past, borders)
-        return F.silu(y).unflatten(-1, (self.heads, self.head_dim)), past  # type: ignore[arg-type]
+        return F.silu(y).unflatten(-1, (self.heads, self.head_dim)), past
 
     def _gates(self, x: Tensor) -> Gates:
         logits = dict(zip(self.gate_names, self.gates(x), strict=True))
@@ -201,7 +218,9 @@ class NeuralMemory(nn.Module):
             raise ValueError(f"state: expected the state this layer returned, or None, got {type(state).__name__}")
         past = tuple(state.conv[0].shape[1:])
         if past != (max(0, self.config.conv - 1), self.config.inner):
-            raise ValueError(f"state: expected convolution inputs {[max(0, self.config.conv - 1), self.config.inner]}, got {list(past)}")
+            raise ValueError(
+                f"state: expected convolution inputs {[max(0, self.config.conv - 1), self.config.inner]}, got {list(past)}"
+            )
         return state, check_offsets(offsets, x.shape[0], x.shape[1], state.memory.position.shape[0])
 
     def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:
@@ -210,7 +229,9 @@ class NeuralMemory(nn.Module):
             raise ValueError("offsets: expected None beside a mask, got both; a mask already says where each row's document lies")
         if not isinstance(x, Tensor) or x.dim() != 3 or tuple(mask.shape) != tuple(x.shape[:2]) or mask.dtype != torch.bool:
             expected = list(x.shape[:2]) if isinstance(x, Tensor) else "[batch, tokens]"
-            raise ValueError(f"mask: expected booleans of shape {expected}, true where a token counts, got {list(mask.shape)} {mask.dtype}")
+            raise ValueError(
+                f"mask: expected booleans of shape {expected}, true where a token counts, got {list(mask.shape)} {mask.dtype}"
+            )
         return x[mask].unsqueeze(0), [0, *mask.sum(1).cumsum(0).tolist()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def check_offsets(offsets: Tensor | Sequence[int] | None, batch: int, tokens: in
     borders = [int(border) for border in offsets]
     if batch != 1:
         raise ValueError(f"offsets: packed documents lie in a single batch row, got a batch of {batch}")
-    if len(borders) < 2 or borders[0] != 0 or borders[-1] != tokens or any(b < a for a, b in zip(borders, borders[1:], strict=False)):
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != tokens or any(b < a for a, b in pairwise(borders)):
         raise ValueError(f"offsets: expected to rise from 0 to {tokens} (the number of tokens), got {borders}")
     if rows != len(borders) - 1:
         raise ValueError(f"state: expected {len(borders) - 1} rows, one for each packed document, got {rows}")
@@ -64,13 +65,12 @@ def check_state(
         raise ValueError(f"state: expected on {q.device} like q, got on {state.k.device}")
     for tensor in (*state.weights, *state.momentum):
         if tensor.dtype != state.k.dtype or tuple(tensor.shape[:2]) != (rows, heads):
-            raise ValueError(
-                f"state: expected weights [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {list(tensor.shape)} of {tensor.dtype}"
-            )
+            came = f"{list(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"state: expected weights [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {came}")
     if isinstance(net, MLP):
-        came, expected = [tuple(weight.shape[2:]) for weight in state.weights], net.shapes(width)
-        if came != expected:
-            raise ValueError(f"state: expected weights of shapes {expected} for this net, got {came}")
+        shapes, expected = [tuple(weight.shape[2:]) for weight in state.weights], net.shapes(width)
+        if shapes != expected:
+            raise ValueError(f"state: expected weights of shapes {expected} for this net, got {shapes}")
     if bool(state.momentum) != rule.momentum:
         raise ValueError(f"state: expected one of a rule with momentum={rule.momentum}, got momentum={bool(state.momentum)}")
     if (state.gates.log_keep is not None) != rule.forget:
@@ -96,7 +96,9 @@ def check_call(
     if not isinstance(rule, Rule):
         raise ValueError(f"rule: expected a Rule (or an entry of RULES), got {type(rule).__name__}")
     if rule.anchor == "token" and chunk > 1 and not (isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)):
-        raise ValueError("rule: anchor='token' needs a memory linear in its weights (depth=1, norm=False); use chunk=1 for this net")
+        raise ValueError(
+            "rule: anchor='token' needs a memory linear in its weights (depth=1, norm=False); use chunk=1 for this net"
+        )
     borders = check_state(q, state, net, rule, chunk, offsets)
     for name, x in (("k", k), ("v", v)):
         _shape(name, x, tuple(q.shape), "like q")

@@ -1,7 +1,8 @@
 """The chunk-parallel tier: a walk over chunks that keeps a state only now and then, and walks each stretch again for backward.
 
-What is kept for backward is the inputs and the states at the starts of about sqrt(n) stretches, nothing else; within one stretch of about sqrt(n)
-chunks the states in between are recomputed. The recurrence is never inverted: dividing by a gate is unstable.
+What is kept for backward is the inputs and the states at the starts of about sqrt(n) stretches, nothing else; within one
+stretch of about sqrt(n) chunks the states in between are recomputed. The recurrence is never inverted: dividing by a gate is
+unstable.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Stretch(NamedTuple):
         return Gates(self.log_step, self.log_momentum, self.log_keep)
 
     def part(self, chunks: slice) -> Stretch:
-        return Stretch(*[None if x is None else x[chunks] for x in self])  # type: ignore[arg-type]
+        return Stretch._make(None if x is None else x[chunks] for x in self)
 
 
 Grad = Tensor | None
@@ -49,23 +50,27 @@ Grad = Tensor | None
 class Leash:
     """Holds the gradient that is carried back from chunk to chunk, per row and head, to what float arithmetic can mean.
 
-    Thousands of writes are a long product of Jacobians, and with a deep net or repeated keys it explodes. Once the carried gradient exceeds all that
-    came in (the sum of the outputs' gradients so far) by 1 / eps, rounding has replaced its last digit; beyond that it is scaled down, so that it stays finite.
-    Below that it is exact, and untouched.
+    Thousands of writes are a long product of Jacobians, and with a deep net or repeated keys it explodes. Once the carried
+    gradient exceeds all that came in (the sum of the outputs' gradients so far) by 1 / eps, rounding has replaced its last
+    digit; beyond that it is scaled down, so that it stays finite. Below that it is exact, and untouched.
     """
 
     def __init__(self, g_end: tuple[Tensor, ...]) -> None:
         self.came = sum(g.abs().flatten(1).sum(1) for g in g_end)
         self.reach = 1.0 / torch.finfo(g_end[0].dtype).eps
 
-    def hold(self, g_state: list[Tensor], g_y: Tensor, g_surprise: Tensor) -> None:
-        """Shorten g_state ``[m ...]`` in place, after these output gradients ``[... m c e]`` came in."""
-        m = g_state[0].shape[0]
-        self.came = self.came + (g_y.abs().sum((-1, -2)) + g_surprise.abs().sum(-1)).view(-1, m).sum(0)
+    def hold(self, g_state: list[Tensor], came: Tensor) -> None:
+        """Shorten g_state ``[m ...]`` in place, after outputs brought in gradients of this much ``[m]``."""
+        self.came = self.came + came
         limit = self.came * self.reach
         for g in g_state:
-            size = torch.linalg.vector_norm(g.flatten(1), torch.inf, 1)
+            size = g.flatten(1).abs().amax(1)
             g.mul_((limit / size).clamp_(max=1.0).nan_to_num_(1.0).view(-1, *[1] * (g.dim() - 1)))
+
+
+def _came(g_y: Tensor, g_surprise: Tensor) -> Tensor:
+    """``[n m]``: all that a chunk's outputs bring in, in absolute sum."""
+    return g_y.abs().sum((-1, -2)) + g_surprise.abs().sum(-1)
 
 
 class Walk(Protocol):
@@ -84,52 +89,61 @@ class ClosedForm:
     def __init__(self, net: MLP, rule: Rule) -> None:
         self.net, self.rule = net, rule
 
-    def _keys(self, s: Stretch, co: Coefficients, state: Weights) -> tuple[list[cf.Anchor], list[cf.Record], Weights]:
-        anchors, records = [], []
+    def _keys(self, s: Stretch, co: Coefficients, state: Weights) -> tuple[Weights, list[cf.Anchor], list[cf.Record]]:
+        """The states ``[n+1 m ...]`` at the chunks' borders, and what each chunk starts from and makes of its keys."""
         n = s.k.shape[0]
+        states = tuple(layer.new_empty(n + 1, *layer.shape) for layer in state)
+        for layer, first in zip(states, state, strict=True):
+            layer[0] = first
         solver = cf.solver(self.net, self.rule, s.k.flatten(0, 1), _map(lambda x: x.flatten(0, 1), co))
-        solvers = [None] * n if solver is None else solver.unflatten(0, (n, -1))
-        for i in range(n):
-            anchors.append(cf.Anchor(state, _each(co, i), solvers[i]))
-            records.append(cf.record(self.net, self.rule, anchors[-1], s.k[i], s.v[i]))
-            state = cf.fold(anchors[-1], records[-1])
-        return anchors, records, state
+        solvers = [None] * n if solver is None else solver.unflatten(0, (n, -1)).unbind()
+        borders = list(zip(*[layer.unbind() for layer in states], strict=True))
+        anchors, records = [], []
+        for i, (own, k, v) in enumerate(zip(_unbind(co, n), s.k.unbind(), s.v.unbind(), strict=True)):
+            anchors.append(cf.Anchor(borders[i], own, solvers[i]))
+            records.append(cf.record(self.net, self.rule, anchors[-1], k, v))
+            cf.fold(anchors[-1], records[-1], borders[i + 1])
+        return states, anchors, records
 
     def _queries(
-        self, s: Stretch, co: Coefficients, anchors: list[cf.Anchor], records: list[cf.Record]
+        self, s: Stretch, co: Coefficients, states: Weights, records: list[cf.Record]
     ) -> tuple[cf.Anchor, list[Tensor], list[Tensor], cf.Reading]:
-        together = cf.Anchor(tuple(_join([anchor.state for anchor in anchors])), _map(lambda x: x.flatten(0, 1), co))
+        together = cf.Anchor(tuple(layer[:-1].flatten(0, 1) for layer in states), _map(lambda x: x.flatten(0, 1), co))
         inputs, errors = _join([record.inputs for record in records]), _join([record.errors for record in records])
         return together, inputs, errors, cf.read(self.net, together, inputs, errors, s.q.flatten(0, 1))
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)
-        anchors, records, state = self._keys(s, co, state)
-        *_, reading = self._queries(s, co, anchors, records)
-        return reading.answers.view_as(s.q), torch.stack([record.surprise(self.rule) for record in records]), state
+        states, _, records = self._keys(s, co, state)
+        *_, reading = self._queries(s, co, states, records)
+        surprise = torch.stack([record.surprise(self.rule) for record in records])
+        # Cloned: a view would keep the states of the whole stretch alive for as long as its checkpoint.
+        return reading.answers.view_as(s.q), surprise, tuple(layer[-1].clone() for layer in states)
 
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
     ) -> tuple[list[Grad], list[Tensor]]:
-        gates = Gates(*[None if x is None else x.detach().requires_grad_() for x in s.gates])
+        gates = s.gates.map(lambda x: x.detach().requires_grad_())
         with torch.enable_grad():
             tracked = coefficients(self.rule, gates, s.complete)
         co = _map(Tensor.detach, tracked)
         g_co = _map(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), co)
-        anchors, records, _ = self._keys(s, co, state)
-        together, inputs, errors, reading = self._queries(s, co, anchors, records)
+        states, anchors, records = self._keys(s, co, state)
+        together, inputs, errors, reading = self._queries(s, co, states, records)
         flat = _map(lambda x: x.flatten(0, 1), g_co)
         g_q, g = cf.read_backward(self.net, together, inputs, errors, reading, g_y.flatten(0, 1), flat)
         del together, inputs, errors, reading
-        parts = [[x.unflatten(0, (len(anchors), -1)) for x in group] for group in g[:3]]
+        n = len(anchors)
+        parts = [list(zip(*[x.unflatten(0, (n, -1)).unbind() for x in group], strict=True)) for group in g[:3]]
         g_k, g_v = torch.empty_like(s.k), torch.empty_like(s.v)
-        for i in range(len(anchors) - 1, -1, -1):
-            own = cf.Grads(*[[x[i] for x in group] for group in parts], _each(g_co, i))
+        came, g_cos = _came(g_y, g_surprise), _unbind(g_co, n)
+        for i in range(n - 1, -1, -1):
+            own = cf.Grads._make([*[list(group[i]) for group in parts], g_cos[i]])
             cf.fold_backward(anchors[i], records[i], g_state, own)
             g_k[i], g_v[i] = cf.record_backward(self.net, self.rule, anchors[i], s.v[i], records[i], own, g_surprise[i])
             g_state = own.state
-            leash.hold(g_state, g_y[i], g_surprise[i])
-        outputs = [(x, grad) for x, grad in zip(tracked, g_co, strict=True) if x is not None]
+            leash.hold(g_state, came[i])
+        outputs = [(x, grad) for x, grad in zip(tracked, g_co, strict=True) if x is not None and grad is not None]
         return [g_q.view_as(s.q), g_k, g_v, *_grads(outputs, list(gates))], g_state
 
 
@@ -142,8 +156,8 @@ class Generic:
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)
         answers, surprises = [], []
-        for i in range(s.k.shape[0]):
-            y, surprise, state = chunk_step(self.net, self.rule, _each(co, i), s.q[i], s.k[i], s.v[i], state)
+        for i, own in enumerate(_unbind(co, s.k.shape[0])):
+            y, surprise, state = chunk_step(self.net, self.rule, own, s.q[i], s.k[i], s.v[i], state)
             answers.append(y)
             surprises.append(surprise)
         return torch.stack(answers), torch.stack(surprises), state
@@ -154,20 +168,22 @@ class Generic:
         inputs = [None if x is None else x.detach().requires_grad_() for x in s[:-1]]
         state = tuple(x.detach().requires_grad_() for x in state)
         with torch.enable_grad():
-            y, surprise, end = self.forward(Stretch(*inputs, s.complete), state)  # type: ignore[arg-type]
+            y, surprise, end = self.forward(Stretch._make([*inputs, s.complete]), state)
         outputs = [(y, g_y), (surprise, g_surprise), *zip(end, g_state, strict=True)]
         grads = _grads(outputs, [*inputs, *state])
         g_start: list[Tensor] = grads[len(inputs) :]  # type: ignore[assignment]
-        leash.hold(g_start, g_y, g_surprise)
+        leash.hold(g_start, _came(g_y, g_surprise).sum(0))
         return grads[: len(inputs)], g_start
 
 
 def _map(function: Any, co: Coefficients) -> Coefficients:
-    return Coefficients(*[None if x is None else function(x) for x in co])  # type: ignore[arg-type]
+    return Coefficients._make(None if x is None else function(x) for x in co)
 
 
-def _each(co: Coefficients, i: int) -> Coefficients:
-    return _map(lambda x: x[i], co)
+def _unbind(co: Coefficients, n: int) -> list[Coefficients]:
+    """One per chunk."""
+    columns = [[None] * n if x is None else x.unbind() for x in co]
+    return [Coefficients._make(row) for row in zip(*columns, strict=True)]
 
 
 def _join(layers_by_chunk: list[Any]) -> list[Tensor]:
@@ -194,7 +210,8 @@ class _Sequence(torch.autograd.Function):
         s, state = _unpack(tensors)
         n = s.k.shape[0]
         stride = math.isqrt(n - 1) + 1 if keep_for_backward else INFERENCE_STRETCH
-        checkpoints, answers, surprises = [], [], []
+        checkpoints: list[Tensor] = []
+        answers, surprises = [], []
         with _exactly(s.k):
             for start in range(0, n, stride):
                 if keep_for_backward and start:
@@ -226,7 +243,7 @@ class _Sequence(torch.autograd.Function):
 
 def _unpack(tensors: tuple[Tensor, ...]) -> tuple[Stretch, Weights]:
     inputs = len(Stretch._fields)
-    return Stretch(*tensors[:inputs]), tensors[inputs:]
+    return Stretch._make(tensors[:inputs]), tensors[inputs:]
 
 
 def _exactly(x: Tensor) -> torch.autocast:
@@ -261,7 +278,7 @@ def memorize(
     k, v, gates = layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
     inputs = [layout.queries(q), k, v, *gates]
     complete = layout.complete().repeat_interleave(heads, 1)
-    stretch = Stretch(*[None if x is None else _chunks(x, layout.chunks) for x in inputs], complete)  # type: ignore[arg-type]
+    stretch = Stretch._make([*[None if x is None else _chunks(x, layout.chunks) for x in inputs], complete])
     y, surprise, weights, momentum = _run(net, rule, stretch, state)
     y, surprise = (rearrange(x, "n (r h) c ... -> r (n c) h ...", h=heads) for x in (y, surprise))
     finite = surprise.detach().isfinite().flatten(1).all(1) & y.detach().isfinite().flatten(1).all(1)
@@ -280,5 +297,5 @@ def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
     gates = [None if x is None else x.masked_fill(unread, fill) for x, fill in zip(state.gates, neutral, strict=True)]
     complete = torch.ones(1, rows * heads, dtype=torch.bool, device=state.k.device)
     inputs = [state.k[:, :0], state.k, state.v, *gates]
-    stretch = Stretch(*[None if x is None else _chunks(x, 1) for x in inputs], complete)  # type: ignore[arg-type]
+    stretch = Stretch._make([*[None if x is None else _chunks(x, 1) for x in inputs], complete])
     return _run(net, rule, stretch, state)[2]

@@ -1,7 +1,8 @@
 """The closed form of an MLP memory over whole chunks, forward and backward, written out.
 
-Every gradient of an MLP is rank one in each layer's weight, u_l = outer(X_l, D_l), so weights per token never exist: they appear only
-as masked products. For the keys at the anchor weights (`record`, one chunk, sequential because the anchor is the last chunk's end):
+Every gradient of an MLP is rank one in each layer's weight, u_l = outer(X_l, D_l), so weights per token never exist: they
+appear only as masked products. For the keys at the anchor weights (`record`, one chunk, sequential because the anchor is the
+last chunk's end):
 
     Z_l = X_l W_l,  X_{l+1} = act(Z_l),  D_L = dloss/dZ_L,  D_l = (D_{l+1} W_{l+1}^T) act'(Z_l)
 
@@ -9,9 +10,9 @@ for the queries at every token's own weights (`read`, many chunks at once), with
 
     Y_l = a (A_l W_l) + r (A_l S_l) - [(A_l X_l^T) P] D_l
 
-and for the state at the chunk's end (`fold`). A state is J = (W, S) stacked, ``[m p f f']`` with p = 2, or p = 1 for a rule without momentum; so
-a A W + r A S is one product of (a A | r A) with J's rows. A bias is a column of ones in X and A. The oracle for all of it is autograd through
-reference.py.
+and for the state at the chunk's end (`fold`). A state is J = (W, S) stacked, ``[m p f f']`` with p = 2, or p = 1 for a rule
+without momentum; so a A W + r A S is one product of (a A | r A) with J's rows. A bias is a column of ones in X and A. The
+oracle for all of it is autograd through reference.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from remanence.ops.rules import Coefficients, Rule
 from remanence.ops.state import Weights
 
 _aten = torch.ops.aten
+DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 
 def activate(net: MLP, z: Tensor) -> Tensor:
@@ -38,11 +40,21 @@ def pull(net: MLP, grad: Tensor, z: Tensor) -> Tensor:
     return _aten.gelu_backward(grad, z) if net.activation == "gelu" else _aten.silu_backward(grad, z)
 
 
+def activate_with_slope(net: MLP, z: Tensor) -> tuple[Tensor, Tensor]:
+    """act(z) and act'(z), which share their costly half."""
+    if net.activation == "gelu":
+        below = torch.erf(z * math.sqrt(0.5)).add_(1.0).mul_(0.5)
+        return z * below, below.addcmul_(z, (z * z).mul_(-0.5).exp_(), value=DENSITY)
+    gate = torch.sigmoid(z)
+    value = z * gate
+    return value, torch.addcmul(gate, value, 1.0 - gate)
+
+
 def curvature(net: MLP, z: Tensor) -> Tensor:
     """act''(z)."""
     if net.activation == "gelu":
         square = z * z
-        return (square * -0.5).exp_().mul_(square.neg_().add_(2.0)).mul_(1.0 / math.sqrt(2.0 * math.pi))
+        return (square * -0.5).exp_().mul_(square.sub_(2.0)).mul_(-DENSITY)
     gate = torch.sigmoid(z)
     return gate * (1.0 - gate) * (2.0 + z * (1.0 - 2.0 * gate))
 
@@ -50,7 +62,8 @@ def curvature(net: MLP, z: Tensor) -> Tensor:
 class Norm(NamedTuple):
     """LayerNorm without gain of one tensor, kept for its derivatives.
 
-    Rows beyond 1e12 are shrunk first (`shrink` ``[m c 1]``, 1 for all others): LayerNorm does not see a row's scale, and float32 squares overflow at 1e19.
+    Rows beyond 1e12 are shrunk first (`shrink` ``[m c 1]``, 1 for all others): LayerNorm does not see a row's scale, and
+    float32 squares overflow at 1e19.
     """
 
     source: Tensor  # shrunk
@@ -67,7 +80,9 @@ class Norm(NamedTuple):
         return g.mul_(self.shrink)
 
     def backward(self, g_value: Tensor, grad: Tensor, pulled: Tensor, g_pulled: Tensor) -> Tensor:
-        """The source's gradient, from those of value and of pulled = pull(grad), which follows the source through value and rstd."""
+        """The source's gradient, from those of value and of pulled = pull(grad), which follows the source through value and
+        rstd.
+        """
         rstd = self.rstd * self.shrink
         along = (grad * self.value).mean(-1, keepdim=True)
         g_along = (g_pulled * self.value).mean(-1, keepdim=True)
@@ -77,9 +92,10 @@ class Norm(NamedTuple):
 
 
 def normalise(x: Tensor) -> Norm:
-    shrink = (1e12 / torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True)).clamp_(max=1.0)
+    shrink = (1e12 / x.abs().amax(-1, keepdim=True)).clamp_(max=1.0)
     x = x * shrink
-    return Norm(x, *_aten.native_layer_norm(x, x.shape[-1:], None, None, EPS), shrink)
+    value, mean, rstd = _aten.native_layer_norm(x, x.shape[-1:], None, None, EPS)
+    return Norm(x, value, mean, rstd, shrink)
 
 
 def with_ones(net: MLP, x: Tensor) -> Tensor:
@@ -138,6 +154,7 @@ class Record(NamedTuple):
     inputs: list[Tensor]
     errors: list[Tensor]
     outputs: list[Tensor]  # Z_l, before the activation
+    slopes: list[Tensor]  # act'(Z_l)
     products: list[Tensor]  # X_l W_l where the anchor is scaled, else Z_l itself
     returned: list[Tensor]  # D_{l+1} W_{l+1}^T
     norm: Norm | None
@@ -163,11 +180,15 @@ def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record
     if rule.anchor == "token":
         return _record_exact(net, rule, anchor, k, v)
     depth, scale = len(anchor.state), anchor.co.scale
-    inputs, outputs, products = [], [], []
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    slopes: list[Tensor] = []
+    products: list[Tensor] = []
     x = k
     for layer in range(depth):
         if layer:
-            x = activate(net, outputs[-1])
+            x, slope = activate_with_slope(net, outputs[-1])
+            slopes.append(slope)
         inputs.append(with_ones(net, x))
         products.append(torch.bmm(inputs[-1], anchor.weight(layer)))
         outputs.append(scaled(products[-1], scale))
@@ -176,8 +197,8 @@ def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record
     returned: list[Tensor] = []
     for layer in range(depth - 1, 0, -1):
         returned.insert(0, torch.bmm(errors[0], without_ones(net, anchor.weight(layer).mT)))
-        errors.insert(0, pull(net, scaled(returned[0], scale), outputs[layer - 1]))
-    return Record(inputs, errors, outputs, products, returned, norm, prediction, slope)
+        errors.insert(0, scaled(returned[0], scale) * slopes[layer - 1])
+    return Record(inputs, errors, outputs, slopes, products, returned, norm, prediction, slope)
 
 
 def record_backward(
@@ -190,7 +211,7 @@ def record_backward(
     g_outputs: list[Tensor] = []
     for layer in range(last):  # D_l was made from D_{l+1}; undo the last made first
         z, back = rec.outputs[layer], rec.returned[layer]
-        g_back = pull(net, g.errors[layer], z)
+        g_back = g.errors[layer] * rec.slopes[layer]
         if scale is not None and g.co.scale is not None:
             g.co.scale.add_((g_back * back).sum(-1))
             g_back = scaled(g_back, scale)
@@ -208,7 +229,7 @@ def record_backward(
         g.state[layer][:, 0].baddbmm_(rec.inputs[layer].mT, g_z)
         g_x = without_ones(net, g.inputs[layer].baddbmm_(g_z, anchor.weight(layer).mT))
         if layer:
-            g_outputs[layer - 1].add_(pull(net, g_x, rec.outputs[layer - 1]))
+            g_outputs[layer - 1].addcmul_(g_x, rec.slopes[layer - 1])
     return (g_x if g_k is None else g_k + g_x), g_v
 
 
@@ -252,8 +273,8 @@ def solver(net: MLP, rule: Rule, k: Tensor, co: Coefficients) -> Tensor | None:
 def _record_exact(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
     """Every token's error at its own weights, for a memory linear in them: one unit triangular system per chunk.
 
-    With ~ for one token earlier, Z = (a~ X W + r~ X S) - [(X X^T) P~] D. For the squared loss D = Z - target, so (I + (X X^T) P~) D equals what is
-    known; for the dot loss D = -v is known itself, and nothing has to be solved.
+    With ~ for one token earlier, Z = (a~ X W + r~ X S) - [(X X^T) P~] D. For the squared loss D = Z - target, so that
+    (I + (X X^T) P~) D equals what is known; for the dot loss D = -v is known itself, and nothing has to be solved.
     """
     x = with_ones(net, k)
     mix, own = _earlier(anchor.co)
@@ -266,7 +287,7 @@ def _record_exact(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) ->
         error = -v
         output = output.baddbmm_(torch.bmm(x, x.mT).mul_(mix), error, alpha=-1)
     _, prediction, slope = _end(net, rule, k, v, output)
-    return Record([x], [error], [output], [], [], None, prediction, slope)
+    return Record([x], [error], [output], [], [], [], None, prediction, slope)
 
 
 def _record_exact_backward(
@@ -301,14 +322,11 @@ def _earlier_backward(co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own
     g_co.own[:, :-1] += g_own[:, 1:]
 
 
-def fold(anchor: Anchor, rec: Record) -> Weights:
-    """The state at the chunk's end from the state at its start."""
-    end = []
-    for state, x, error in zip(anchor.state, rec.inputs, rec.errors, strict=True):
-        kept = torch.bmm(anchor.co.fold, state.flatten(2)).view_as(state)
-        rows(kept).baddbmm_(spread(x, anchor.co.fold_mix).mT, error, alpha=-1)
-        end.append(kept)
-    return tuple(end)
+def fold(anchor: Anchor, rec: Record, into: Weights) -> None:
+    """The state at the chunk's end, from the state at its start."""
+    for state, x, error, end in zip(anchor.state, rec.inputs, rec.errors, into, strict=True):
+        torch.bmm(anchor.co.fold, state.flatten(2), out=end.flatten(2))
+        rows(end).baddbmm_(spread(x, anchor.co.fold_mix).mT, error, alpha=-1)
 
 
 def fold_backward(anchor: Anchor, rec: Record, g_end: list[Tensor], g: Grads) -> None:
@@ -337,7 +355,8 @@ class Reading(NamedTuple):
 def read(net: MLP, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], q: Tensor) -> Reading:
     """The answers to queries ``[m c' e]``, the chunk's last c' tokens, each at its own token's weights."""
     mix, own = _last(anchor.co, q.shape[1])
-    queries, spreads, scores, outputs = [], [], [], []
+    outputs: list[Tensor] = []
+    queries, spreads, scores = [], [], []
     x = q
     for layer, state in enumerate(anchor.state):
         if layer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
@@ -11,7 +13,9 @@ from remanence.ops.rules import Coefficients, Rule
 from remanence.ops.state import Weights
 
 
-def _head(net: Net, rule: Rule, co: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights) -> tuple[Tensor, Tensor, Weights]:
+def _head(
+    net: Net, rule: Rule, co: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights
+) -> tuple[Tensor, Tensor, Weights]:
     """One head, one chunk: keys ``[c e]``, queries ``[c' e]`` of its last c' tokens, state ``[p ...]`` per layer."""
 
     def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
@@ -35,7 +39,7 @@ def chunk_step(
 ) -> tuple[Tensor, Tensor, Weights]:
     """One chunk of every row and head, ``[m c e]``: answers, surprise, and the state at its end."""
 
-    def head(co: tuple[Tensor, ...], *rest: Tensor) -> tuple[Tensor, Tensor, Weights]:
-        return _head(net, rule, Coefficients(*co, *[None] * (5 - len(co))), *rest)  # type: ignore[arg-type]
+    def head(co: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, Tensor, Weights]:
+        return _head(net, rule, Coefficients._make([*co, *[None] * (5 - len(co))]), *rest)
 
     return vmap(head)(tuple(x for x in co if x is not None), q, k, v, state)

@@ -3,11 +3,13 @@
     state's tail     the call's tokens            padding
     [ k k k ]        [ k k k k k k k k k k ]      [ 0 0 ]        one row, cut into chunks of c from its left end
 
-Chunk borders count from the document's start, so a row begins with the tail of its open chunk. Padding stands at the right, where the
-closed form's triangles keep it from everything before it, and a chunk that is not complete never changes the state.
+Chunk borders count from the document's start, so a row begins with the tail of its open chunk. Padding stands at the right,
+where the closed form's triangles keep it from everything before it, and a chunk that is not complete never changes the state.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,7 @@ class Layout:
         if offsets is None:
             self.starts, self.counts = [row * tokens for row in range(batch)], [tokens] * batch
         else:
-            self.starts, self.counts = offsets[:-1], [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+            self.starts, self.counts = offsets[:-1], [b - a for a, b in pairwise(offsets)]
         self.totals = [tail + count for tail, count in zip(self.tails, self.counts, strict=True)]
         longest = max(self.totals)
         self.chunks = max(1, -(-longest // chunk))
@@ -80,7 +82,9 @@ class Layout:
         ends = torch.arange(1, self.chunks + 1, device=self.device) * self.chunk
         return ends.unsqueeze(-1) <= totals
 
-    def next_state(self, state: MemoryState, weights: tuple, momentum: tuple, k: Tensor, v: Tensor, gates: Gates, bad: Tensor) -> MemoryState:
+    def next_state(
+        self, state: MemoryState, weights: tuple, momentum: tuple, k: Tensor, v: Tensor, gates: Gates, bad: Tensor
+    ) -> MemoryState:
         """The state after the call, from the rows it was made of; `bad` ``[r]`` says where something was not finite."""
         for tensor in (*weights, *momentum):
             bad = bad | ~tensor.detach().isfinite().flatten(1).all(1)
@@ -103,4 +107,5 @@ def _pick(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def gates_rows(layout: Layout, state: MemoryState, gates: Gates) -> Gates:
-    return Gates(*[None if new is None else layout.rows(old, new) for old, new in zip(state.gates, gates, strict=True)])
+    pairs = zip(state.gates, gates, strict=True)
+    return Gates._make(layout.rows(old, new) if old is not None and new is not None else None for old, new in pairs)

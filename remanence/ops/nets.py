@@ -7,7 +7,9 @@ A net is any object with ``init`` and ``apply``; a user's own takes the generic 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -69,7 +71,7 @@ class MLP:
     def shapes(self, width: int) -> list[tuple[int, int]]:
         """The shape of each layer's weight, one head's."""
         widths = self.widths(width)
-        return [(a + self.bias, b) for a, b in zip(widths, widths[1:], strict=False)]
+        return [(a + self.bias, b) for a, b in pairwise(widths)]
 
     def init(self, heads: int, width: int, generator: torch.Generator | None = None) -> Weights:
         """Normal, variance 1 / inputs: each layer keeps its input's scale. A zero last layer would meet LN's 1/sqrt(eps)."""
@@ -93,7 +95,7 @@ class MLP:
         return x + y if self.residual else y
 
 
-ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 NETS: dict[str, MLP] = {
     "titans": MLP(),

@@ -54,15 +54,15 @@ def memorize(
     net: Net = NETS["titans"],
     rule: Rule = RULES["titans"],
     chunk: int = 16,
-    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
     backend: str = "auto",
     check: bool | None = None,
 ) -> tuple[Float[Tensor, "b t h e"], MemoryState, Float[Tensor, "b t h"]]:
     """Read tokens into a memory and ask it: answers, the state afterwards, and how surprising each token was.
 
-    Every token is written before it is asked about (eq. 15's read is inclusive), with the gradient taken at the weights of its chunk's
-    start. Differentiable in q, k, v, the gates, and the state's weights, momentum and tail. Answers have q's dtype; the arithmetic,
-    the state and the surprise are float32, or float64 if q is.
+    Every token is written before it is asked about (eq. 15's read is inclusive), with the gradient taken at the weights of
+    its chunk's start. Differentiable in q, k, v, the gates, and the state's weights, momentum and tail. Answers have q's
+    dtype; the arithmetic, the state and the surprise are float32, or float64 if q is.
 
     Args:
         q, k, v: queries, keys, values. Keys should be normalised: the step size is relative to their squared length.
@@ -101,7 +101,7 @@ def recall(
     *,
     net: Net = NETS["titans"],
     rule: Rule = RULES["titans"],
-    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
 ) -> Float[Tensor, "b t h e"]:
     """Ask a memory without writing to it: every query meets the weights as they are after all that was read."""
     borders = check_state(q, state, net, rule, state.chunk, offsets)
@@ -109,7 +109,9 @@ def recall(
         return q
     with torch.autocast(q.device.type, enabled=False):
         weights = chunked.settle(state, net, rule)
-        layout = Layout(q.shape[0], q.shape[1], state._replace(position=torch.zeros_like(state.position)), q.shape[1] + 1, borders)
+        layout = Layout(
+            q.shape[0], q.shape[1], state._replace(position=torch.zeros_like(state.position)), q.shape[1] + 1, borders
+        )
         asked = layout.rows(q.new_zeros(len(state.position), 0, *q.shape[2:]), q).to(state.k.dtype)
         y = vmap(vmap(net.apply, in_dims=(0, 1), out_dims=1))(weights, asked)
     return layout.back(y).to(q.dtype)

@@ -16,7 +16,15 @@ from remanence.ops.state import Gates, MemoryState, Weights
 
 
 def memorize_document(
-    net: Net, rule: Rule, chunk: int, q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], weights: Weights, momentum: Weights
+    net: Net,
+    rule: Rule,
+    chunk: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor, ...],
+    weights: Weights,
+    momentum: Weights,
 ) -> tuple[Tensor, Tensor, Weights, Weights]:
     """Equations 12 to 15 for one head, from a chunk's start on: q, k, v ``[t e]``, log gates ``[t]``.
 

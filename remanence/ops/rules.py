@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,9 +85,9 @@ class Coefficients(NamedTuple):
 
     The state is J = (M, S), p = 2, or just M, p = 1, for a rule without momentum.
 
-    mix ``[c c]``: P. own ``[c p]``: a, r: how much of J each token's own weights still hold. fold ``[p p]`` and fold_mix ``[c p]``: what turns J and the
-    tokens' gradients into the chunk's end state; they leave it alone where the chunk is not complete. scale ``[c]``: shrinks the anchor
-    per token, for decay_first.
+    mix ``[c c]``: P. own ``[c p]``: a, r: how much of J each token's own weights still hold. fold ``[p p]`` and fold_mix ``[c
+    p]``: what turns J and the tokens' gradients into the chunk's end state; they leave it alone where the chunk is not
+    complete. scale ``[c]``: shrinks the anchor per token, for decay_first.
     """
 
     mix: Tensor
@@ -97,15 +97,32 @@ class Coefficients(NamedTuple):
     scale: Tensor | None
 
 
-def decay(log_gate: Tensor) -> Tensor:
-    """``[... c]`` logs to ``[... c c]``: the product of gates over (j, t] for t >= j, 0 above the diagonal.
+class _Decay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_gate: Tensor) -> Tensor:
+        c = log_gate.shape[-1]
+        later = torch.ones(c, c, dtype=log_gate.dtype, device=log_gate.device).triu(1)  # [j t], 1 where t > j
+        products = torch.addcmul(1.0 - later, log_gate.exp().unsqueeze(-2), later).cumprod(-1).triu_()
+        ctx.save_for_backward(products, later)
+        return products.mT
 
-    The exponents are masked cumulative sums, never differences of two: exact at -inf, and never positive.
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        # A product over (j, t] changes with the log of its gate m by itself: no quotient, so nothing to lose at a gate of 0.
+        products, later = ctx.saved_tensors
+        return (
+            ((grad.mT * products) @ (later.mT + torch.eye(later.shape[0], dtype=later.dtype, device=later.device)))
+            .mul_(later)
+            .sum(-2)
+        )
+
+
+def decay(log_gate: Tensor) -> Tensor:
+    """``[... c]`` logs to ``[... c c]``: the product of gates over (j, t] for t >= j, 0 above the diagonal. Exact at -inf.
+
+    Products of the gates themselves, never quotients of two products; the derivative is taken with respect to the logs.
     """
-    c = log_gate.shape[-1]
-    grid = torch.ones(c, c, dtype=torch.bool, device=log_gate.device)
-    exponent = log_gate.unsqueeze(-2).expand(*log_gate.shape, c).masked_fill(grid.tril(), 0.0).cumsum(-1)  # [j t]
-    return exponent.masked_fill_(grid.tril(-1), -torch.inf).exp().mT
+    return _Decay.apply(log_gate)
 
 
 def coefficients(rule: Rule, gates: Gates, complete: Tensor) -> Coefficients:

@@ -1,5 +1,7 @@
 """Laws 3 and 4 at the operator: splits, causality, isolation, packing; and reading without writing."""
 
+import itertools
+
 import pytest
 import torch
 from cases import Case, pairwise
@@ -53,7 +55,7 @@ def test_whole_equals_any_split(kind, sizes, backend):
 @given(cuts=st.lists(st.integers(0, 23), max_size=6), chunk=st.integers(1, 9))
 def test_whole_equals_hypothetical_splits(cuts, chunk):
     borders = [0, *sorted(cuts), 23]
-    sizes = [b - a for a, b in zip(borders, borders[1:], strict=False)]
+    sizes = [b - a for a, b in itertools.pairwise(borders)]
     assert_split(as_step(*KINDS["titans"], chunk), inputs(), sizes, 1e-10)
 
 
@@ -77,7 +79,7 @@ def test_causal_to_the_bit(kind, dtype):
         net, rule = KINDS[kind]
         weights = tuple(weight for weight in net.init(2, 3))
         exact = step
-        step = lambda x, state: exact(x, start(weights, 2, rule=rule, chunk=8))  # noqa: E731
+        step = lambda x, state: exact(x, start(weights, 2, rule=rule, chunk=8))
     assert_causal(step, inputs().to(dtype))
 
 

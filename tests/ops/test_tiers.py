@@ -40,7 +40,8 @@ def _case(s):
 @pytest.mark.parametrize("setting", COVER, ids=lambda s: "-".join(map(str, s.values())))
 def test_chunked_equals_reference(setting):
     case = _case(setting)
-    # A plain net may run away, and a deep one just cleared answers through LayerNorm of almost nothing: there the reference itself moves by 1e-8
+    # A plain net may run away, and a deep one just cleared answers through LayerNorm of almost nothing: there the reference
+    # itself moves by 1e-8
     # when a key moves by one unit in its last place (33 tokens, depth 4). Short calls keep the law about the code.
     if not case.net.norm or (case.net.depth > 2 and case.extreme == "clear"):
         case.tokens = 11
@@ -62,7 +63,9 @@ EXACT = pairwise(
 @pytest.mark.parametrize("s", EXACT, ids=lambda s: "-".join(map(str, s.values())))
 def test_token_exact_equals_reference(s):
     net = MLP(depth=1, norm=False, residual=s["residual"], bias=s["bias"])
-    rule = Rule(momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=s["loss"], anchor="token")
+    rule = Rule(
+        momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=s["loss"], anchor="token"
+    )
     case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], extreme=s["extreme"])
     assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(), tolerance=1e-10)
 
@@ -102,7 +105,7 @@ class GatedNet:
     """A net of a user's own: two matrices and a vector, in shapes the library does not know."""
 
     def init(self, heads, width, generator=None):
-        draw = lambda *shape: torch.randn(heads, *shape, generator=generator) / width**0.5  # noqa: E731
+        draw = lambda *shape: torch.randn(heads, *shape, generator=generator) / width**0.5
         return draw(width, 3), draw(3, width), draw(width)
 
     def apply(self, weights, x):

@@ -1,0 +1,22 @@
+"""Which device to run on, by name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+
+
+def resolve(name: str) -> torch.device:
+    """The device a name means: "auto" is the best one present. One that is not present is refused."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, here in present.items() if here))
+    if name not in present:
+        raise ValueError(f"device: expected auto, cpu, cuda or mps, got {name!r}")
+    if not present[name]:
+        here = ", ".join(kind for kind, is_here in present.items() if is_here)
+        raise ValueError(f"device: {name!r} is not present on this machine (present: {here}); use --device auto")
+    return torch.device(name)

@@ -1,0 +1,322 @@
+"""The layer: the operator's laws again, now through projections, convolutions and gates; dtypes; other people's frameworks."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from remanence import NETS, MemoryConfig, NeuralMemory, NeuralMemoryState
+from remanence.testing import (
+    assert_causal,
+    assert_close,
+    assert_gradients_reach,
+    assert_packed,
+    assert_padding_inert,
+    assert_pure,
+    assert_rows_isolated,
+    assert_split,
+    distance,
+)
+
+KINDS = {
+    "default": {},
+    "no momentum": {"rule": "no_momentum", "depth": 3, "bias": True},
+    "gated delta": {"net": "linear", "rule": "gated_delta"},
+    "linear": {"net": "linear"},
+    "no conv": {"conv": 0, "rule": "no_forget"},
+}
+
+
+def layer(kind="default", dtype=torch.float64, **fields):
+    torch.manual_seed(1)
+    return NeuralMemory(**{"dim": 12, "heads": 2, "chunk": 4, "expansion": 2.0, **KINDS[kind], **fields}).to(dtype)
+
+
+def tokens(batch=2, count=21, dtype=torch.float64):
+    return torch.randn(batch, count, 12, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestLaws:
+    def test_causal(self, kind):
+        assert_causal(layer(kind), tokens())
+        assert_causal(layer(kind, torch.float32).eval(), tokens(dtype=torch.float32))
+
+    def test_split(self, kind):
+        for sizes in ([1] * 21, [5, 16], [2, 1, 0, 18]):
+            assert_split(layer(kind), tokens(), sizes, 1e-10)
+
+    def test_rows_isolated(self, kind):
+        assert_rows_isolated(layer(kind), tokens(3))
+
+    def test_packed(self, kind):
+        assert_packed(layer(kind), [tokens(1, n)[0] for n in (6, 1, 0, 13, 2)], 1e-10)
+
+    def test_padding(self, kind):
+        mask = torch.ones(3, 21, dtype=torch.bool)
+        mask[0, :7] = False  # left
+        mask[1, 15:] = False  # right
+        mask[2, [3, 4, 11]] = False  # in between
+        assert_padding_inert(layer(kind), tokens(3), mask, 1e-10)
+
+    def test_pure(self, kind):
+        assert_pure(layer(kind), tokens())
+
+    def test_gradients_reach(self, kind):
+        assert_gradients_reach(layer(kind), tokens())
+
+    def test_read_changes_nothing_and_sees_everything(self, kind):
+        """Reading the next token's query without writing differs from forward only by that token's own write."""
+        memory = layer(kind)
+        x = tokens()
+        _, state = memory(x[:, :10])
+        before = state.clone()
+        y = memory.read(x[:, 10:11], state)
+        assert_close(state, before, 0.0)
+        _, other = memory(tokens()[:, :10])
+        assert distance(memory.read(x[:, 10:11], other), y) > 1e-6, "what was read must matter"
+        mask = torch.tensor([[True], [True]])
+        assert_close(memory.read(x[:, 10:11], state, mask=mask), y, 1e-12)
+
+
+def test_a_padded_batch_continues_at_each_rows_own_place():
+    memory = layer()
+    x = tokens(2, 20)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :4] = False
+    _, state = memory(x[:, :9], mask=mask)
+    assert state.memory.position.tolist() == [5, 9]
+    y, _ = memory(x[:, 9:], state)
+    for row in range(2):
+        alone, _ = memory(torch.cat([x[row, :9][mask[row]], x[row, 9:]])[None])
+        assert_close(y[row], alone[0, -11:], 1e-10)
+
+
+def test_a_row_of_padding_only_is_left_alone():
+    memory = layer()
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[1] = True
+    y, state = memory(tokens(2, 5), mask=mask)
+    assert state.memory.position.tolist() == [0, 5]
+    assert not y[0].any()
+
+
+def test_built_from_fields_or_from_a_config():
+    config = MemoryConfig(dim=12, heads=2)
+    one, other = NeuralMemory(config, chunk=8), NeuralMemory(dim=12, heads=2, chunk=8)
+    assert one.config == other.config
+    assert NeuralMemory(dim=512, heads=8).head_dim == 64
+    assert NeuralMemory(dim=256).heads == 4, "64 wide heads unless told otherwise"
+    assert NeuralMemory(dim=12, heads=2, net="linear").rule.anchor == "token", "exact where exactness is free"
+
+
+def test_a_users_own_net_by_name():
+    class Square:
+        def init(self, heads, width, generator=None):
+            return (torch.randn(heads, width, width, generator=generator) / width**0.5,)
+
+        def apply(self, weights, x):
+            return x + torch.tanh(x @ weights[0])
+
+    NETS["square"] = Square()
+    try:
+        memory = NeuralMemory(dim=12, heads=2, chunk=4, net="square").double()
+        assert_split(memory, tokens(), [3, 18], 1e-10)
+        assert_gradients_reach(memory, tokens())
+        with pytest.raises(ValueError, match=r"depth: .*'square'"):
+            NeuralMemory(dim=12, heads=2, net="square", depth=2)
+    finally:
+        del NETS["square"]
+
+
+@pytest.mark.parametrize("how", ["autocast", "bfloat16"])
+def test_state_and_gates_stay_float32(how):
+    memory = layer(dtype=torch.float32)
+    x = tokens(dtype=torch.float32)
+    if how == "bfloat16":
+        memory, x = memory.bfloat16(), x.bfloat16()
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=how == "autocast"):
+        seen = memory.trace(x)
+        again = memory.trace(x, seen.state)
+    assert seen.y.dtype == torch.bfloat16
+    for tensor in (*seen.gates, seen.surprise, *[t for t in again.state.tensors() if t.is_floating_point()]):
+        assert tensor.dtype == torch.float32
+    again.y.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in memory.parameters())
+
+
+def test_float32_state_is_not_rounded_by_a_bfloat16_model():
+    """Carried in float32, the state of a bf16 model equals the whole's to float32, not to bf16."""
+    memory = layer(dtype=torch.bfloat16)
+    x = tokens(dtype=torch.bfloat16)
+    _, whole = memory(x)
+    _, half = memory(x[:, :9])
+    _, split = memory(x[:, 9:], half)
+    assert_close(split, whole, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["random", "constant", "huge", "repeated"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_finite_in_bf16_over_16k_tokens(depth, kind):
+    """Law 6 for the layer as it starts: random weights, default gates, bf16 parameters and inputs, forward and backward."""
+    memory = NeuralMemory(dim=16, heads=2, depth=depth, chunk=64).bfloat16()
+    x = torch.randn(1, 16_384, 16)
+    x = {"random": x, "constant": torch.ones_like(x), "huge": 1e4 * x, "repeated": x[:, :8].repeat(1, 2048, 1)}[kind]
+    x = x.bfloat16().requires_grad_()
+    y, state = memory(x)
+    (y.float() * torch.randn_like(y, dtype=torch.float32)).mean().backward()
+    assert y.isfinite().all()
+    assert not state.diverged.any()
+    assert x.grad.isfinite().all()
+    for name, parameter in memory.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_gates_start_where_the_config_says():
+    memory = layer(dtype=torch.float32)
+    gates = memory.trace(torch.zeros(1, 1, 12)).gates
+    assert_close(gates.log_step.exp(), torch.full((1, 1, 2), 0.01799), 1e-4)
+    assert_close(gates.log_momentum.exp(), torch.full((1, 1, 2), 0.5), 1e-4)
+    assert_close(1 - gates.log_keep.exp(), torch.full((1, 1, 2), 0.00669), 1e-4)
+
+
+def _resets(module):
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+
+
+def test_initialisation_from_the_meta_device():
+    with torch.device("meta"):
+        empty = NeuralMemory(dim=12, heads=2)
+    assert all(p.is_meta for p in empty.parameters())
+    device = torch.zeros(()).device
+    made = empty.to_empty(device=device)
+    _resets(made)
+    ordinary = NeuralMemory(dim=12, heads=2)
+    assert torch.equal(made.gates.bias, ordinary.gates.bias)
+    for name, parameter in made.named_parameters():
+        other = ordinary.get_parameter(name)
+        assert parameter.isfinite().all()
+        assert abs(parameter.std() - other.std()) <= 0.3 * other.std() + 1e-6, name
+    assert made(torch.randn(1, 5, 12))[0].isfinite().all()
+
+
+def test_gate_biases_survive_hugging_face_initialisation():
+    transformers = pytest.importorskip("transformers")
+
+    class Config(transformers.PretrainedConfig):
+        model_type = "remanence-test"
+
+    class Model(transformers.PreTrainedModel):
+        config_class = Config
+        base_model_prefix = "model"
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.before = nn.Linear(12, 12)
+            self.memory = NeuralMemory(dim=12, heads=2)
+            nn.init.ones_(self.before.bias)
+            self.post_init()
+
+        def _init_weights(self, module):
+            super()._init_weights(module)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    model = Model(Config())
+    assert not model.before.bias.any(), "the initialiser ran"
+    expected = NeuralMemory(dim=12, heads=2).gates.bias
+    assert torch.equal(model.memory.gates.bias, expected)
+    assert 0.2 < model.memory.initial[0].std() < 0.7, "the initial memory keeps its own scale"
+    model.apply(model._init_weights)
+    assert torch.equal(model.memory.gates.bias, expected)
+
+
+def test_saved_parameters_load_into_another_layer():
+    memory, other = layer(), layer(dtype=torch.float64)
+    _resets(other)
+    other.load_state_dict(memory.state_dict())
+    x = tokens()
+    assert torch.equal(memory(x)[0], other(x)[0])
+    assert torch.equal(copy.deepcopy(memory)(x)[0], memory(x)[0])
+
+
+def test_truncated_backpropagation_through_a_detached_state():
+    memory = layer()
+    x = tokens()
+    _, state = memory(x[:, :10])
+    y, _ = memory(x[:, 10:], state.detach())
+    y.sum().backward()
+    assert memory.k_proj.weight.grad.any()
+    assert all(not weight.grad.any() for weight in memory.initial), "a detached state owes the initial memory nothing"
+
+
+def test_surprise_falls_as_a_document_repeats():
+    memory = layer(dtype=torch.float32, step_bias=-1.0, forget_bias=-9.0)
+    x = F.normalize(torch.randn(1, 4, 12), dim=-1).repeat(1, 40, 1)
+    surprise = memory.trace(x).surprise.mean((0, 2))
+    assert surprise[-8:].mean() < 0.8 * surprise[:8].mean()
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"dim": 10, "heads": 3}, "heads: expected a divisor of dim=10, got 3"),
+            ({"dim": 0}, "dim: expected a positive number, got 0"),
+            ({"dim": 12, "heads": 2, "chunk": 0}, "chunk: expected a positive number, got 0"),
+            ({"dim": 12, "heads": 2, "net": "rnn"}, "net: expected one of titans, residual, linear, got 'rnn'"),
+            ({"dim": 12, "heads": 2, "rule": "sgd"}, "rule: expected one of titans"),
+            ({"dim": 12, "heads": 2, "depth": 5}, "depth: expected 1, 2, 3 or 4 layers, got 5"),
+            ({"dim": 12, "heads": 2, "conv": -1}, "conv: expected a kernel"),
+        ],
+    )
+    def test_configuration(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            NeuralMemory(**fields)
+
+    def test_inputs(self):
+        memory = layer(dtype=torch.float32)
+        x = tokens(dtype=torch.float32)
+        with pytest.raises(ValueError, match=r"x: expected a floating-point tensor \[batch, tokens, 12\], got \[2, 21, 11\]"):
+            memory(x[..., :11])
+        with pytest.raises(ValueError, match="x: expected a floating-point"):
+            memory(x.long())
+        broken = x.clone()
+        broken[0, 3, 1] = torch.nan
+        if x.device.type == "cpu":
+            with pytest.raises(ValueError, match="x: expected finite numbers, got 1 infinite or NaN of 504"):
+                memory(broken)
+        with pytest.raises(ValueError, match="mask: expected booleans"):
+            memory(x, mask=torch.ones(2, 21))
+        with pytest.raises(ValueError, match="offsets: expected None beside a mask"):
+            memory(x, mask=torch.ones(2, 21, dtype=torch.bool), offsets=[0, 42])
+        with pytest.raises(ValueError, match="offsets: packed documents lie in a single batch row, got a batch of 2"):
+            memory(x, offsets=[0, 10, 21])
+        with pytest.raises(ValueError, match="offsets: expected to rise from 0 to 21"):
+            memory(x[:1], offsets=[0, 10, 20])
+
+    def test_states(self):
+        memory = layer(dtype=torch.float32)
+        x = tokens(dtype=torch.float32)
+        _, state = memory(x)
+        with pytest.raises(ValueError, match="state: expected 3 rows, one for each row of the batch, got 2"):
+            memory(tokens(3, dtype=torch.float32), state)
+        with pytest.raises(ValueError, match=r"state: expected dtype torch\.float64"):
+            layer()(tokens(), state)
+        with pytest.raises(ValueError, match="state: expected one of chunk 8, got one of chunk 4"):
+            layer(dtype=torch.float32, chunk=8)(x, state)
+        with pytest.raises(ValueError, match="state: expected weights of shapes"):
+            layer(dtype=torch.float32, depth=3)(x, state)
+        with pytest.raises(ValueError, match="state: expected one of a rule with momentum=False"):
+            layer(dtype=torch.float32, rule="no_momentum")(x, state)
+        with pytest.raises(ValueError, match="state: expected one of a rule with forget=False"):
+            layer(dtype=torch.float32, rule="no_forget")(x, state)
+        with pytest.raises(ValueError, match="state: expected the state this layer returned, or None, got dict"):
+            memory(x, {})
+        with pytest.raises(ValueError, match="state: expected convolution inputs"):
+            layer(dtype=torch.float32, conv=2)(x, state)
+        assert isinstance(state, NeuralMemoryState)

@@ -1,0 +1,195 @@
+"""The house itself: imports point one way, start-up is quick, annotated shapes are true, README and examples run."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "remanence"
+
+# What each room may import of ours; a room not listed here must be added on purpose.
+ROOMS = {
+    "ops": {"ops"},
+    "shapes": set(),
+    "config": set(),
+    "device": set(),
+    "layers": {"shapes", "config"},
+    "memory": {"ops", "layers", "config", "shapes"},
+    "testing": set(),
+    "demo": {"device", "layers", "memory", "ops"},
+    "cli": {"", "demo", "device", "ops"},
+    "": {"config", "memory", "ops"},
+}
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            if name.split(".")[0] == "remanence":
+                yield [*name.split("."), ""][1]
+
+
+def test_imports_point_one_way():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        room = relative.parts[0] if len(relative.parts) > 1 else relative.stem.replace("__init__", "")
+        assert room in ROOMS, f"{relative}: a room without a place in ROOMS"
+        wrong = set(imports(path)) - ROOMS[room] - ({room} if room else set())
+        assert not wrong, f"{relative} imports {wrong}"
+
+
+def run(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT, **options)
+
+
+def test_the_command_line_and_the_package_load_without_torch():
+    code = (
+        "import sys, remanence.cli, remanence.config; assert 'torch' not in sys.modules; assert 'matplotlib' not in sys.modules"
+    )
+    assert run("-c", code).returncode == 0
+
+
+def test_the_package_adds_little_to_torch():
+    """No clock: what is imported beyond torch is listed, and must not contain a heavy library."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import remanence
+remanence.NeuralMemory
+print(*(set(sys.modules) - before))
+"""
+    added = {name.split(".")[0] for name in run("-c", code).stdout.split()}
+    assert "remanence" in added
+    assert not added & {"matplotlib", "transformers", "triton", "rich", "tyro", "pandas", "scipy", "beartype"}
+
+
+def test_help_version_and_info():
+    for arguments in (["--help"], ["--version"], ["info", "--device", "cpu"], ["demo", "--help"]):
+        done = run("-m", "remanence.cli", *arguments)
+        assert done.returncode == 0, done.stderr
+        assert "remanence" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dmo"], "dmo"),
+        (["demo", "--device", "tpu"], "tpu"),
+        (["demo", "--seed", "x"], "seed"),
+        (["demo", "--sed", "1"], "--seed"),
+        ([], ""),
+    ],
+)
+def test_wrong_arguments_end_with_code_2_and_no_traceback(arguments, message):
+    done = run("-m", "remanence.cli", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_in_the_way_is_one_line(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    done = run("-m", "remanence.cli", "demo", "--out", str(blocked))
+    assert done.returncode == 2
+    assert done.stderr.startswith("remanence: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_device_that_is_not_there_is_one_line():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = run("-m", "remanence.cli", "demo", "--device", "cuda")
+    assert done.returncode == 2
+    assert (
+        done.stderr == "remanence: error: device: 'cuda' is not present on this machine (present: cpu); use --device auto\n"
+        or "mps" in done.stderr
+    )
+
+
+def test_demo_writes_what_it_says(tmp_path):
+    done = run("-m", "remanence.cli", "demo", "--out", str(tmp_path / "deep" / "er"), "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "deep" / "er"
+    assert sorted(path.name for path in folder.iterdir()) == ["memory.json", "memory.png"]
+    assert (folder / "memory.png").read_bytes()[:4] == b"\x89PNG"
+    import json
+
+    runs = {run["name"]: run for run in json.loads((folder / "memory.json").read_text())["runs"]}
+    assert set(runs) == {"both", "momentum", "forgetting", "neither"}
+    for course in runs.values():
+        assert course["surprise"][11] < 0.5 * course["surprise"][0], "surprise falls"
+        assert course["recall"][11] > 0.9 > 0.5 > course["recall"][0], "recall rises"
+        assert course["surprise"][12] > 2 * course["surprise"][11], "new values surprise"
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_code_runs():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_readme_commands_exist():
+    """The shell blocks name only targets, extras and subcommands that are there."""
+    shell = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S))
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\S+)", shell, re.M)
+    assert {"demo", "test"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    assert "-c constraints.txt" in shell
+    assert (ROOT / "constraints.txt").exists()
+    assert re.search(r"^torch==2\.13\.0$", (ROOT / "constraints.txt").read_text(), re.M)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(example):
+    assert len(example.read_text().splitlines()) < 100
+    done = run(str(example))
+    assert done.returncode == 0, done.stderr
+    if example.stem == "layer_in_your_model":
+        last = re.findall(r"loss on the repeats (\d\.\d+)", done.stdout)[-1]
+        assert float(last) < 1.5, "the model learns to use its memory"
+
+
+def test_annotated_shapes_are_true():
+    """jaxtyping's annotations on public functions, checked while they run."""
+    beartype = pytest.importorskip("beartype").beartype
+    from jaxtyping import jaxtyped
+
+    from remanence import Gates, NeuralMemory, ops
+    from remanence.layers import GateProjection, RMSNorm, ShortConv
+
+    def checked(function):
+        return jaxtyped(typechecker=beartype)(function)
+
+    memorize, recall = checked(ops.memorize), checked(ops.recall)
+    q, k, v = (torch.randn(2, 5, 3, 4) for _ in range(3))
+    gates = Gates(*[-torch.rand(2, 5, 3) for _ in range(3)])
+    state = ops.start(ops.NETS["titans"].init(3, 4), 2)
+    _, state, _ = memorize(q, k, v, gates, state)
+    recall(q, state)
+    with pytest.raises(Exception, match=r"[Tt]ype"):
+        memorize(q[0], k, v, gates, state)
+    layer = NeuralMemory(dim=12, heads=2)
+    for owner in (NeuralMemory, RMSNorm, ShortConv, GateProjection):
+        owner.forward, owner._unchecked = checked(owner.forward), owner.forward
+    try:
+        _, state = layer(torch.randn(2, 5, 12))
+        layer(torch.randn(2, 5, 12), state, mask=torch.ones(2, 5, dtype=torch.bool))
+        layer(torch.randn(1, 5, 12), offsets=[0, 2, 5])
+    finally:
+        for owner in (NeuralMemory, RMSNorm, ShortConv, GateProjection):
+            owner.forward = owner._unchecked
+            del owner._unchecked
