@@ -63,16 +63,17 @@ def check_state(
         raise ValueError(f"state: expected dtype {_exact_dtype(q)} beside q of {q.dtype}, got {state.k.dtype}")
     if state.k.device != q.device:
         raise ValueError(f"state: expected on {q.device} like q, got on {state.k.device}")
-    for tensor in (*state.weights, *state.momentum):
+    parts = 2 if rule.momentum else 1
+    for tensor in state.layers:
         if tensor.dtype != state.k.dtype or tuple(tensor.shape[:2]) != (rows, heads):
             came = f"{list(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(f"state: expected weights [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {came}")
+            raise ValueError(f"state: expected layers [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {came}")
+        if tensor.shape[2] != parts:
+            raise ValueError(f"state: expected one of a rule with momentum={rule.momentum}, got momentum={not rule.momentum}")
     if isinstance(net, MLP):
-        shapes, expected = [tuple(weight.shape[2:]) for weight in state.weights], net.shapes(width)
+        shapes, expected = [tuple(layer.shape[3:]) for layer in state.layers], net.shapes(width)
         if shapes != expected:
             raise ValueError(f"state: expected weights of shapes {expected} for this net, got {shapes}")
-    if bool(state.momentum) != rule.momentum:
-        raise ValueError(f"state: expected one of a rule with momentum={rule.momentum}, got momentum={bool(state.momentum)}")
     if (state.gates.log_keep is not None) != rule.forget:
         raise ValueError(f"state: expected one of a rule with forget={rule.forget}, got forget={not rule.forget}")
     return check_offsets(offsets, q.shape[0], q.shape[1], rows)

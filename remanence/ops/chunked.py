@@ -55,9 +55,9 @@ class Leash:
     digit; beyond that it is scaled down, so that it stays finite. Below that it is exact, and untouched.
     """
 
-    def __init__(self, g_end: tuple[Tensor, ...]) -> None:
-        self.came = sum(g.abs().flatten(1).sum(1) for g in g_end)
-        self.reach = 1.0 / torch.finfo(g_end[0].dtype).eps
+    def __init__(self, g_end: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        self.came: Tensor | int = sum(g.abs().flatten(1).sum(1) for g in g_end)
+        self.reach = 1.0 / torch.finfo(dtype).eps
 
     def hold(self, g_state: list[Tensor], came: Tensor) -> None:
         """Shorten g_state ``[m ...]`` in place, after outputs brought in gradients of this much ``[m]``."""
@@ -74,7 +74,12 @@ def _came(g_y: Tensor, g_surprise: Tensor) -> Tensor:
 
 
 class Walk(Protocol):
-    """How one stretch is walked: from a state J to (answers, surprise, state), and back to the gradients of inputs and J."""
+    """How one stretch is walked: from a state J to (answers, surprise, state), and back to the gradients of inputs and J.
+
+    `folds` is False while nothing but one open chunk is read: the state's end is then its start, and is not computed.
+    """
+
+    folds: bool
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]: ...
 
@@ -86,15 +91,17 @@ class Walk(Protocol):
 class ClosedForm:
     """An MLP memory: keys one chunk after the other, then all the stretch's queries at once."""
 
-    def __init__(self, net: MLP, rule: Rule) -> None:
-        self.net, self.rule = net, rule
+    def __init__(self, net: MLP, rule: Rule, folds: bool) -> None:
+        self.net, self.rule, self.folds = net, rule, folds
 
     def _keys(self, s: Stretch, co: Coefficients, state: Weights) -> tuple[Weights, list[cf.Anchor], list[cf.Record]]:
-        """The states ``[n+1 m ...]`` at the chunks' borders, and what each chunk starts from and makes of its keys."""
+        """The states ``[n+1 m ...]`` at the chunks' borders (``[1 m ...]`` if it does not fold), and each chunk's record."""
         n = s.k.shape[0]
-        states = tuple(layer.new_empty(n + 1, *layer.shape) for layer in state)
-        for layer, first in zip(states, state, strict=True):
-            layer[0] = first
+        states = tuple(layer.unsqueeze(0) for layer in state)
+        if self.folds:
+            states = tuple(layer.new_empty(n + 1, *layer.shape) for layer in state)
+            for layer, first in zip(states, state, strict=True):
+                layer[0] = first
         solver = cf.solver(self.net, self.rule, s.k.flatten(0, 1), _map(lambda x: x.flatten(0, 1), co))
         solvers = [None] * n if solver is None else solver.unflatten(0, (n, -1)).unbind()
         borders = list(zip(*[layer.unbind() for layer in states], strict=True))
@@ -102,13 +109,14 @@ class ClosedForm:
         for i, (own, k, v) in enumerate(zip(_unbind(co, n), s.k.unbind(), s.v.unbind(), strict=True)):
             anchors.append(cf.Anchor(borders[i], own, solvers[i]))
             records.append(cf.record(self.net, self.rule, anchors[-1], k, v))
-            cf.fold(anchors[-1], records[-1], borders[i + 1])
+            if self.folds:
+                cf.fold(anchors[-1], records[-1], borders[i + 1])
         return states, anchors, records
 
     def _queries(
         self, s: Stretch, co: Coefficients, states: Weights, records: list[cf.Record]
     ) -> tuple[cf.Anchor, list[Tensor], list[Tensor], cf.Reading]:
-        together = cf.Anchor(tuple(layer[:-1].flatten(0, 1) for layer in states), _map(lambda x: x.flatten(0, 1), co))
+        together = cf.Anchor(tuple(layer[: len(records)].flatten(0, 1) for layer in states), _map(lambda x: x.flatten(0, 1), co))
         inputs, errors = _join([record.inputs for record in records]), _join([record.errors for record in records])
         return together, inputs, errors, cf.read(self.net, together, inputs, errors, s.q.flatten(0, 1))
 
@@ -118,7 +126,7 @@ class ClosedForm:
         *_, reading = self._queries(s, co, states, records)
         surprise = torch.stack([record.surprise(self.rule) for record in records])
         # Cloned: a view would keep the states of the whole stretch alive for as long as its checkpoint.
-        return reading.answers.view_as(s.q), surprise, tuple(layer[-1].clone() for layer in states)
+        return reading.answers.view_as(s.q), surprise, tuple(layer[-1].clone() for layer in states if self.folds)
 
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
@@ -139,7 +147,8 @@ class ClosedForm:
         came, g_cos = _came(g_y, g_surprise), _unbind(g_co, n)
         for i in range(n - 1, -1, -1):
             own = cf.Grads._make([*[list(group[i]) for group in parts], g_cos[i]])
-            cf.fold_backward(anchors[i], records[i], g_state, own)
+            if self.folds:
+                cf.fold_backward(anchors[i], records[i], g_state, own)
             g_k[i], g_v[i] = cf.record_backward(self.net, self.rule, anchors[i], s.v[i], records[i], own, g_surprise[i])
             g_state = own.state
             leash.hold(g_state, came[i])
@@ -150,8 +159,8 @@ class ClosedForm:
 class Generic:
     """Any net, any inner loss: each chunk by torch.func, the stretch's gradients by autograd."""
 
-    def __init__(self, net: Net, rule: Rule) -> None:
-        self.net, self.rule = net, rule
+    def __init__(self, net: Net, rule: Rule, folds: bool) -> None:
+        self.net, self.rule, self.folds = net, rule, folds
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)
@@ -160,7 +169,7 @@ class Generic:
             y, surprise, state = chunk_step(self.net, self.rule, own, s.q[i], s.k[i], s.v[i], state)
             answers.append(y)
             surprises.append(surprise)
-        return torch.stack(answers), torch.stack(surprises), state
+        return torch.stack(answers), torch.stack(surprises), state if self.folds else ()
 
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
@@ -231,7 +240,7 @@ class _Sequence(torch.autograd.Function):
         s, state = _unpack(tensors)
         depth = len(state)
         states = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
-        g_state, pieces, leash = list(g_end), [], Leash(g_end)
+        g_state, pieces, leash = list(g_end), [], Leash(g_end, s.k.dtype)
         with _exactly(s.k):
             for index in range(len(states) - 1, -1, -1):
                 chunks = slice(index * ctx.stride, (index + 1) * ctx.stride)
@@ -251,18 +260,18 @@ def _exactly(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def walk_for(net: Net, rule: Rule) -> Walk:
-    return ClosedForm(net, rule) if isinstance(net, MLP) and isinstance(rule.loss, str) else Generic(net, rule)
+def walk_for(net: Net, rule: Rule, folds: bool) -> Walk:
+    closed = isinstance(net, MLP) and isinstance(rule.loss, str)
+    return ClosedForm(net, rule, folds) if closed else Generic(net, rule, folds)  # type: ignore[arg-type]
 
 
-def _run(net: Net, rule: Rule, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tensor, Weights, Weights]:
-    """Walk all chunks from a state: answers and surprise ``[n m c ...]``, then weights and momentum ``[r h ...]``."""
-    parts = (state.weights, state.momentum) if state.momentum else (state.weights,)
-    joint = [torch.stack(layer, 2).flatten(0, 1) for layer in zip(*parts, strict=True)]
-    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*stretch, *joint))
-    y, surprise, *end = _Sequence.apply(walk_for(net, rule), needed, *stretch, *joint)
-    split = [layer.unflatten(0, state.weights[0].shape[:2]).unbind(2) for layer in end]
-    return y, surprise, tuple(layer[0] for layer in split), tuple(layer[1] for layer in split if len(layer) > 1)
+def _run(walk: Walk, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tensor, Weights]:
+    """Walk all chunks from a state: answers and surprise ``[n m c ...]``, then the state's layers at the end."""
+    start = [layer.flatten(0, 1) for layer in state.layers]
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*stretch, *start))
+    y, surprise, *end = _Sequence.apply(walk, needed, *stretch, *start)
+    layers = tuple(layer.unflatten(0, state.layers[0].shape[:2]) for layer in end)
+    return y, surprise, layers if walk.folds else state.layers
 
 
 def _chunks(x: Tensor, n: int) -> Tensor:
@@ -279,10 +288,9 @@ def memorize(
     inputs = [layout.queries(q), k, v, *gates]
     complete = layout.complete().repeat_interleave(heads, 1)
     stretch = Stretch._make([*[None if x is None else _chunks(x, layout.chunks) for x in inputs], complete])
-    y, surprise, weights, momentum = _run(net, rule, stretch, state)
+    y, surprise, layers = _run(walk_for(net, rule, layout.folds), stretch, state)
     y, surprise = (rearrange(x, "n (r h) c ... -> r (n c) h ...", h=heads) for x in (y, surprise))
-    finite = surprise.detach().isfinite().flatten(1).all(1) & y.detach().isfinite().flatten(1).all(1)
-    new = layout.next_state(state, weights, momentum, k, v, gates, ~finite)
+    new = layout.next_state(state, layers, k, v, gates, (y, surprise))
     return layout.back(y), new, layout.back(surprise[:, layout.lead :])
 
 
@@ -298,4 +306,4 @@ def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
     complete = torch.ones(1, rows * heads, dtype=torch.bool, device=state.k.device)
     inputs = [state.k[:, :0], state.k, state.v, *gates]
     stretch = Stretch._make([*[None if x is None else _chunks(x, 1) for x in inputs], complete])
-    return _run(net, rule, stretch, state)[2]
+    return tuple(layer[:, :, 0] for layer in _run(walk_for(net, rule, True), stretch, state)[2])

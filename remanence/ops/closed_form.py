@@ -218,7 +218,7 @@ def record_backward(
         g_outputs.append(scaled(curvature(net, z).mul_(back).mul_(g.errors[layer]), scale))
         g.errors[layer + 1].baddbmm_(g_back, without_ones(net, anchor.weight(layer + 1).mT).mT)
         g_weight = g.state[layer + 1][:, 0]
-        (g_weight[:, :-1] if net.bias else g_weight).baddbmm_(g_back.mT, rec.errors[layer + 1])
+        (g_weight[:, :-1] if net.bias else g_weight).add_(torch.bmm(g_back.mT, rec.errors[layer + 1]))
     g_k, g_v, g_last = _end_backward(net, rule, rec, g.errors[last], g_surprise)
     g_outputs.append(g_last)
     for layer in range(last, -1, -1):
@@ -226,7 +226,7 @@ def record_backward(
         if scale is not None and g.co.scale is not None:
             g.co.scale.add_((g_z * rec.products[layer]).sum(-1))
             g_z = scaled(g_z, scale)
-        g.state[layer][:, 0].baddbmm_(rec.inputs[layer].mT, g_z)
+        g.state[layer][:, 0].add_(torch.bmm(rec.inputs[layer].mT, g_z))
         g_x = without_ones(net, g.inputs[layer].baddbmm_(g_z, anchor.weight(layer).mT))
         if layer:
             g_outputs[layer - 1].addcmul_(g_x, rec.slopes[layer - 1])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.ops.state import Gates, MemoryState
+from remanence.ops.state import Gates, MemoryState, Weights
 
 
 class Layout:
@@ -82,16 +82,20 @@ class Layout:
         ends = torch.arange(1, self.chunks + 1, device=self.device) * self.chunk
         return ends.unsqueeze(-1) <= totals
 
+    @property
+    def folds(self) -> bool:
+        """Whether any chunk is completed, that is, whether the call changes a state's layers at all."""
+        return any(total >= self.chunk for total in self.totals)
+
     def next_state(
-        self, state: MemoryState, weights: tuple, momentum: tuple, k: Tensor, v: Tensor, gates: Gates, bad: Tensor
+        self, state: MemoryState, layers: Weights, k: Tensor, v: Tensor, gates: Gates, outputs: tuple[Tensor, Tensor]
     ) -> MemoryState:
-        """The state after the call, from the rows it was made of; `bad` ``[r]`` says where something was not finite."""
-        for tensor in (*weights, *momentum):
+        """The state after the call, from the rows ``[r length ...]`` it was made of; flagged where one is not finite."""
+        bad = state.diverged
+        for tensor in (*outputs, *(layers if self.folds else ())):
             bad = bad | ~tensor.detach().isfinite().flatten(1).all(1)
-        counts = torch.tensor(self.counts, device=self.device)
-        return MemoryState(
-            weights, momentum, self.tail(k), self.tail(v), gates.map(self.tail), state.position + counts, state.diverged | bad
-        )
+        position = state.position + torch.tensor(self.counts, device=self.device)
+        return MemoryState(layers, self.tail(k), self.tail(v), gates.map(self.tail), position, bad)
 
 
 def _pad(x: Tensor, length: int) -> Tensor:

@@ -32,16 +32,20 @@ def start(
     rule: Rule = RULES["titans"],
     chunk: int = 16,
     width: int | None = None,
+    momentum: Weights | None = None,
 ) -> MemoryState:
     """The state before anything was read: `rows` copies of the per-head initial weights ``[h ...]``, nothing else.
 
-    `width` is the head width; it is read off the last layer's columns unless a net of your own has other shapes.
+    `width` is the head width; it is read off the last layer's columns unless a net of your own has other shapes. `momentum`, per
+    row ``[r h ...]``, is zero unless given.
     """
     check_chunk(chunk)
     if rows < 1:
         raise ValueError(f"rows: expected at least 1, got {rows}")
     width = weights[-1].shape[-1] if width is None else width
-    return fresh(weights, rows, chunk=chunk, width=width, momentum=rule.momentum, forget=rule.forget)
+    if momentum and not rule.momentum:
+        raise ValueError("momentum: expected None for a rule without momentum, got weights")
+    return fresh(weights, momentum, rows, chunk=chunk, width=width, has_momentum=rule.momentum, forget=rule.forget)
 
 
 def memorize(

@@ -5,6 +5,8 @@ The gradient is taken by autograd of the written loss, never derived by hand. Sl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
@@ -66,24 +68,26 @@ def memorize(
         torch.zeros_like(gates.log_step) if gates.log_keep is None else gates.log_keep,
     )
     answers, surprises = torch.zeros_like(queries), torch.zeros_like(gates.log_step)
-    weights, past = [], []
+    rows = []
     for row, total in enumerate(layout.totals):
-        start = tuple(weight[row] for weight in state.weights), tuple(change[row] for change in momentum)
-        if total == 0:
-            weights.append(start[0])
-            past.append(start[1])
-            continue
+        end, change = tuple(weight[row] for weight in state.weights), tuple(past[row] for past in momentum)
+        if total:
 
-        def document(*head: Tensor | tuple) -> tuple[Tensor, Tensor, Weights, Weights]:
-            return memorize_document(net, rule, chunk, *head)  # type: ignore[arg-type]
+            def document(*head: Any) -> tuple[Tensor, Tensor, Weights, Weights]:
+                return memorize_document(net, rule, chunk, *head)
 
-        head = (queries[row, :total], k[row, :total], v[row, :total], tuple(gate[row, :total] for gate in log_gates), *start)
-        y, surprise, end, change = vmap(document, in_dims=(1, 1, 1, 1, 0, 0), out_dims=(1, 1, 0, 0))(*head)
-        answers = answers.index_put((torch.tensor(row), torch.arange(total)), y)
-        surprises = surprises.index_put((torch.tensor(row), torch.arange(total)), surprise)
-        weights.append(end)
-        past.append(change)
-    new_weights = tuple(torch.stack(layer) for layer in zip(*weights, strict=True))
-    new_momentum = tuple(torch.stack(layer) for layer in zip(*past, strict=True)) if rule.momentum else ()
-    bad = ~(surprises.detach().isfinite().flatten(1).all(1) & answers.detach().isfinite().flatten(1).all(1))
-    return layout.back(answers), layout.next_state(state, new_weights, new_momentum, k, v, gates, bad), layout.back(surprises)
+            head = (
+                queries[row, :total],
+                k[row, :total],
+                v[row, :total],
+                tuple(gate[row, :total] for gate in log_gates),
+                end,
+                change,
+            )
+            y, surprise, end, change = vmap(document, in_dims=(1, 1, 1, 1, 0, 0), out_dims=(1, 1, 0, 0))(*head)
+            answers = answers.index_put((torch.tensor(row), torch.arange(total)), y)
+            surprises = surprises.index_put((torch.tensor(row), torch.arange(total)), surprise)
+        rows.append([torch.stack(pair if rule.momentum else pair[:1], 1) for pair in zip(end, change, strict=True)])
+    layers = tuple(torch.stack(layer) for layer in zip(*rows, strict=True))
+    new = layout.next_state(state, layers, k, v, gates, (answers, surprises))
+    return layout.back(answers), new, layout.back(surprises)

@@ -93,8 +93,7 @@ class Gates(_Gates, TensorTuple):
 
 
 class _MemoryState(NamedTuple):
-    weights: Weights
-    momentum: Weights
+    layers: Weights
     k: Tensor
     v: Tensor
     gates: Gates
@@ -105,9 +104,10 @@ class _MemoryState(NamedTuple):
 class MemoryState(_MemoryState, TensorTuple):
     """One memory per row and head, wherever its document stands; returned by every call, never changed in place.
 
-    weights, momentum
-        ``[r h ...]`` per layer, as they were at the start of the chunk being read (the closed form's anchor).
-        ``momentum`` is empty for a rule without it.
+    layers
+        One ``[r h p ...]`` for each of the net's weights: the weight itself and, for a rule with momentum (p = 2), its
+        momentum; as they were at the start of the chunk being read (the closed form's anchor). `weights` and `momentum` are
+        views of them.
     k, v, gates
         The tail: what has been read since that chunk began, ``[r c-1 h ...]``; the first ``position % chunk`` slots count.
     position
@@ -119,23 +119,35 @@ class MemoryState(_MemoryState, TensorTuple):
     __slots__ = ()
 
     @property
+    def weights(self) -> Weights:
+        return tuple(layer[:, :, 0] for layer in self.layers)
+
+    @property
+    def momentum(self) -> Weights:
+        """Empty for a rule without momentum."""
+        return tuple(layer[:, :, 1] for layer in self.layers if layer.shape[2] > 1)
+
+    @property
     def chunk(self) -> int:
         return self.k.shape[1] + 1
 
 
-def fresh(weights: Weights, rows: int, *, chunk: int, width: int, momentum: bool, forget: bool) -> MemoryState:
-    """The state of `rows` documents of which nothing has been read, from per-head initial weights ``[h, ...]``."""
+def fresh(
+    weights: Weights, momentum: Weights | None, rows: int, *, chunk: int, width: int, has_momentum: bool, forget: bool
+) -> MemoryState:
+    """The state of `rows` documents of which nothing has been read, from per-head initial weights ``[h ...]``."""
     first = weights[0]
     heads = first.shape[0]
     tail = first.new_zeros(rows, chunk - 1, heads, width)
     gate = first.new_zeros(rows, chunk - 1, heads)
-    spread = tuple(weight.unsqueeze(0).expand(rows, *weight.shape) for weight in weights)
+    parts = [[weight.expand(rows, *weight.shape) for weight in weights]]
+    if has_momentum:
+        parts.append(list(momentum) if momentum else [torch.zeros_like(weight) for weight in parts[0]])
     return MemoryState(
-        weights=spread,
-        momentum=tuple(torch.zeros_like(weight) for weight in spread) if momentum else (),
+        layers=tuple(torch.stack(layer, 2) for layer in zip(*parts, strict=True)),
         k=tail,
         v=tail,
-        gates=Gates(gate, gate if momentum else None, gate if forget else None),
+        gates=Gates(gate, gate if has_momentum else None, gate if forget else None),
         position=torch.zeros(rows, dtype=torch.int64, device=first.device),
         diverged=torch.zeros(rows, dtype=torch.bool, device=first.device),
     )

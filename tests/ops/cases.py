@@ -55,7 +55,7 @@ class Case:
             log_keep = rest.pop(0) if self.rule.forget else None
             weights, momentum = tuple(rest[: self.depth]), tuple(rest[self.depth :])
             rows = self.batch if self.offsets is None else len(self.offsets) - 1
-            state = start(weights, rows, rule=self.rule, chunk=self.chunk, width=self.width)._replace(momentum=momentum)
+            state = start(weights, rows, rule=self.rule, chunk=self.chunk, width=self.width, momentum=momentum or None)
             gates = Gates(log_step, log_momentum, log_keep)
             y, new, surprise = memorize(
                 q, k, v, gates, state, net=self.net, rule=self.rule, chunk=self.chunk, offsets=self.offsets, backend=backend

@@ -87,6 +87,8 @@ def test_recall_and_start_refuse():
         recall(call["q"][:1], call["state"])
     with pytest.raises(ValueError, match="rows: expected at least 1, got 0"):
         start(NETS["titans"].init(1, 4), 0)
+    with pytest.raises(ValueError, match="momentum: expected None for a rule without momentum"):
+        start(NETS["titans"].init(1, 4), 1, rule=Rule(momentum=False), momentum=NETS["titans"].init(1, 4))
     with pytest.raises(ValueError, match="chunk: expected an integer"):
         start(NETS["titans"].init(1, 4), 1, chunk=-1)
 
