@@ -236,8 +236,9 @@ class _Sequence(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_y: Tensor, g_surprise: Tensor, *g_end: Tensor) -> tuple:
-        tensors, saved = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
-        s, state = _unpack(tensors)
+        kept = ctx.saved_tensors  # once: activation checkpointing recomputes them when they are asked for
+        saved = kept[ctx.inputs :]
+        s, state = _unpack(kept[: ctx.inputs])
         depth = len(state)
         states = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
         g_state, pieces, leash = list(g_end), [], Leash(g_end, s.k.dtype)

@@ -320,3 +320,44 @@ class TestBadInput:
         with pytest.raises(ValueError, match="state: expected convolution inputs"):
             layer(dtype=torch.float32, conv=2)(x, state)
         assert isinstance(state, NeuralMemoryState)
+
+
+class TestOtherPeoplesMachinery:
+    def test_activation_checkpointing(self):
+        from torch.utils.checkpoint import checkpoint
+
+        memory = layer()
+        x = tokens().requires_grad_()
+        plain = torch.autograd.grad(memory(x)[0].square().sum(), [x, *memory.parameters()])
+        y, _ = checkpoint(memory, x, None, use_reentrant=False)
+        assert_close(torch.autograd.grad(y.square().sum(), [x, *memory.parameters()]), plain, 1e-12)
+
+    def test_inference_mode(self):
+        memory = layer()
+        x = tokens()
+        expected, _ = memory(x)
+        with torch.inference_mode():
+            y, state = memory(x)
+            memory.read(x, state)
+        assert torch.equal(y, expected)
+
+    def test_frozen_parameters_still_pass_gradients_to_the_input(self):
+        memory = layer().requires_grad_(False)
+        x = tokens().requires_grad_()
+        memory(x)[0].sum().backward()
+        assert x.grad.any()
+
+    def test_views_and_copies(self):
+        memory = layer()
+        x = torch.randn(21, 2, 12, dtype=torch.float64).transpose(0, 1)
+        assert torch.equal(memory(x)[0], memory(x.contiguous())[0])
+        _, state = memory(x)
+        assert_close(copy.deepcopy(state.detach()), state, 0.0)
+
+    @pytest.mark.slow
+    def test_compile(self):
+        memory = layer(dtype=torch.float32)
+        x = tokens(dtype=torch.float32)
+        compiled, _ = torch.compile(memory)(x)
+        compiled.sum().backward()
+        assert_close(compiled, memory(x)[0], 1e-5)
