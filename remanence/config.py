@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal
 
 
-def _positive(**fields: float | None) -> None:
+def _whole(least: int, **fields: object) -> None:
     for name, value in fields.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}: expected a positive number, got {value!r}")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class MemoryConfig:
 
     Attributes:
         dim: width of the model the layer stands in.
-        heads: independent memories side by side. Default: as many as make a head 64 wide.
+        heads: independent memories side by side. Default: the divisor of dim that makes a head nearest to 64 wide.
         head_dim: width of each. Default: dim / heads.
         net: name of an entry of `remanence.ops.NETS`, yours included.
         depth, expansion, activation, bias: changes to that entry, where given.
@@ -50,20 +51,29 @@ class MemoryConfig:
     forget_bias: float = -5.0
 
     def __post_init__(self) -> None:
-        _positive(dim=self.dim, heads=self.heads, head_dim=self.head_dim, chunk=self.chunk)
-        if self.conv < 0:
-            raise ValueError(f"conv: expected a kernel of 1 or more, or 0 for none, got {self.conv!r}")
-        if self.heads is None:
-            width = self.head_dim or min(64, self.dim)
-            object.__setattr__(self, "heads", max(1, self.dim // width))
-        assert self.heads is not None
-        if self.head_dim is None:
-            if self.dim % self.heads:
-                raise ValueError(f"heads: expected a divisor of dim={self.dim}, got {self.heads} (or give head_dim too)")
-            object.__setattr__(self, "head_dim", self.dim // self.heads)
+        _whole(1, dim=self.dim, heads=self.heads, head_dim=self.head_dim, chunk=self.chunk, depth=self.depth)
+        _whole(0, conv=self.conv)
+        if self.heads is not None and self.head_dim is None and self.dim % self.heads:
+            raise ValueError(f"heads: expected a divisor of dim={self.dim}, got {self.heads} (or give head_dim too)")
+        if self.anchor not in (None, "chunk", "token"):
+            raise ValueError(f"anchor: expected 'chunk', 'token' or None, got {self.anchor!r}")
+        for name in ("step_bias", "momentum_bias", "forget_bias"):
+            if not isfinite(getattr(self, name)):
+                raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)!r}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Memory heads and the width of each, as given or as the defaults make them."""
+        if self.heads is not None:
+            return self.heads, self.head_dim or self.dim // self.heads
+        if self.head_dim is not None:
+            return max(1, self.dim // self.head_dim), self.head_dim
+        divisors = [heads for heads in range(1, self.dim + 1) if self.dim % heads == 0]
+        heads = min(divisors, key=lambda heads: abs(self.dim // heads - 64))
+        return heads, self.dim // heads
 
     @property
     def inner(self) -> int:
         """Width of all heads together."""
-        assert self.heads is not None and self.head_dim is not None
-        return self.heads * self.head_dim
+        heads, width = self.shape
+        return heads * width

@@ -61,9 +61,12 @@ def assert_causal(step: Step, x: Tensor, positions: Iterable[int] | None = None)
     before, _ = step(x, None)
     for t in range(x.shape[1]) if positions is None else positions:
         changed = x.clone()
-        changed[:, t] = torch.randn_like(changed[:, t])
+        # Tokens may be numbers of a vocabulary: then another one of x's own takes the place.
+        others = x.flatten()[x.flatten() != x[:, t].flatten()[0]]
+        changed[:, t] = torch.randn_like(changed[:, t]) if x.is_floating_point() else others[0]
         after, _ = step(changed, None)
-        moved = (before[:, :t] != after[:, :t]).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+        differ = (before[:, :t] != after[:, :t]).transpose(0, 1).reshape(t, -1) if t else before.new_zeros(0, 1)
+        moved = differ.any(-1).nonzero().flatten().tolist()
         if moved:
             raise AssertionError(f"not causal: changing token {t} moved the outputs at {moved[:8]}")
         if torch.equal(before[:, t:], after[:, t:]):
@@ -71,7 +74,9 @@ def assert_causal(step: Step, x: Tensor, positions: Iterable[int] | None = None)
 
 
 def assert_rows_isolated(step: Step, x: Tensor) -> None:
-    """Changing one row of the batch leaves the outputs and state of all others bit-identical."""
+    """Changing one row of the batch leaves the outputs and state (rows on the first axis) of all others bit-identical."""
+    if x.shape[0] < 2:
+        raise ValueError("x: expected at least two rows to tell apart, got one")
     before, state = step(x, None)
     for row in range(x.shape[0]):
         changed = x.clone()
@@ -133,14 +138,14 @@ def assert_pure(module: nn.Module, x: Tensor) -> None:
     state.
     """
     kept = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    original = x.clone()
+    original, mode = x.clone(), module.training
     module.train()
     y, state = module(x, None)
     given = [tensor.clone() for tensor in tensors(state)]
     again, _ = module(x, state)
     module.eval()
     z, _ = module(x, None)
-    module.train()
+    module.train(mode)
     for name, tensor in module.state_dict().items():
         if not torch.equal(tensor, kept[name]):
             raise AssertionError(f"forward changed {name}")
@@ -177,6 +182,8 @@ def assert_same_function(
     gradients = []
     for outputs in (left, right):
         parts = [(x * w).sum() for x, w in zip(outputs, weights, strict=True) if w is not None and x.requires_grad]
+        if not parts:
+            raise AssertionError("no output depends on an input that wants a gradient: the law was not tested")
         found = torch.autograd.grad(torch.stack(parts).sum(), list(inputs), allow_unused=True)
         gradients.append([torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)])
     assert_close(gradients[0], gradients[1], tolerance, "gradients of the inputs")

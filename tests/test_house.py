@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,8 @@ def test_annotated_shapes_are_true():
     def checked(function):
         return jaxtyped(typechecker=beartype)(function)
 
+    for function in (ops.memorize, ops.recall, NeuralMemory.forward, NeuralMemory.read):
+        typing.get_type_hints(function)
     memorize, recall = checked(ops.memorize), checked(ops.recall)
     q, k, v = (torch.randn(2, 5, 3, 4) for _ in range(3))
     gates = Gates(*[-torch.rand(2, 5, 3) for _ in range(3)])
@@ -193,3 +196,8 @@ def test_annotated_shapes_are_true():
         for owner in (NeuralMemory, RMSNorm, ShortConv, GateProjection):
             owner.forward = owner._unchecked
             del owner._unchecked
+
+
+def test_no_placeholder_is_left_in_the_documents():
+    for path in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]:
+        assert not re.search(r"SPEED_|MEM_|TODO|FIXME", path.read_text(encoding="utf-8")), path

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from remanence.config import MemoryConfig
 from remanence.layers import GateProjection, RMSNorm, ShortConv, unit
 from remanence.ops import MLP, NETS, RULES, Gates, MemoryState, Net, Rule, memorize, recall, start
-from remanence.ops.checks import check_offsets
+from remanence.ops.checks import check_offsets, documents
 from remanence.ops.state import TensorTuple
 
 
@@ -29,7 +29,7 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
     __slots__ = ()
 
     @property
-    def diverged(self) -> Bool[Tensor, r]:
+    def diverged(self) -> Bool[Tensor, " r"]:
         """Per row: whether the memory has been infinite or NaN since its document began."""
         return self.memory.diverged
 
@@ -64,7 +64,30 @@ def rule_of(config: MemoryConfig, net: Net) -> Rule:
     rule = RULES[config.rule]
     exact = isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)
     anchor = config.anchor or ("token" if exact else rule.anchor)
+    if anchor == "token" and not exact and config.chunk > 1:
+        raise ValueError(
+            f"anchor: 'token' (yours, or the rule {config.rule!r}'s) needs a net linear in its weights, "
+            f"got {config.net!r}; use net='linear', or anchor='chunk'"
+        )
     return replace(rule, anchor=anchor)
+
+
+class InitialMemory(nn.Module):
+    """The learned weights every document's memory starts from, per head. A module of its own, so that it can be reset as one."""
+
+    def __init__(self, net: Net, heads: int, width: int) -> None:
+        super().__init__()
+        self._draw = lambda: net.init(heads, width)
+        device = torch.empty(0).device
+        with torch.device("cpu"):
+            drawn = self._draw()
+        for index, weight in enumerate(drawn):
+            self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for parameter, weight in zip(self.parameters(), self._draw(), strict=True):
+                parameter.copy_(weight)
 
 
 class NeuralMemory(nn.Module):
@@ -76,16 +99,21 @@ class NeuralMemory(nn.Module):
     meet.
 
     Build it from fields (those of `MemoryConfig`) or from a config, or both: ``NeuralMemory(config, chunk=64)``.
+
+    Every part with parameters has ``reset_parameters``, for models made on the meta device. In a Hugging Face model, call it from
+    ``_init_weights`` for the modules of this package; without that, ``from_pretrained`` leaves a memory that its checkpoint lacks
+    uninitialised.
     """
 
     def __init__(self, config: MemoryConfig | None = None, **fields: Any) -> None:
         super().__init__()
+        if config is not None and not isinstance(config, MemoryConfig):
+            raise ValueError(f"config: expected a MemoryConfig, or fields by name (dim=512, heads=8), got {config!r}")
         self.config = replace(config, **fields) if config is not None else MemoryConfig(**fields)
         c = self.config
         self.net = net_of(c)
         self.rule = rule_of(c, self.net)
-        assert c.heads is not None and c.head_dim is not None, "a config resolves both"
-        self.heads, self.head_dim = c.heads, c.head_dim
+        self.heads, self.head_dim = c.shape
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(c.dim, c.inner, bias=False) for _ in range(4))
         self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv) for _ in range(3))
         biases = {"step": c.step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
@@ -93,26 +121,14 @@ class NeuralMemory(nn.Module):
         self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
         self.norm = RMSNorm(self.head_dim)
         self.o_proj = nn.Linear(c.inner, c.dim, bias=False)
-        with torch.device("cpu"):
-            initial = self._initial()
-        device = self.o_proj.weight.device
-        self.initial = nn.ParameterList([nn.Parameter(weight.to(device)) for weight in initial])
-
-    def _initial(self) -> tuple[Tensor, ...]:
-        return self.net.init(self.heads, self.head_dim)
-
-    def reset_parameters(self) -> None:
-        """Draw the initial memory anew (the other parameters belong to submodules, each with its own reset_parameters)."""
-        with torch.no_grad():
-            for parameter, weight in zip(self.initial, self._initial(), strict=True):
-                parameter.copy_(weight)
+        self.initial = InitialMemory(self.net, self.heads, self.head_dim)
 
     def extra_repr(self) -> str:
         return f"net={self.net}, rule={self.rule}, chunk={self.config.chunk}"
 
     def start(self, rows: int, dtype: torch.dtype = torch.float32) -> NeuralMemoryState:
         """The state of `rows` documents of which nothing has been read. float32 unless the model runs in float64."""
-        weights = tuple(weight.to(dtype) for weight in self.initial)
+        weights = tuple(weight.to(dtype) for weight in self.initial.parameters())
         memory = start(weights, rows, rule=self.rule, chunk=self.config.chunk, width=self.head_dim)
         q, k, v = (conv.start(rows, weights[0].detach()) for conv in (self.q_conv, self.k_conv, self.v_conv))
         return NeuralMemoryState(memory, (q, k, v))
@@ -123,7 +139,7 @@ class NeuralMemory(nn.Module):
         state: NeuralMemoryState | None = None,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
+        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
         """Read x, answer, and return the state. Padding (mask False) is not read; packed documents are told by `offsets`."""
         seen = self.trace(x, state, mask=mask, offsets=offsets)
@@ -135,7 +151,7 @@ class NeuralMemory(nn.Module):
         state: NeuralMemoryState | None = None,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
+        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
     ) -> Trace:
         """`forward`, with the surprise and the gates of every token and head beside its result."""
         carried = state is not None
@@ -165,7 +181,7 @@ class NeuralMemory(nn.Module):
         y = self._output(x, answers)
         if carried and torch.is_grad_enabled():
             # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.
-            y = y + 0.0 * torch.stack([weight.sum() for weight in self.initial]).sum().to(y.dtype)
+            y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(y.dtype)
         return Trace(y, NeuralMemoryState(memory, (past_q, past_k, past_v)), surprise, gates)
 
     def read(
@@ -174,7 +190,7 @@ class NeuralMemory(nn.Module):
         state: NeuralMemoryState,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
+        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Ask without writing: the memory stays as `state` holds it, for every token of x."""
         if mask is not None:
@@ -210,23 +226,27 @@ class NeuralMemory(nn.Module):
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.config.dim or not x.is_floating_point():
             came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"x: expected a floating-point tensor [batch, tokens, {self.config.dim}], got {came}")
+        own = self.q_proj.weight.dtype
+        if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x: expected {own} like the layer's parameters, got {x.dtype}")
         if x.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
             raise ValueError(f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}")
         if state is None:
-            state = self._fresh(x, x.shape[0] if offsets is None else len(offsets) - 1)
+            state = self._fresh(x, x.shape[0] if offsets is None else documents(offsets))
         if not isinstance(state, NeuralMemoryState):
             raise ValueError(f"state: expected the state this layer returned, or None, got {type(state).__name__}")
-        past = tuple(state.conv[0].shape[1:])
-        if past != (max(0, self.config.conv - 1), self.config.inner):
-            raise ValueError(
-                f"state: expected convolution inputs {[max(0, self.config.conv - 1), self.config.inner]}, got {list(past)}"
-            )
+        expected = [state.memory.position.shape[0], max(0, self.config.conv - 1), self.config.inner]
+        for past in state.conv:
+            if list(past.shape) != expected:
+                raise ValueError(f"state: expected convolution inputs {expected}, got {list(past.shape)}")
         return state, check_offsets(offsets, x.shape[0], x.shape[1], state.memory.position.shape[0])
 
     def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:
         """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or convolution."""
         if offsets is not None:
             raise ValueError("offsets: expected None beside a mask, got both; a mask already says where each row's document lies")
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"mask: expected a tensor of booleans, true where a token counts, got {type(mask).__name__}")
         if not isinstance(x, Tensor) or x.dim() != 3 or tuple(mask.shape) != tuple(x.shape[:2]) or mask.dtype != torch.bool:
             expected = list(x.shape[:2]) if isinstance(x, Tensor) else "[batch, tokens]"
             raise ValueError(

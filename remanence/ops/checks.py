@@ -29,20 +29,56 @@ def _exact_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def documents(offsets: Tensor | Sequence[int]) -> int:
+    """How many documents these borders tell apart."""
+    return len(_borders(offsets)) - 1
+
+
+def _borders(offsets: Tensor | Sequence[int]) -> list[int]:
+    values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
+    if not isinstance(values, (list, tuple)) or len(values) < 2 or any(type(border) is not int for border in values):
+        raise ValueError(f"offsets: expected whole numbers, 0 and each document's end, got {offsets!r}")
+    return list(values)
+
+
 def check_offsets(offsets: Tensor | Sequence[int] | None, batch: int, tokens: int, rows: int) -> list[int] | None:
     """The borders as plain integers, or None for one document per batch row."""
     if offsets is None:
         if rows != batch:
             raise ValueError(f"state: expected {batch} rows, one for each row of the batch, got {rows}")
         return None
-    borders = [int(border) for border in offsets]
+    borders = _borders(offsets)
     if batch != 1:
         raise ValueError(f"offsets: packed documents lie in a single batch row, got a batch of {batch}")
-    if len(borders) < 2 or borders[0] != 0 or borders[-1] != tokens or any(b < a for a, b in pairwise(borders)):
+    if borders[0] != 0 or borders[-1] != tokens or any(b < a for a, b in pairwise(borders)):
         raise ValueError(f"offsets: expected to rise from 0 to {tokens} (the number of tokens), got {borders}")
     if rows != len(borders) - 1:
         raise ValueError(f"state: expected {len(borders) - 1} rows, one for each packed document, got {rows}")
     return borders
+
+
+def check_kinds(net: object, rule: object) -> None:
+    if not isinstance(net, Net):
+        raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule: expected a Rule (or an entry of RULES), got {type(rule).__name__}")
+
+
+def check_start(weights: object, momentum: object, rows: object, rule: object) -> None:
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule: expected a Rule (or an entry of RULES), got {type(rule).__name__}")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows: expected a whole number of at least 1, got {rows!r}")
+    if not isinstance(weights, (tuple, list)) or not weights or not all(isinstance(weight, Tensor) for weight in weights):
+        raise ValueError(f"weights: expected a tuple of tensors [heads, ...], as init makes it, got {type(weights).__name__}")
+    if momentum is None:
+        return
+    if not rule.momentum:
+        raise ValueError("momentum: expected None for a rule without momentum, got weights")
+    expected = [[rows, *weight.shape] for weight in weights]
+    came = [list(past.shape) for past in momentum] if isinstance(momentum, (tuple, list)) else type(momentum).__name__
+    if came != expected:
+        raise ValueError(f"momentum: expected tensors of shapes {expected} (rows first), got {came}")
 
 
 def check_state(
@@ -58,7 +94,8 @@ def check_state(
     rows = state.position.shape[0]
     if state.chunk != chunk:
         raise ValueError(f"state: expected one of chunk {chunk}, got one of chunk {state.chunk}; a chunk belongs to the model")
-    _shape("state.k", state.k, (rows, chunk - 1, heads, width), "rows, chunk - 1, heads, width")
+    for name, tail in (("state.k", state.k), ("state.v", state.v)):
+        _shape(name, tail, (rows, chunk - 1, heads, width), "rows, chunk - 1, heads, width")
     if state.k.dtype != _exact_dtype(q):
         raise ValueError(f"state: expected dtype {_exact_dtype(q)} beside q of {q.dtype}, got {state.k.dtype}")
     if state.k.device != q.device:
@@ -92,10 +129,7 @@ def check_call(
 ) -> list[int] | None:
     """Everything about a call but its values; returns the packed documents' borders."""
     check_chunk(chunk)
-    if not isinstance(net, Net):
-        raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")
-    if not isinstance(rule, Rule):
-        raise ValueError(f"rule: expected a Rule (or an entry of RULES), got {type(rule).__name__}")
+    check_kinds(net, rule)
     if rule.anchor == "token" and chunk > 1 and not (isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)):
         raise ValueError(
             "rule: anchor='token' needs a memory linear in its weights (depth=1, norm=False); use chunk=1 for this net"

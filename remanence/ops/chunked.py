@@ -50,9 +50,10 @@ Grad = Tensor | None
 class Leash:
     """Holds the gradient that is carried back from chunk to chunk, per row and head, to what float arithmetic can mean.
 
-    Thousands of writes are a long product of Jacobians, and with a deep net or repeated keys it explodes. Once the carried
-    gradient exceeds all that came in (the sum of the outputs' gradients so far) by 1 / eps, rounding has replaced its last
-    digit; beyond that it is scaled down, so that it stays finite. Below that it is exact, and untouched.
+    Thousands of writes are a long product of Jacobians, and with a deep net or repeated keys it explodes. Once its largest entry
+    exceeds all that came in (the absolute sum of the outputs' gradients so far, times the largest query where that is above 1) by
+    1 / eps, rounding has replaced its last digit; beyond that it is scaled down as a whole, so that it stays finite. Below that
+    it is untouched. Deep nets are held after every chunk, a user's own net after every stretch.
     """
 
     def __init__(self, g_end: tuple[Tensor, ...], dtype: torch.dtype) -> None:
@@ -63,14 +64,16 @@ class Leash:
         """Shorten g_state ``[m ...]`` in place, after outputs brought in gradients of this much ``[m]``."""
         self.came = self.came + came
         limit = self.came * self.reach
+        size = torch.stack([g.flatten(1).abs().amax(1) for g in g_state]).amax(0)
+        factor = (limit / size).clamp_(max=1.0).nan_to_num_(1.0)
         for g in g_state:
-            size = g.flatten(1).abs().amax(1)
-            g.mul_((limit / size).clamp_(max=1.0).nan_to_num_(1.0).view(-1, *[1] * (g.dim() - 1)))
+            g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))
 
 
-def _came(g_y: Tensor, g_surprise: Tensor) -> Tensor:
-    """``[n m]``: all that a chunk's outputs bring in, in absolute sum."""
-    return g_y.abs().sum((-1, -2)) + g_surprise.abs().sum(-1)
+def _came(s: Stretch, g_y: Tensor, g_surprise: Tensor) -> Tensor:
+    """``[n m]``: all that a chunk's outputs bring in, in absolute sum, at the scale of their queries where that is large."""
+    reach = s.q.abs().flatten(2).amax(-1).clamp(min=1.0) if s.q.numel() else 1.0
+    return g_y.abs().sum((-1, -2)) * reach + g_surprise.abs().sum(-1)
 
 
 class Walk(Protocol):
@@ -80,12 +83,13 @@ class Walk(Protocol):
     """
 
     folds: bool
+    slow: list[Tensor]  # parameters of the net and the loss themselves, if they are modules that have any
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]: ...
 
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
-    ) -> tuple[list[Grad], list[Tensor]]: ...
+    ) -> tuple[list[Grad], list[Tensor], list[Grad]]: ...
 
 
 class ClosedForm:
@@ -93,6 +97,7 @@ class ClosedForm:
 
     def __init__(self, net: MLP, rule: Rule, folds: bool) -> None:
         self.net, self.rule, self.folds = net, rule, folds
+        self.slow: list[Tensor] = []
 
     def _keys(self, s: Stretch, co: Coefficients, state: Weights) -> tuple[Weights, list[cf.Anchor], list[cf.Record]]:
         """The states ``[n+1 m ...]`` at the chunks' borders (``[1 m ...]`` if it does not fold), and each chunk's record."""
@@ -130,7 +135,7 @@ class ClosedForm:
 
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
-    ) -> tuple[list[Grad], list[Tensor]]:
+    ) -> tuple[list[Grad], list[Tensor], list[Grad]]:
         gates = s.gates.map(lambda x: x.detach().requires_grad_())
         with torch.enable_grad():
             tracked = coefficients(self.rule, gates, s.complete)
@@ -144,16 +149,16 @@ class ClosedForm:
         n = len(anchors)
         parts = [list(zip(*[x.unflatten(0, (n, -1)).unbind() for x in group], strict=True)) for group in g[:3]]
         g_k, g_v = torch.empty_like(s.k), torch.empty_like(s.v)
-        came, g_cos = _came(g_y, g_surprise), _unbind(g_co, n)
+        came, g_cos = _came(s, g_y, g_surprise), _unbind(g_co, n)
         for i in range(n - 1, -1, -1):
             own = cf.Grads._make([*[list(group[i]) for group in parts], g_cos[i]])
             if self.folds:
                 cf.fold_backward(anchors[i], records[i], g_state, own)
-            g_k[i], g_v[i] = cf.record_backward(self.net, self.rule, anchors[i], s.v[i], records[i], own, g_surprise[i])
+            g_k[i], g_v[i] = cf.record_backward(self.net, self.rule, anchors[i], records[i], own, g_surprise[i])
             g_state = own.state
             leash.hold(g_state, came[i])
         outputs = [(x, grad) for x, grad in zip(tracked, g_co, strict=True) if x is not None and grad is not None]
-        return [g_q.view_as(s.q), g_k, g_v, *_grads(outputs, list(gates))], g_state
+        return [g_q.view_as(s.q), g_k, g_v, *_grads(outputs, list(gates))], g_state, []
 
 
 class Generic:
@@ -161,6 +166,10 @@ class Generic:
 
     def __init__(self, net: Net, rule: Rule, folds: bool) -> None:
         self.net, self.rule, self.folds = net, rule, folds
+        modules = [part for part in (net, rule.loss) if isinstance(part, torch.nn.Module)]
+        self.slow: list[Tensor] = [
+            parameter for module in modules for parameter in module.parameters() if parameter.requires_grad
+        ]
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)
@@ -173,16 +182,17 @@ class Generic:
 
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
-    ) -> tuple[list[Grad], list[Tensor]]:
+    ) -> tuple[list[Grad], list[Tensor], list[Grad]]:
         inputs = [None if x is None else x.detach().requires_grad_() for x in s[:-1]]
         state = tuple(x.detach().requires_grad_() for x in state)
         with torch.enable_grad():
             y, surprise, end = self.forward(Stretch._make([*inputs, s.complete]), state)
         outputs = [(y, g_y), (surprise, g_surprise), *zip(end, g_state, strict=True)]
-        grads = _grads(outputs, [*inputs, *state])
-        g_start: list[Tensor] = grads[len(inputs) :]  # type: ignore[assignment]
-        leash.hold(g_start, _came(g_y, g_surprise).sum(0))
-        return grads[: len(inputs)], g_start
+        grads = _grads(outputs, [*inputs, *state, *self.slow])
+        first, last = len(inputs), len(inputs) + len(state)
+        g_start: list[Tensor] = grads[first:last]  # type: ignore[assignment]
+        leash.hold(g_start, _came(s, g_y, g_surprise).sum(0))
+        return grads[:first], g_start, grads[last:]
 
 
 def _map(function: Any, co: Coefficients) -> Coefficients:
@@ -216,7 +226,7 @@ class _Sequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, keep_for_backward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        s, state = _unpack(tensors)
+        s, state = _unpack(tensors, walk)
         n = s.k.shape[0]
         stride = math.isqrt(n - 1) + 1 if keep_for_backward else INFERENCE_STRETCH
         checkpoints: list[Tensor] = []
@@ -238,22 +248,26 @@ class _Sequence(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, g_surprise: Tensor, *g_end: Tensor) -> tuple:
         kept = ctx.saved_tensors  # once: activation checkpointing recomputes them when they are asked for
         saved = kept[ctx.inputs :]
-        s, state = _unpack(kept[: ctx.inputs])
+        s, state = _unpack(kept[: ctx.inputs], ctx.walk)
         depth = len(state)
         states = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
-        g_state, pieces, leash = list(g_end), [], Leash(g_end, s.k.dtype)
+        g_state, pieces, slow, leash = list(g_end), [], [], Leash(g_end, s.k.dtype)
         with _exactly(s.k):
             for index in range(len(states) - 1, -1, -1):
                 chunks = slice(index * ctx.stride, (index + 1) * ctx.stride)
-                grads, g_state = ctx.walk.backward(s.part(chunks), states[index], g_y[chunks], g_surprise[chunks], g_state, leash)
+                stretch = s.part(chunks)
+                grads, g_state, g_slow = ctx.walk.backward(
+                    stretch, states[index], g_y[chunks], g_surprise[chunks], g_state, leash
+                )
                 pieces.append(grads)
+                slow.append(g_slow)
         joined = [None if parts[0] is None else torch.cat(parts[::-1]) for parts in zip(*pieces, strict=True)]
-        return None, None, *joined, None, *g_state
+        return None, None, *joined, None, *g_state, *[torch.stack(parts).sum(0) for parts in zip(*slow, strict=True)]
 
 
-def _unpack(tensors: tuple[Tensor, ...]) -> tuple[Stretch, Weights]:
+def _unpack(tensors: tuple[Tensor, ...], walk: Walk) -> tuple[Stretch, Weights]:
     inputs = len(Stretch._fields)
-    return Stretch._make(tensors[:inputs]), tensors[inputs:]
+    return Stretch._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(walk.slow)]
 
 
 def _exactly(x: Tensor) -> torch.autocast:
@@ -262,15 +276,17 @@ def _exactly(x: Tensor) -> torch.autocast:
 
 
 def walk_for(net: Net, rule: Rule, folds: bool) -> Walk:
-    closed = isinstance(net, MLP) and isinstance(rule.loss, str)
-    return ClosedForm(net, rule, folds) if closed else Generic(net, rule, folds)  # type: ignore[arg-type]
+    if isinstance(net, MLP) and isinstance(rule.loss, str):
+        return ClosedForm(net, rule, folds)
+    return Generic(net, rule, folds)
 
 
 def _run(walk: Walk, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tensor, Weights]:
     """Walk all chunks from a state: answers and surprise ``[n m c ...]``, then the state's layers at the end."""
     start = [layer.flatten(0, 1) for layer in state.layers]
-    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*stretch, *start))
-    y, surprise, *end = _Sequence.apply(walk, needed, *stretch, *start)
+    tensors = (*stretch, *start, *walk.slow)
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    y, surprise, *end = _Sequence.apply(walk, needed, *tensors)
     layers = tuple(layer.unflatten(0, state.layers[0].shape[:2]) for layer in end)
     return y, surprise, layers if walk.folds else state.layers
 
@@ -297,14 +313,16 @@ def memorize(
 
 def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
     """The weights ``[r h ...]`` as they are now: the open chunk's tail folded in, as if it were complete."""
-    rows, slots, heads = state.k.shape[:3]
+    rows, heads = state.k.shape[0], state.k.shape[2]
+    slots = int((state.position % state.chunk).max())
     if slots == 0:
         return state.weights
     # Slots not yet read get gates that change nothing: no step, no past, everything kept.
     unread = (torch.arange(slots, device=state.k.device) >= (state.position % state.chunk).unsqueeze(-1)).unsqueeze(-1)
     neutral = (-torch.inf, -torch.inf, 0.0)
-    gates = [None if x is None else x.masked_fill(unread, fill) for x, fill in zip(state.gates, neutral, strict=True)]
+    tails = zip(state.gates, neutral, strict=True)
+    gates = [None if tail is None else tail[:, :slots].masked_fill(unread, fill) for tail, fill in tails]
     complete = torch.ones(1, rows * heads, dtype=torch.bool, device=state.k.device)
-    inputs = [state.k[:, :0], state.k, state.v, *gates]
+    inputs = [state.k[:, :0], state.k[:, :slots], state.v[:, :slots], *gates]
     stretch = Stretch._make([*[None if x is None else _chunks(x, 1) for x in inputs], complete])
     return tuple(layer[:, :, 0] for layer in _run(walk_for(net, rule, True), stretch, state)[2])

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.ops.nets import EPS, MLP
+from remanence.ops.nets import EPS, MLP, shrink
 from remanence.ops.rules import Coefficients, Rule
 from remanence.ops.state import Weights
 
@@ -62,8 +62,7 @@ def curvature(net: MLP, z: Tensor) -> Tensor:
 class Norm(NamedTuple):
     """LayerNorm without gain of one tensor, kept for its derivatives.
 
-    Rows beyond 1e12 are shrunk first (`shrink` ``[m c 1]``, 1 for all others): LayerNorm does not see a row's scale, and
-    float32 squares overflow at 1e19.
+    Rows beyond float32's squares are shrunk first (nets.py), and their derivatives with them.
     """
 
     source: Tensor  # shrunk
@@ -92,10 +91,10 @@ class Norm(NamedTuple):
 
 
 def normalise(x: Tensor) -> Norm:
-    shrink = (1e12 / x.abs().amax(-1, keepdim=True)).clamp_(max=1.0)
-    x = x * shrink
+    factor = shrink(x)
+    x = x * factor
     value, mean, rstd = _aten.native_layer_norm(x, x.shape[-1:], None, None, EPS)
-    return Norm(x, value, mean, rstd, shrink)
+    return Norm(x, value, mean, rstd, factor)
 
 
 def with_ones(net: MLP, x: Tensor) -> Tensor:
@@ -201,12 +200,10 @@ def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record
     return Record(inputs, errors, outputs, slopes, products, returned, norm, prediction, slope)
 
 
-def record_backward(
-    net: MLP, rule: Rule, anchor: Anchor, v: Tensor, rec: Record, g: Grads, g_surprise: Tensor
-) -> tuple[Tensor, Tensor]:
+def record_backward(net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, from those of the layer inputs and errors in `g`; the rest of `g` is added to."""
     if rule.anchor == "token":
-        return _record_exact_backward(net, rule, anchor, v, rec, g, g_surprise)
+        return _record_exact_backward(net, rule, anchor, rec, g, g_surprise)
     last, scale = len(anchor.state) - 1, anchor.co.scale
     g_outputs: list[Tensor] = []
     for layer in range(last):  # D_l was made from D_{l+1}; undo the last made first
@@ -291,7 +288,7 @@ def _record_exact(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) ->
 
 
 def _record_exact_backward(
-    net: MLP, rule: Rule, anchor: Anchor, v: Tensor, rec: Record, g: Grads, g_surprise: Tensor
+    net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor
 ) -> tuple[Tensor, Tensor]:
     x, error = rec.inputs[0], rec.errors[0]
     mix, own = _earlier(anchor.co)

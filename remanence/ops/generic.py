@@ -1,4 +1,4 @@
-"""Any net and any inner loss, chunk by chunk: gradients by torch.func, weights per token for the chunk at hand only."""
+"""Any net and any inner loss, chunk by chunk: gradients by torch.func, weights per token, chunk by chunk."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from remanence.ops import chunked, reference
-from remanence.ops.checks import check_call, check_chunk, check_state, check_values
+from remanence.ops.checks import check_call, check_chunk, check_kinds, check_start, check_state, check_values
 from remanence.ops.layout import Layout
 from remanence.ops.nets import NETS, Net
 from remanence.ops.rules import RULES, Rule
@@ -40,11 +40,8 @@ def start(
     row ``[r h ...]``, is zero unless given.
     """
     check_chunk(chunk)
-    if rows < 1:
-        raise ValueError(f"rows: expected at least 1, got {rows}")
+    check_start(weights, momentum, rows, rule)
     width = weights[-1].shape[-1] if width is None else width
-    if momentum and not rule.momentum:
-        raise ValueError("momentum: expected None for a rule without momentum, got weights")
     return fresh(weights, momentum, rows, chunk=chunk, width=width, has_momentum=rule.momentum, forget=rule.forget)
 
 
@@ -58,7 +55,7 @@ def memorize(
     net: Net = NETS["titans"],
     rule: Rule = RULES["titans"],
     chunk: int = 16,
-    offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
+    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
     backend: str = "auto",
     check: bool | None = None,
 ) -> tuple[Float[Tensor, "b t h e"], MemoryState, Float[Tensor, "b t h"]]:
@@ -77,7 +74,8 @@ def memorize(
         chunk: tokens that share the gradient's anchor. Part of what the model is: another chunk is another function.
         offsets: for documents packed one behind the other in a single batch row: 0, each one's end, the last being t.
         backend: "auto", or one of `BACKENDS`.
-        check: whether to look at values (finite, gates in range). None: on the CPU only, since on a GPU a look waits for it.
+        check: whether to look at values (finite, gates in range). None: on the CPU only, since on a GPU a look waits for it. What
+            is not finite and not looked at raises the state's flag, and can reach the whole of its own chunk.
 
     Returns:
         answers, the new state, and the surprise: the inner loss of each token and head before it was written.
@@ -90,10 +88,10 @@ def memorize(
         check = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if check:
         check_values(q, k, v, gates)
+    run = BACKENDS[_choose(backend)]
     if q.shape[1] == 0:
         return q, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)
     exact = state.k.dtype
-    run = BACKENDS[_choose(backend)]
     with torch.autocast(q.device.type, enabled=False):
         y, new, surprise = run(q.to(exact), k.to(exact), v.to(exact), gates, state, net, rule, chunk, borders)
     return y.to(q.dtype), new, surprise
@@ -105,9 +103,12 @@ def recall(
     *,
     net: Net = NETS["titans"],
     rule: Rule = RULES["titans"],
-    offsets: Int[Tensor, r + 1] | Sequence[int] | None = None,
+    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
 ) -> Float[Tensor, "b t h e"]:
     """Ask a memory without writing to it: every query meets the weights as they are after all that was read."""
+    check_kinds(net, rule)
+    if not isinstance(state, MemoryState):
+        raise ValueError(f"state: expected a MemoryState, got {type(state).__name__}")
     borders = check_state(q, state, net, rule, state.chunk, offsets)
     if q.shape[1] == 0:
         return q

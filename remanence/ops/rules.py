@@ -59,7 +59,7 @@ class Rule:
     def __post_init__(self) -> None:
         if self.anchor not in ("chunk", "token"):
             raise ValueError(f"anchor: expected 'chunk' or 'token', got {self.anchor!r}")
-        if isinstance(self.loss, str) and self.loss not in LOSSES:
+        if not callable(self.loss) and self.loss not in LOSSES:
             raise ValueError(f"loss: expected a function or one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.decay_first and not self.forget:
             raise ValueError("decay_first: expected False for a rule that does not forget, got True (set forget=True)")

@@ -56,7 +56,8 @@ class TensorTuple:
 
     def to(self, device: torch.device | str) -> Self:
         """Move to a device. The dtype is part of what a state is, and stays."""
-        return self.map(lambda tensor: tensor.to(device))
+        place = torch.device(device)
+        return self.map(lambda tensor: tensor.to(place))
 
     @property
     def nbytes(self) -> int:
@@ -64,8 +65,8 @@ class TensorTuple:
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> Self:
         """The chosen rows, in the order given, as a state of their own."""
-        if isinstance(index, int):
-            index = [index]
+        if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0):
+            index = [int(index)]
         return self.map(lambda tensor: tensor[index])
 
     @classmethod

@@ -10,7 +10,7 @@ from remanence.ops import MLP, Gates, Rule, memorize, start
 
 @dataclass
 class Case:
-    """One call: shapes, net, rule, chunk; `extreme` forces some gates to alpha = 1, eta = 0 or theta = 0."""
+    """One call: shapes, net, rule, chunk; `extreme` forces a share `rate` of the gates to alpha = 1, eta = 0 or theta = 0."""
 
     net: object = field(default_factory=MLP)
     rule: Rule = field(default_factory=Rule)
@@ -20,6 +20,8 @@ class Case:
     heads: int = 2
     width: int = 4
     extreme: str = "none"
+    step: float = -1.0
+    rate: float = 0.3
     offsets: list[int] | None = None
     dtype: torch.dtype = torch.float64
 
@@ -30,10 +32,10 @@ class Case:
         rows = self.batch if self.offsets is None else len(self.offsets) - 1
         q, k, v = (torch.randn(*shape, self.width, dtype=self.dtype) for _ in range(3))
         k = F.normalize(k, dim=-1)
-        log_step = F.logsigmoid(torch.randn(shape, dtype=self.dtype) - 1)
+        log_step = F.logsigmoid(torch.randn(shape, dtype=self.dtype) + self.step)
         log_momentum = F.logsigmoid(torch.randn(shape, dtype=self.dtype))
         log_keep = F.logsigmoid(torch.randn(shape, dtype=self.dtype) + 2)
-        some = torch.rand(shape) < 0.3
+        some = torch.rand(shape) < self.rate
         if self.extreme == "clear":
             log_keep = log_keep.masked_fill(some, -torch.inf)
         elif self.extreme == "no past":

@@ -85,10 +85,20 @@ def test_recall_and_start_refuse():
     call = good()
     with pytest.raises(ValueError, match="state: expected 1 rows"):
         recall(call["q"][:1], call["state"])
-    with pytest.raises(ValueError, match="rows: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="rows: expected a whole number of at least 1, got 0"):
         start(NETS["titans"].init(1, 4), 0)
     with pytest.raises(ValueError, match="momentum: expected None for a rule without momentum"):
         start(NETS["titans"].init(1, 4), 1, rule=Rule(momentum=False), momentum=NETS["titans"].init(1, 4))
+    with pytest.raises(ValueError, match=r"momentum: expected tensors of shapes \[\[2, 1, 4, 16\], \[2, 1, 16, 4\]\]"):
+        start(NETS["titans"].init(1, 4), 2, momentum=NETS["titans"].init(1, 4))
+    with pytest.raises(ValueError, match="weights: expected a tuple of tensors"):
+        start(torch.zeros(1, 4, 4), 1)
+    for wrong, message in ({"net": "titans"}, "net: expected an object"), ({"rule": "titans"}, "rule: expected a Rule"):
+        with pytest.raises(ValueError, match=message):
+            recall(call["q"], call["state"], **wrong)
+    for offsets in (5, [0], [0, 2.7, 5], torch.tensor([0.0, 5.0])):
+        with pytest.raises(ValueError, match="offsets: expected whole numbers"):
+            memorize(**good(offsets=offsets))
     with pytest.raises(ValueError, match="chunk: expected an integer"):
         start(NETS["titans"].init(1, 4), 1, chunk=-1)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from remanence.ops import MLP, NETS, Gates, Rule, memorize, start
+from remanence.ops import MLP, NETS, Gates, Rule, memorize, recall, start
 
 TOKENS = 16_384
 
@@ -84,3 +84,37 @@ def test_small_gates_do_not_underflow_into_nan():
     y.sum().backward()
     assert y.isfinite().all()
     assert all(gate.grad.isfinite().all() for gate in gates)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "chunks"), [(torch.float64, 1.0, 12), (torch.float32, 1.0, 12), (torch.float32, 1e8, 2)]
+)
+def test_the_leash_does_not_touch_a_gradient_that_still_means_something(dtype, scale, chunks):
+    """Equal keys and a full step multiply a matrix memory's gradient by -3 in every chunk of 4: 3^12 is exact, and must stay."""
+    net, rule, chunk = NETS["linear"], Rule(momentum=False, forget=False), 4
+    tokens = chunk * chunks
+    k = F.normalize(torch.ones(1, tokens, 1, 4, dtype=dtype), dim=-1)
+    q, v = scale * k, torch.randn(1, tokens, 1, 4, dtype=dtype)
+    upstream = torch.randn(1, 4, dtype=dtype)
+    grads = []
+    for backend in ("reference", "chunked"):
+        weights = (torch.zeros(1, 4, 4, dtype=dtype, requires_grad=True),)
+        state = start(weights, 1, rule=rule, chunk=chunk)
+        y, _, _ = memorize(
+            q, k, v, Gates(torch.zeros(1, tokens, 1, dtype=dtype)), state, net=net, rule=rule, chunk=chunk, backend=backend
+        )
+        grads.append(torch.autograd.grad((y[:, -1] * upstream).sum(), weights)[0])
+    assert grads[0].abs().max() > scale * 3 ** (chunks - 1) * upstream.abs().max() / 8, "the gradient was amplified"
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=0.0)
+
+
+def test_recall_answers_like_memorize_at_any_scale():
+    """Weights so large that LayerNorm's squares overflow float32."""
+    net = MLP(depth=2)
+    for scale in (1.0, 1e10, 1e14):
+        state = start(tuple(scale * weight for weight in net.init(1, 8)), 1)
+        q = torch.randn(1, 1, 1, 8)
+        still = Gates(*[torch.full((1, 1, 1), value) for value in (-torch.inf, -torch.inf, 0.0)])
+        for backend in ("chunked", "reference"):
+            y, _, _ = memorize(q, q, q, still, state, net=net, backend=backend)
+            torch.testing.assert_close(recall(q, state, net=net), y, atol=1e-4, rtol=1e-4)
