@@ -35,7 +35,7 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
 
 
 class Trace(NamedTuple):
-    """All that can be seen of one call: output, state, and per token and head the surprise and the log gates."""
+    """All that can be seen of one call: output, state, and per token and head the surprise and the log gates (0 at padding)."""
 
     y: Tensor
     state: NeuralMemoryState

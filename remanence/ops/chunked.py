@@ -231,13 +231,12 @@ class _Sequence(torch.autograd.Function):
         stride = math.isqrt(n - 1) + 1 if keep_for_backward else INFERENCE_STRETCH
         checkpoints: list[Tensor] = []
         answers, surprises = [], []
-        with _exactly(s.k):
-            for start in range(0, n, stride):
-                if keep_for_backward and start:
-                    checkpoints.extend(state)
-                y, surprise, state = walk.forward(s.part(slice(start, start + stride)), state)
-                answers.append(y)
-                surprises.append(surprise)
+        for start in range(0, n, stride):
+            if keep_for_backward and start:
+                checkpoints.extend(state)
+            y, surprise, state = walk.forward(s.part(slice(start, start + stride)), state)
+            answers.append(y)
+            surprises.append(surprise)
         if keep_for_backward:
             ctx.walk, ctx.stride, ctx.inputs = walk, stride, len(tensors)
             ctx.save_for_backward(*tensors, *checkpoints)
@@ -252,7 +251,8 @@ class _Sequence(torch.autograd.Function):
         depth = len(state)
         states = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
         g_state, pieces, slow, leash = list(g_end), [], [], Leash(g_end, s.k.dtype)
-        with _exactly(s.k):
+        # Backward may be called under autocast, which must not lower the memory's own arithmetic.
+        with torch.autocast(s.k.device.type, enabled=False):
             for index in range(len(states) - 1, -1, -1):
                 chunks = slice(index * ctx.stride, (index + 1) * ctx.stride)
                 stretch = s.part(chunks)
@@ -268,11 +268,6 @@ class _Sequence(torch.autograd.Function):
 def _unpack(tensors: tuple[Tensor, ...], walk: Walk) -> tuple[Stretch, Weights]:
     inputs = len(Stretch._fields)
     return Stretch._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(walk.slow)]
-
-
-def _exactly(x: Tensor) -> torch.autocast:
-    """Autocast must not lower the memory's own arithmetic."""
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def walk_for(net: Net, rule: Rule, folds: bool) -> Walk:

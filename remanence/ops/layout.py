@@ -19,9 +19,14 @@ from remanence.ops.state import Gates, MemoryState, Weights
 
 
 class Layout:
-    """One call's arrangement. `offsets` are the packed documents' borders in the only batch row; None means a row each."""
+    """One call's arrangement. `offsets` are the packed documents' borders in the only batch row; None means a row each.
 
-    def __init__(self, batch: int, tokens: int, state: MemoryState, chunk: int, offsets: list[int] | None) -> None:
+    `replay` keeps the tail's places among the queries, for a tier that goes through every token of a row again.
+    """
+
+    def __init__(
+        self, batch: int, tokens: int, state: MemoryState, chunk: int, offsets: list[int] | None, *, replay: bool = False
+    ) -> None:
         self.batch, self.tokens, self.chunk = batch, tokens, chunk
         self.tails = [position % chunk for position in state.position.tolist()]
         if offsets is None:
@@ -34,7 +39,7 @@ class Layout:
         # A single chunk is not padded: while decoding, the closed form is only as large as what has been read of it.
         self.length = longest if self.chunks == 1 else self.chunks * chunk
         self.uniform = offsets is None and len(set(self.tails)) == 1
-        self.lead = self.tails[0] if self.uniform and self.chunks == 1 else 0
+        self.lead = self.tails[0] if self.uniform and self.chunks == 1 and not replay else 0
         self.device = state.position.device
 
     def rows(self, tail: Tensor, x: Tensor) -> Tensor:

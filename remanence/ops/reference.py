@@ -57,8 +57,7 @@ def memorize(
     q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: list[int] | None
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The truth for every row and head; the arguments are those of `remanence.ops.memorize`, already checked."""
-    layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
-    layout.lead = 0  # every token of the row is replayed, so every one has its answer
+    layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets, replay=True)
     queries, k, v, gates = layout.queries(q), layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
     nothing = tuple(torch.zeros_like(weight) for weight in state.weights)
     momentum = state.momentum if rule.momentum else nothing
