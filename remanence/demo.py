@@ -109,6 +109,8 @@ def plot(runs: list[Run], path: Path) -> None:
 
 def main(out: Path, device: str, seed: int) -> None:
     where = resolve(device)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: expected a folder to write into, got the file {out}")
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     runs = [

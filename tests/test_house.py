@@ -100,7 +100,7 @@ def test_a_file_in_the_way_is_one_line(tmp_path):
     blocked.write_text("not a folder")
     done = run("-m", "remanence.cli", "demo", "--out", str(blocked))
     assert done.returncode == 2
-    assert done.stderr.startswith("remanence: error: ")
+    assert done.stderr.startswith("remanence: error: out: expected a folder to write into, got the file ")
     assert done.stderr.count("\n") == 1
 
 

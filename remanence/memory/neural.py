@@ -77,12 +77,16 @@ class InitialMemory(nn.Module):
 
     def __init__(self, net: Net, heads: int, width: int) -> None:
         super().__init__()
-        self._draw = lambda: net.init(heads, width)
+        self._made_by = (net, heads, width)  # in a tuple, so that a net that is a module is not registered here too
         device = torch.empty(0).device
         with torch.device("cpu"):
             drawn = self._draw()
         for index, weight in enumerate(drawn):
             self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
+
+    def _draw(self) -> tuple[Tensor, ...]:
+        net, heads, width = self._made_by
+        return net.init(heads, width)
 
     def reset_parameters(self) -> None:
         with torch.no_grad():

@@ -83,7 +83,7 @@ class Walk(Protocol):
     """
 
     folds: bool
-    slow: list[Tensor]  # parameters of the net and the loss themselves, if they are modules that have any
+    slow: list[Tensor]  # parameters of the net and the loss themselves, as their own parameters() tell
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]: ...
 
@@ -166,10 +166,8 @@ class Generic:
 
     def __init__(self, net: Net, rule: Rule, folds: bool) -> None:
         self.net, self.rule, self.folds = net, rule, folds
-        modules = [part for part in (net, rule.loss) if isinstance(part, torch.nn.Module)]
-        self.slow: list[Tensor] = [
-            parameter for module in modules for parameter in module.parameters() if parameter.requires_grad
-        ]
+        owners = [part for part in (net, rule.loss) if hasattr(part, "parameters")]
+        self.slow: list[Tensor] = [p for owner in owners for p in owner.parameters() if p.requires_grad]
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)

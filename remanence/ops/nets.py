@@ -26,7 +26,8 @@ EPS = 1e-5
 class Net(Protocol):
     """A memory: how its weights start and what they answer.
 
-    If it has slow parameters of its own (a learned gain, say), make it an nn.Module: they are found, and get their gradients.
+    If it has slow parameters of its own (a learned gain, say), give it a method ``parameters()``: they then get their gradients.
+    Keep it a plain object inside a layer: ``nn.Module.apply(fn)`` walks all submodules, and would meet this `apply`.
     """
 
     def init(self, heads: int, width: int, generator: torch.Generator | None = None) -> Weights:

@@ -1,6 +1,7 @@
 """The layer: the operator's laws again, now through projections, convolutions and gates; dtypes; other people's frameworks."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -400,6 +401,7 @@ class TestOtherPeoplesMachinery:
         assert torch.equal(memory(x)[0], memory(x.contiguous())[0])
         _, state = memory(x)
         assert_close(copy.deepcopy(state.detach()), state, 0.0)
+        assert torch.equal(pickle.loads(pickle.dumps(memory))(x)[0], memory(x)[0]), "a module can go to another process"
 
     @pytest.mark.slow
     def test_compile(self):

@@ -164,12 +164,14 @@ def test_gradcheck_token_exact():
     assert torch.autograd.gradcheck(lambda *x: case.call("chunked")(*x)[:2], case.leaves(), atol=1e-6)
 
 
-class Gained(torch.nn.Module):
+class Gained:
     """A user's net and loss with slow parameters of their own."""
 
     def __init__(self, size):
-        super().__init__()
         self.gain = torch.nn.Parameter(torch.randn(size, dtype=torch.float64))
+
+    def parameters(self):
+        return [self.gain]
 
     def init(self, heads, width, generator=None):
         return (torch.randn(heads, width, width, generator=generator) / width**0.5,)
@@ -177,7 +179,7 @@ class Gained(torch.nn.Module):
     def apply(self, weights, x):
         return x + torch.tanh(x @ weights[0]) * self.gain
 
-    def forward(self, prediction, value):
+    def __call__(self, prediction, value):
         return (self.gain * (prediction - value)).square().sum(-1)
 
 
