@@ -9,7 +9,14 @@ __version__ = "0.1.0"
 
 # Names are imported when first used: the command line must answer before torch has loaded.
 _HOMES = {
+    "Model": "remanence.model",
+    "State": "remanence.model",
+    "Session": "remanence.session",
+    "Sampling": "remanence.generate",
+    "Generation": "remanence.generate",
+    "ModelConfig": "remanence.config",
     "MemoryConfig": "remanence.config",
+    "preset": "remanence.config",
     "NeuralMemory": "remanence.memory.neural",
     "NeuralMemoryState": "remanence.memory.neural",
     "memorize": "remanence.ops",
@@ -28,8 +35,14 @@ __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
     from remanence.config import MemoryConfig as MemoryConfig
+    from remanence.config import ModelConfig as ModelConfig
+    from remanence.config import preset as preset
+    from remanence.generate import Generation as Generation
+    from remanence.generate import Sampling as Sampling
     from remanence.memory.neural import NeuralMemory as NeuralMemory
     from remanence.memory.neural import NeuralMemoryState as NeuralMemoryState
+    from remanence.model import Model as Model
+    from remanence.model import State as State
     from remanence.ops import MLP as MLP
     from remanence.ops import NETS as NETS
     from remanence.ops import RULES as RULES
@@ -40,6 +53,7 @@ if TYPE_CHECKING:
     from remanence.ops import memorize as memorize
     from remanence.ops import recall as recall
     from remanence.ops import start as start
+    from remanence.session import Session as Session
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from remanence.generate import Sampling
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Write = Literal["all", "prompt", "none"]
+Folder = tyro.conf.Positional[Path]
 
 
 @dataclass(frozen=True)
@@ -16,7 +24,7 @@ class Demo:
 
     out: Path = Path("out/demo")
     """Folder for the plot (memory.png) and the numbers (memory.json)."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Device = "auto"
     """Where to run."""
     seed: int = 0
     """Of the pairs and of the initial memory."""
@@ -28,10 +36,158 @@ class Demo:
 
 
 @dataclass(frozen=True)
+class New:
+    """Make an untrained model: a folder with its configuration, weights and tokenizer."""
+
+    preset: tyro.conf.Positional[str]
+    """tiny, small, 170m, 340m, 760m or 1.3b."""
+    out: Folder
+    """New folder to write."""
+    variant: str = "mac"
+    """A block, or several joined by + that repeat from layer to layer: mac, mag, mal, lmm, attention, lmm+window, ..."""
+    match: bool = False
+    """Narrow the feed-forward until the model has as many parameters as the Transformer of its preset."""
+    seed: int = 0
+    """Of the initial weights."""
+    tokenizer: Path | None = None
+    """A tokenizer.json (extra `hf`). Default: bytes."""
+
+    def run(self) -> None:
+        from remanence.commands import new
+
+        new(self.preset, self.out, self.variant, self.match, self.seed, self.tokenizer)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read files of any size into a memory, in constant space, and save it. Interrupted, it saves what it has read."""
+
+    model: Folder
+    """The model's folder."""
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    """Texts, read one after the other as one document."""
+    save: Path
+    """Memory file to write."""
+    memory: Path | None = None
+    """Memory file to start from."""
+    resume: bool = False
+    """Go on where --save ended: the same files, without what has been read of them."""
+    force: bool = False
+    """Accept a memory made with other weights of the same configuration."""
+    device: Device = "auto"
+    """Where to run."""
+
+    def run(self) -> None:
+        from remanence.commands import read
+
+        read(self.model, self.files, self.save, self.memory, self.resume, self.force, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    max_tokens: int = 128
+    """How many tokens at most."""
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int | None = None
+    """Only among so many of the most likely."""
+    top_p: float | None = None
+    """Only among the most likely whose probabilities add up to this."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the output."""
+    seed: int = 0
+    """Of the random choice."""
+    write: Write = "all"
+    """What is written to the neural memory: the prompt and the model's own words, the prompt, or none of it."""
+    force: bool = False
+    """Accept a memory made with other weights of the same configuration."""
+    device: Device = "auto"
+    """Where to run."""
+
+    def sampling(self) -> Sampling:
+        from remanence.generate import Sampling
+
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            stop=self.stop,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Sampled):
+    """Go on from a prompt, with or without a memory. Several prompts are answered side by side, as lines of JSON."""
+
+    model: Folder
+    """The model's folder."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT")]
+    """One or more texts to go on from."""
+    memory: Path | None = None
+    """Memory file to answer from."""
+    save: Path | None = None
+    """Memory file to write afterwards."""
+    mode: Literal["on", "off", "frozen", "fresh"] = "on"
+    """What becomes of the neural memory: read and written, absent, only read, begun anew at every segment."""
+
+    def run(self) -> None:
+        from remanence.commands import generate
+
+        generate(self.model, self.prompt, self.sampling(), self.memory, self.save, self.write, self.mode, self.force, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Sampled):
+    """Talk with a model line by line. With --memory it remembers from one conversation to the next."""
+
+    model: Folder
+    """The model's folder."""
+    memory: Path | None = None
+    """Memory file to take up if it exists, and to write after every answer."""
+
+    def run(self) -> None:
+        from remanence.commands import chat
+
+        chat(self.model, self.sampling(), self.memory, self.write, self.force, self.device)
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """What a memory file or a model's folder holds."""
+
+    file: Folder
+    """A memory file, or a model's folder."""
+    json: bool = False
+    """As JSON."""
+
+    def run(self) -> None:
+        from remanence.commands import inspect
+
+        inspect(self.file, self.json)
+
+
+@dataclass(frozen=True)
+class Presets:
+    """Every preset and variant: its parameters, and the size of its state."""
+
+    json: bool = False
+    """As JSON."""
+    match: bool = False
+    """With the feed-forward narrowed until every variant has the Transformer's number of parameters."""
+
+    def run(self) -> None:
+        from remanence.commands import presets
+
+        presets(self.json, self.match)
+
+
+@dataclass(frozen=True)
 class Info:
     """Versions, device and operator backends: what a bug report needs."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Device = "auto"
     """Device to look for."""
 
     def run(self) -> None:
@@ -48,7 +204,16 @@ class Info:
         print(f"device {resolve(self.device)}, operator backends: {', '.join(BACKENDS)}")
 
 
-Command = Annotated[Demo, tyro.conf.subcommand("demo")] | Annotated[Info, tyro.conf.subcommand("info")]
+Command = (
+    Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[New, tyro.conf.subcommand("new")]
+    | Annotated[Read, tyro.conf.subcommand("read")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Chat, tyro.conf.subcommand("chat")]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Presets, tyro.conf.subcommand("presets")]
+    | Annotated[Info, tyro.conf.subcommand("info")]
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -64,6 +229,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     try:
         command.run()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (ValueError, OSError) as error:
         sys.exit(_say(f"remanence: error: {error}", 2))
     except KeyboardInterrupt:

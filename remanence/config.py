@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from math import isfinite
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+Config = TypeVar("Config", "MemoryConfig", "ModelConfig")
+
+Mode = Literal["on", "off", "frozen", "fresh"]
+MODES: tuple[Mode, ...] = ("on", "off", "frozen", "fresh")
+"""What a model does with its memories: read and written; absent; read, never written; begun anew at every segment."""
+
+
+def known(what: str, name: object, names: Iterable[str]) -> None:
+    """Refuse a name that is not among the known ones, and say which one was probably meant."""
+    names = list(names)
+    if name not in names:
+        near = get_close_matches(str(name), names, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {name!r}{hint}")
+
+
+def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
+    """A config from fields by name, as they come from a person or a file: an unknown one is refused, with the nearest name."""
+    for name in given:
+        known(f"{cls.__name__} field", name, [field.name for field in fields(cls)])
+    missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in given]
+    if missing:
+        raise ValueError(f"{missing[0]}: expected a value for this field of {cls.__name__}, got none")
+    return cls(**given)
+
+
+def change(config: Config, given: Mapping[str, Any]) -> Config:
+    """A copy with some fields changed; an unknown one is refused, with the nearest name."""
+    for name in given:
+        known(f"{type(config).__name__} field", name, [field.name for field in fields(config)])
+    return replace(config, **given)
 
 
 def _whole(least: int, **fields: object) -> None:
@@ -77,3 +111,112 @@ class MemoryConfig:
         """Width of all heads together."""
         heads, width = self.shape
         return heads * width
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A whole model: embedding, layers, logits.
+
+    Attributes:
+        vocabulary: number of different tokens.
+        dim: width of the residual stream.
+        depth: number of layers.
+        pattern: names of entries of `remanence.blocks.BLOCKS`, repeated to `depth`: ("mac",), ("lmm", "window"), ...
+        heads: attention heads. Memory heads are the memory's own.
+        ffn: width of the feed-forward layers. Default: 8/3 of dim, rounded up to a multiple of 8.
+        window: tokens that sliding attention sees, the current one included.
+        segment: tokens of MAC's segments, and a memory's life in mode "fresh"; a multiple of the memory's chunk.
+        persistent: learned tokens in front of every attention (eq. 19), full attention excepted.
+        rotary: base of the rotary angles.
+        tie: whether the logits use the embedding's own weights.
+        memory: the neural memories' configuration: a MemoryConfig, or some of its fields in a dict.
+    """
+
+    vocabulary: int
+    dim: int
+    depth: int
+    pattern: tuple[str, ...] = ("mac",)
+    heads: int = 4
+    ffn: int | None = None
+    window: int = 2048
+    segment: int = 512
+    persistent: int = 128
+    rotary: float = 10_000.0
+    tie: bool = True
+    memory: MemoryConfig = None  # type: ignore[assignment]  # never None once made: the default needs dim
+
+    def __post_init__(self) -> None:
+        _whole(1, vocabulary=self.vocabulary, dim=self.dim, depth=self.depth, heads=self.heads, ffn=self.ffn)
+        _whole(1, window=self.window, segment=self.segment)
+        _whole(0, persistent=self.persistent)
+        if self.dim % self.heads or self.dim // self.heads % 2:
+            raise ValueError(f"heads: expected a divisor of dim={self.dim} that leaves heads of even width, got {self.heads}")
+        if not isinstance(self.pattern, (tuple, list)) or not self.pattern or not all(isinstance(x, str) for x in self.pattern):
+            raise ValueError(f"pattern: expected names of blocks, as ('mac',) or ('lmm', 'window'), got {self.pattern!r}")
+        if not isinstance(self.rotary, (int, float)) or not (isfinite(self.rotary) and self.rotary > 0):
+            raise ValueError(f"rotary: expected a base above 0, got {self.rotary!r}")
+        if not isinstance(self.tie, bool):
+            raise ValueError(f"tie: expected True or False, got {self.tie!r}")
+        memory = {} if self.memory is None else self.memory
+        if isinstance(memory, Mapping):
+            memory = build(MemoryConfig, {"dim": self.dim, **memory})
+        if not isinstance(memory, MemoryConfig):
+            raise ValueError(f"memory: expected a MemoryConfig, or its fields in a dict, got {type(memory).__name__}")
+        if memory.dim != self.dim:
+            raise ValueError(f"memory.dim: expected the model's dim={self.dim}, got {memory.dim}")
+        if self.segment % memory.chunk:
+            raise ValueError(f"segment: expected a multiple of the memory's chunk ({memory.chunk}), got {self.segment}")
+        object.__setattr__(self, "pattern", tuple(self.pattern))
+        object.__setattr__(self, "memory", memory)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The name of every layer's block, the pattern repeated to the model's depth."""
+        return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.depth))
+
+    @property
+    def hidden(self) -> int:
+        """Width of the feed-forward layers, as given or as the default makes it."""
+        return self.ffn or -(-8 * self.dim // 24) * 8
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data for a JSON file; `ModelConfig.from_dict` reads it back."""
+        return {**asdict(self), "pattern": list(self.pattern)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
+        return build(cls, data)
+
+
+# dim, depth, heads, and what differs from the defaults, which are the NeurIPS paper's (window 2048, segment 512, 128 persistent
+# tokens, chunk 16). Its table 5 gives the four larger sizes; `tiny` and `small` are ours, for a CPU.
+_SMALL = {"window": 128, "segment": 128, "persistent": 16}
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"dim": 128, "depth": 2, "heads": 4, **_SMALL, "memory": {"head_dim": 32, "expansion": 2.0}},
+    "small": {"dim": 256, "depth": 6, "heads": 4, **_SMALL, "memory": {"expansion": 2.0}},
+    "170m": {"dim": 768, "depth": 12, "heads": 16},
+    "340m": {"dim": 1024, "depth": 24, "heads": 16},
+    "760m": {"dim": 1536, "depth": 24, "heads": 16},
+    "1.3b": {"dim": 2048, "depth": 18, "heads": 8},
+}
+BYTES = 257
+"""The vocabulary of the byte tokenizer: 256 bytes and the end of a document."""
+
+
+def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Any) -> ModelConfig:
+    """A configuration by name: ``preset("340m", "mag", window=1024, memory={"chunk": 64})``.
+
+    The variant is an entry of `remanence.blocks.BLOCKS` or a pattern of several. The vocabulary, unless given, is the byte
+    tokenizer's for `tiny` and `small`, and 32,000 for the papers' sizes.
+    """
+    known("preset", name, PRESETS)
+    own = PRESETS[name]
+    changes = {"vocabulary": BYTES if own["dim"] < 768 else 32_000, "pattern": _pattern(variant), **changes}
+    memory = changes.pop("memory", {})
+    if isinstance(memory, Mapping):
+        memory = {**own.get("memory", {}), **memory}
+    return build(ModelConfig, {**own, **changes, "memory": memory})
+
+
+def _pattern(variant: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (variant,) if isinstance(variant, str) else tuple(variant)

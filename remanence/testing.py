@@ -56,6 +56,13 @@ def assert_close(a: Any, b: Any, tolerance: float, what: str = "results") -> Non
             raise AssertionError(f"{what}[{index}]: apart by {apart:.3g}, allowed {tolerance:.3g}")
 
 
+def _other(x: Tensor) -> Tensor:
+    """Different content of the same kind: random numbers, or, for tokens of a vocabulary, x's own in another order."""
+    if x.is_floating_point():
+        return torch.randn_like(x)
+    return x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
+
+
 def assert_causal(step: Step, x: Tensor, positions: Iterable[int] | None = None) -> None:
     """Changing token t leaves every output before t bit-identical (and changes something from t on)."""
     before, _ = step(x, None)
@@ -80,7 +87,7 @@ def assert_rows_isolated(step: Step, x: Tensor) -> None:
     before, state = step(x, None)
     for row in range(x.shape[0]):
         changed = x.clone()
-        changed[row] = torch.randn_like(changed[row])
+        changed[row] = _other(changed[row])
         after, other = step(changed, None)
         rest = [r for r in range(x.shape[0]) if r != row]
         for a, b in zip([before, *tensors(state)], [after, *tensors(other)], strict=True):
@@ -120,7 +127,7 @@ def assert_packed(module: Callable[..., tuple[Tensor, Any]], documents: Sequence
 def assert_padding_inert(module: Callable[..., tuple[Tensor, Any]], x: Tensor, mask: Tensor, tolerance: float = 1e-10) -> None:
     """With ``mask=``, what stands in the padding changes nothing, bit for bit, and each row equals its tokens read alone."""
     first, state = module(x, None, mask=mask)
-    noise = torch.where(mask.unsqueeze(-1), x, torch.randn_like(x))
+    noise = torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, _other(x))
     second, other = module(noise, None, mask=mask)
     for a, b in zip([first, *tensors(state)], [second, *tensors(other)], strict=True):
         if not torch.equal(a, b):

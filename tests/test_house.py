@@ -21,10 +21,20 @@ ROOMS = {
     "device": set(),
     "layers": {"shapes", "config"},
     "memory": {"ops", "layers", "config", "shapes"},
+    "attention": {"ops", "layers", "config", "shapes"},
+    "files": set(),
+    "tokens": {"config", "files"},
+    "blocks": {"ops", "memory", "attention", "layers", "config", "shapes"},
+    "model": {"ops", "blocks", "layers", "config", "files", "shapes"},
+    "memfile": {"attention", "model", "config", "files"},
+    "generate": {"config", "model", "tokens"},
+    "session": {"", "model", "generate", "memfile", "tokens"},
+    "hf": {"model", "config", "files"},
+    "commands": {"", "config", "device", "files", "generate", "memfile", "model", "session", "tokens"},
     "testing": set(),
     "demo": {"device", "layers", "memory", "ops"},
-    "cli": {"", "demo", "device", "ops"},
-    "": {"config", "memory", "ops"},
+    "cli": {"", "commands", "config", "demo", "device", "ops"},
+    "": {"config", "generate", "memory", "model", "ops", "session"},
 }
 
 

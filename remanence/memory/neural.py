@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from remanence.config import MemoryConfig
+from remanence.config import MemoryConfig, build, change, known
 from remanence.layers import GateProjection, RMSNorm, ShortConv, unit
-from remanence.ops import MLP, NETS, RULES, Gates, MemoryState, Net, Rule, memorize, recall, start
+from remanence.ops import MLP, NETS, RULES, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
 from remanence.ops.checks import check_offsets, documents
-from remanence.ops.state import TensorTuple
+from remanence.ops.layout import repad
+from remanence.ops.state import TensorTuple, Weights, take_back
 
 
 class _NeuralMemoryState(NamedTuple):
@@ -33,6 +34,11 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
         """Per row: whether the memory has been infinite or NaN since its document began."""
         return self.memory.diverged
 
+    def crop(self, tokens: int) -> NeuralMemoryState:
+        """The state before each row's last `tokens` tokens were read; they must lie in the open chunk."""
+        q, k, v = (take_back(past, tokens) for past in self.conv)
+        return NeuralMemoryState(self.memory.crop(tokens), (q, k, v))
+
 
 class Trace(NamedTuple):
     """All that can be seen of one call: output, state, and per token and head the surprise and the log gates (0 at padding)."""
@@ -45,8 +51,7 @@ class Trace(NamedTuple):
 
 def net_of(config: MemoryConfig) -> Net:
     """The entry of NETS that a configuration names, with its changes."""
-    if config.net not in NETS:
-        raise ValueError(f"net: expected one of {', '.join(NETS)}, got {config.net!r}")
+    known("net", config.net, NETS)
     net = NETS[config.net]
     changes = {name: getattr(config, name) for name in ("depth", "expansion", "activation", "bias")}
     changes = {name: value for name, value in changes.items() if value is not None}
@@ -59,8 +64,7 @@ def net_of(config: MemoryConfig) -> Net:
 
 def rule_of(config: MemoryConfig, net: Net) -> Rule:
     """The entry of RULES that a configuration names; token-exact where that costs nothing."""
-    if config.rule not in RULES:
-        raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {config.rule!r}")
+    known("rule", config.rule, RULES)
     rule = RULES[config.rule]
     exact = isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)
     anchor = config.anchor or ("token" if exact else rule.anchor)
@@ -113,13 +117,13 @@ class NeuralMemory(nn.Module):
         super().__init__()
         if config is not None and not isinstance(config, MemoryConfig):
             raise ValueError(f"config: expected a MemoryConfig, or fields by name (dim=512, heads=8), got {config!r}")
-        self.config = replace(config, **fields) if config is not None else MemoryConfig(**fields)
+        self.config = change(config, fields) if config is not None else build(MemoryConfig, fields)
         c = self.config
         self.net = net_of(c)
         self.rule = rule_of(c, self.net)
         self.heads, self.head_dim = c.shape
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(c.dim, c.inner, bias=False) for _ in range(4))
-        self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv) for _ in range(3))
+        self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv, c.chunk - 1) for _ in range(3))
         biases = {"step": c.step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
         self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * self.rule.forget]
         self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
@@ -163,7 +167,7 @@ class NeuralMemory(nn.Module):
             inside, documents = self._unpad(x, mask, offsets)
             seen = self.trace(inside, state if carried else self._fresh(x, len(documents) - 1), offsets=documents)
             return Trace(
-                _repad(seen.y, mask), seen.state, _repad(seen.surprise, mask), seen.gates.map(lambda gate: _repad(gate, mask))
+                repad(seen.y, mask), seen.state, repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask))
             )
         state, borders = self._checked(x, state, offsets)
         q, past_q = self._project(x, self.q_proj, self.q_conv, state.conv[0], borders)
@@ -199,10 +203,35 @@ class NeuralMemory(nn.Module):
         """Ask without writing: the memory stays as `state` holds it, for every token of x."""
         if mask is not None:
             inside, documents = self._unpad(x, mask, offsets)
-            return _repad(self.read(inside, state, offsets=documents), mask)
+            return repad(self.read(inside, state, offsets=documents), mask)
+        return self.peek(x, state, offsets=offsets)[0]
+
+    def peek(
+        self,
+        x: Float[Tensor, "b t d"],
+        state: NeuralMemoryState | None = None,
+        *,
+        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
+        """`read`, and the state afterwards: the same memory, with convolutions that have gone on over x."""
         state, borders = self._checked(x, state, offsets)
-        q, _ = self._project(x, self.q_proj, self.q_conv, state.conv[0], borders)
-        return self._output(x, recall(unit(q), state.memory, net=self.net, rule=self.rule, offsets=borders))
+        y, past_q = self.ask(x, self.settle(state), state.conv[0], borders)
+        # Only the newest inputs stay in a history; packed documents may end anywhere, so there all are projected.
+        last = x if borders is not None else x[:, max(0, x.shape[1] - self.k_conv.history) :]
+        past_k = self.k_conv.advance(self.k_proj(last), state.conv[1], borders)
+        past_v = self.v_conv.advance(self.v_proj(last), state.conv[2], borders)
+        return y, NeuralMemoryState(state.memory, (past_q, past_k, past_v))
+
+    def settle(self, state: NeuralMemoryState) -> Weights:
+        """The memory's weights as they are after all that was read."""
+        return settle(state.memory, net=self.net, rule=self.rule)
+
+    def ask(
+        self, x: Float[Tensor, "b t d"], weights: Weights, past: Float[Tensor, "r past width"], borders: list[int] | None = None
+    ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
+        """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's own."""
+        q, past = self._project(x, self.q_proj, self.q_conv, past, borders)
+        return self._output(x, ask(unit(q), weights, net=self.net, offsets=borders)), past
 
     def _project(
         self, x: Tensor, projection: nn.Linear, conv: ShortConv, past: Tensor, borders: list[int] | None
@@ -239,7 +268,10 @@ class NeuralMemory(nn.Module):
             state = self._fresh(x, x.shape[0] if offsets is None else documents(offsets))
         if not isinstance(state, NeuralMemoryState):
             raise ValueError(f"state: expected the state this layer returned, or None, got {type(state).__name__}")
-        expected = [state.memory.position.shape[0], max(0, self.config.conv - 1), self.config.inner]
+        own_chunk, chunk = self.config.chunk, state.memory.chunk
+        if chunk != own_chunk:
+            raise ValueError(f"state: expected one of chunk {own_chunk}, got one of chunk {chunk}; a chunk belongs to the model")
+        expected = [state.memory.position.shape[0], self.q_conv.history, self.config.inner]
         for past in state.conv:
             if list(past.shape) != expected:
                 raise ValueError(f"state: expected convolution inputs {expected}, got {list(past.shape)}")
@@ -257,10 +289,3 @@ class NeuralMemory(nn.Module):
                 f"mask: expected booleans of shape {expected}, true where a token counts, got {list(mask.shape)} {mask.dtype}"
             )
         return x[mask].unsqueeze(0), [0, *mask.sum(1).cumsum(0).tolist()]
-
-
-def _repad(packed: Tensor, mask: Tensor) -> Tensor:
-    """``[1 tokens ...]`` back to where the mask is true, zeros elsewhere."""
-    index = mask.flatten().cumsum(0).mul(mask.flatten()).view_as(mask)
-    zero = packed.new_zeros(1, *packed.shape[2:])
-    return torch.cat([zero, packed[0]]).index_select(0, index.flatten()).view(*mask.shape, *packed.shape[2:])

@@ -1,8 +1,23 @@
 """The memory operator: one function, several backends, one signature."""
 
 from remanence.ops.nets import MLP, NETS, Net
-from remanence.ops.operator import BACKENDS, memorize, recall, start
+from remanence.ops.operator import BACKENDS, ask, memorize, recall, settle, start
 from remanence.ops.rules import LOSSES, RULES, Rule
 from remanence.ops.state import Gates, MemoryState
 
-__all__ = ["BACKENDS", "LOSSES", "MLP", "NETS", "RULES", "Gates", "MemoryState", "Net", "Rule", "memorize", "recall", "start"]
+__all__ = [
+    "BACKENDS",
+    "LOSSES",
+    "MLP",
+    "NETS",
+    "RULES",
+    "Gates",
+    "MemoryState",
+    "Net",
+    "Rule",
+    "ask",
+    "memorize",
+    "recall",
+    "settle",
+    "start",
+]

@@ -52,7 +52,7 @@ class Layout:
         for row, (kept, start, count) in enumerate(zip(self.tails, self.starts, self.counts, strict=True)):
             index[row, :kept] = torch.arange(kept) + row * tail.shape[1]
             index[row, kept : kept + count] = torch.arange(count) + first + start
-        return _pick(torch.cat([tail.flatten(0, 1), x.flatten(0, 1)]), index)
+        return pick(torch.cat([tail.flatten(0, 1), x.flatten(0, 1)]), index)
 
     def queries(self, q: Tensor) -> Tensor:
         """Like `rows`, but without the tail's places where a whole call lies in one chunk: nobody asks for those answers."""
@@ -68,7 +68,7 @@ class Layout:
         index = torch.empty(self.batch * self.tokens, dtype=torch.int64)
         for row, (kept, start, count) in enumerate(zip(self.tails, self.starts, self.counts, strict=True)):
             index[start : start + count] = torch.arange(count) + row * self.length + kept
-        return _pick(y.flatten(0, 1), index.view(self.batch, self.tokens))
+        return pick(y.flatten(0, 1), index.view(self.batch, self.tokens))
 
     def tail(self, x: Tensor) -> Tensor:
         """What is left open at each row's end, ``[r length ...]`` to ``[r c-1 ...]``."""
@@ -79,7 +79,7 @@ class Layout:
         for row, total in enumerate(self.totals):
             complete = total // self.chunk * self.chunk
             index[row, : total - complete] = torch.arange(complete, total) + row * self.length
-        return _pick(x.flatten(0, 1), index)
+        return pick(x.flatten(0, 1), index)
 
     def complete(self) -> Tensor:
         """``[n r]``: which chunks are whole, and so change the state."""
@@ -103,13 +103,39 @@ class Layout:
         return MemoryState(layers, self.tail(k), self.tail(v), gates.map(self.tail), position, bad)
 
 
+def to_rows(x: Tensor, offsets: list[int] | None) -> tuple[Tensor, Tensor | None]:
+    """``[b t ...]`` or packed ``[1 t ...]`` to one row per document ``[r longest ...]``, zeros behind; and how to go back."""
+    if offsets is None:
+        return x, None
+    counts = [b - a for a, b in pairwise(offsets)]
+    longest = max(counts)
+    index = torch.full((len(counts), longest), -1)
+    back = torch.empty(offsets[-1], dtype=torch.int64)
+    for row, (start, count) in enumerate(zip(offsets, counts, strict=False)):
+        index[row, :count] = torch.arange(count) + start
+        back[start : start + count] = torch.arange(count) + row * longest
+    return pick(x[0], index), back.to(x.device)
+
+
+def from_rows(rows: Tensor, back: Tensor | None) -> Tensor:
+    """Undo `to_rows`."""
+    return rows if back is None else rows.flatten(0, 1).index_select(0, back).unsqueeze(0)
+
+
+def repad(packed: Tensor, mask: Tensor) -> Tensor:
+    """``[1 tokens ...]`` back to where the mask is true, zeros elsewhere."""
+    index = mask.flatten().cumsum(0).mul(mask.flatten()).view_as(mask)
+    zero = packed.new_zeros(1, *packed.shape[2:])
+    return torch.cat([zero, packed[0]]).index_select(0, index.flatten()).view(*mask.shape, *packed.shape[2:])
+
+
 def _pad(x: Tensor, length: int) -> Tensor:
     missing = length - x.shape[1]
     return F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) if missing else x
 
 
-def _pick(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index] with zeros where the index is -1."""
+def pick(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]``, with zeros where the index is -1."""
     zero = rows.new_zeros(1, *rows.shape[1:])
     picked = torch.cat([rows, zero]).index_select(0, index.flatten().to(rows.device) % (rows.shape[0] + 1))
     return picked.view(*index.shape, *rows.shape[1:])

@@ -1,4 +1,4 @@
-"""`memorize`, `recall` and `start`: the operator as people call it. Checks what came, chooses the backend, says which."""
+"""The operator as people call it: checks what came, chooses the backend, says which."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from remanence.ops import chunked, reference
-from remanence.ops.checks import check_call, check_chunk, check_kinds, check_start, check_state, check_values
-from remanence.ops.layout import Layout
+from remanence.ops.checks import check_call, check_chunk, check_kinds, check_offsets, check_start, check_state, check_values
+from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import NETS, Net
 from remanence.ops.rules import RULES, Rule
 from remanence.ops.state import Gates, MemoryState, Weights, fresh
@@ -109,17 +109,32 @@ def recall(
     check_kinds(net, rule)
     if not isinstance(state, MemoryState):
         raise ValueError(f"state: expected a MemoryState, got {type(state).__name__}")
-    borders = check_state(q, state, net, rule, state.chunk, offsets)
+    check_state(q, state, net, rule, state.chunk, offsets)
+    return ask(q, settle(state, net=net, rule=rule), net=net, offsets=offsets)
+
+
+def settle(state: MemoryState, *, net: Net = NETS["titans"], rule: Rule = RULES["titans"]) -> Weights:
+    """A memory's weights ``[r h ...]`` as they are after all that was read, its open chunk included."""
+    with torch.autocast(state.k.device.type, enabled=False):
+        return chunked.settle(state, net, rule)
+
+
+def ask(
+    q: Float[Tensor, "b t h e"],
+    weights: Weights,
+    *,
+    net: Net = NETS["titans"],
+    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+) -> Float[Tensor, "b t h e"]:
+    """What weights ``[r h ...]`` (from `settle`) answer, one row of them for each row of the batch or packed document."""
+    rows = weights[0].shape[0]
+    borders = check_offsets(offsets, q.shape[0], q.shape[1], rows)
     if q.shape[1] == 0:
         return q
     with torch.autocast(q.device.type, enabled=False):
-        weights = chunked.settle(state, net, rule)
-        layout = Layout(
-            q.shape[0], q.shape[1], state._replace(position=torch.zeros_like(state.position)), q.shape[1] + 1, borders
-        )
-        asked = layout.rows(q.new_zeros(len(state.position), 0, *q.shape[2:]), q).to(state.k.dtype)
+        asked, index = to_rows(q.to(weights[0].dtype), borders)
         y = vmap(vmap(net.apply, in_dims=(0, 1), out_dims=1))(weights, asked)
-    return layout.back(y).to(q.dtype)
+    return from_rows(y, index).to(q.dtype)
 
 
 _said: set[str] = set()

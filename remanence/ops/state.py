@@ -77,6 +77,11 @@ class TensorTuple:
         return _concat(states)
 
 
+def take_back(past: Tensor, tokens: int) -> Tensor:
+    """A history ``[r s ...]``, newest last, without its last entries; zeros take the oldest places."""
+    return torch.cat([past.new_zeros(past.shape[0], tokens, *past.shape[2:]), past[:, : past.shape[1] - tokens]], 1)
+
+
 class _Gates(NamedTuple):
     log_step: Tensor
     log_momentum: Tensor | None = None
@@ -131,6 +136,19 @@ class MemoryState(_MemoryState, TensorTuple):
     @property
     def chunk(self) -> int:
         return self.k.shape[1] + 1
+
+    def crop(self, tokens: int) -> MemoryState:
+        """The state before each row's last `tokens` tokens were read. They must lie in the open chunk: the rest is written."""
+        left = self.position % self.chunk - tokens
+        if tokens < 0 or bool((left < 0).any()):
+            most = int((self.position % self.chunk).min())
+            raise ValueError(f"tokens: expected at most {most}, what has been read since the last full chunk, got {tokens}")
+        kept = torch.arange(self.chunk - 1, device=self.k.device) < left.unsqueeze(-1)
+
+        def cut(tail: Tensor) -> Tensor:
+            return torch.where(kept.view(*kept.shape, *[1] * (tail.dim() - 2)), tail, 0.0)
+
+        return self._replace(k=cut(self.k), v=cut(self.v), gates=self.gates.map(cut), position=self.position - tokens)
 
 
 def fresh(

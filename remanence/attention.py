@@ -1,0 +1,367 @@
+"""Softmax attention: full, sliding, and MAC's segments, each with persistent tokens in front, carrying what it has seen.
+
+The masks are drawn beside the functions that make them (``#`` is seen, ``.`` is not; a row is a query, a column a key), and the
+tests compare them with the drawings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from remanence.layers import rotate
+from remanence.ops.layout import from_rows, pick, to_rows
+from remanence.ops.state import TensorTuple, take_back
+
+
+def causal_mask(
+    queries: int, cached: int, prefix: int, position: Int[Tensor, " r"], window: int | None = None
+) -> Bool[Tensor, "r queries keys"]:
+    """Persistent tokens, then a cache whose newest entry stands last, then the call's own tokens.
+
+    Three queries, a window of three, two persistent tokens and a cache of four in which two tokens have been read so far::
+
+        p p   c c c c   x x x
+        # #   . . # #   # . .
+        # #   . . . #   # # .
+        # #   . . . .   # # #
+    """
+    query = torch.arange(queries, device=position.device).unsqueeze(-1)
+    key = torch.arange(-cached, queries, device=position.device)
+    seen = key <= query
+    if window is not None:
+        seen = seen & (key > query - window)
+    seen = seen & (key >= -position.view(-1, 1, 1))
+    return torch.cat([seen.new_ones(*seen.shape[:2], prefix), seen], -1)
+
+
+def band_mask(queries: int, window: int, prefix: int, device: torch.device | None = None) -> Bool[Tensor, "queries keys"]:
+    """A block of queries in the middle of a long text: every one has a whole window of keys, its own last.
+
+    Three queries, a window of three, one persistent token::
+
+        p   k k k k k
+        #   # # # . .
+        #   . # # # .
+        #   . . # # #
+    """
+    query = torch.arange(queries, device=device).unsqueeze(-1)
+    key = torch.arange(queries + window - 1, device=device)
+    seen = (key >= query) & (key < query + window)
+    return torch.cat([seen.new_ones(queries, prefix), seen], -1)
+
+
+def segment_mask(
+    queries: int, opened: int, prefix: int, position: Int[Tensor, " r"], retrieved: bool = True
+) -> Bool[Tensor, "r queries keys"]:
+    """MAC's segment (eq. 22): persistent tokens, what the memory answered to each token, the tokens themselves.
+
+    Token i sees answer j and token j for j <= i only: answer j was asked by token j, so a later one would tell the future. The
+    state holds the first `opened` places of the segment, of which each row has read its own `position`.
+
+    Two queries behind two places of which one has been read, one persistent token::
+
+        p   h h h h   x x x x
+        #   # . # .   # . # .
+        #   # . # #   # . # #
+    """
+    query = torch.arange(queries, device=position.device).unsqueeze(-1)
+    old = (torch.arange(opened, device=position.device) < position.view(-1, 1, 1)).expand(-1, queries, -1)
+    new = (torch.arange(queries, device=position.device) <= query).expand(old.shape[0], -1, -1)
+    parts = [new.new_ones(*new.shape[:2], prefix), *[old, new] * (2 if retrieved else 1)]
+    return torch.cat(parts, -1)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
+    """SDPA on ``[r t h e]``; a mask is ``[r or 1, queries, keys]``."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = None if mask is None else mask.unsqueeze(1)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, position: Tensor | None) -> Tensor:
+    """Queries ``[r t h e]`` over a cache and their own tokens ``[r s+t h e]``; position None says that nothing is cached."""
+    queries, cached = q.shape[1], k.shape[1] - q.shape[1]
+    if position is None or (queries == 1 and len(position) == 1):
+        return _softmax(q, k, v, None, causal=position is None and queries > 1)
+    return _softmax(q, k, v, causal_mask(queries, cached, 0, position))
+
+
+def sliding_attention(
+    q: Float[Tensor, "r t h e"],
+    k: Float[Tensor, "r s+t h e"],
+    v: Float[Tensor, "r s+t h e"],
+    prefix: tuple[Tensor, Tensor],
+    window: int,
+    position: Int[Tensor, " r"] | None,
+) -> Float[Tensor, "r t h e"]:
+    """Each query over the persistent keys ``[p h e]`` and a window of keys, itself included; cost grows with t, not with t^2.
+
+    A long call is cut into blocks of queries, each of which meets only the keys in its reach::
+
+        keys     [ window - 1 | block ]
+                     [ window - 1 | block ]
+                         [ window - 1 | block ]
+    """
+    rows, queries, cached = q.shape[0], q.shape[1], k.shape[1] - q.shape[1]
+    persistent = prefix[0].shape[0]
+    if position is None:
+        if q.is_cuda and q.dtype != torch.float64 and queries > window:
+            return flexible_attention(q, k, v, prefix, window)
+        position = torch.zeros(1, dtype=torch.int64, device=q.device)
+    block = max(window // 2, 16)
+    reach = window - 1
+    if queries <= block:
+        keep = min(cached, reach)
+        mask = causal_mask(queries, keep, persistent, position, window)
+        keys, values = (_behind(p, x[:, cached - keep :]) for p, x in zip(prefix, (k, v), strict=True))
+        return _softmax(q, keys, values, mask)
+    blocks = -(-queries // block)
+    missing = blocks * block - queries
+    q = F.pad(q, (0, 0, 0, 0, 0, missing)).unflatten(1, (blocks, block))
+    left = reach - cached  # negative: a cache may hold more than the window reaches
+    k, v = (F.pad(x, (0, 0, 0, 0, left, missing)).unfold(1, block + reach, block).movedim(-1, 2) for x in (k, v))
+    # Only the first blocks reach back to before the call, where a row may not have read a whole window yet.
+    edge = min(blocks, -(-reach // block)) if reach else 0
+    band = band_mask(block, window, persistent, q.device).unsqueeze(0)
+    key = torch.arange(block + reach, device=q.device) - reach + block * torch.arange(edge, device=q.device).unsqueeze(-1)
+    read = (key >= -position.view(-1, 1, 1)).flatten(0, 1).unsqueeze(1)
+    outer = band & torch.cat([read.new_ones(*read.shape[:2], persistent), read], -1)
+    if len(position) < rows:
+        outer = outer.repeat(rows, 1, 1)
+    pieces = []
+    for part, mask in ((slice(0, edge), outer), (slice(edge, blocks), band)):
+        if part.start < part.stop:
+            keys, values = (_behind(p, x[:, part].flatten(0, 1)) for p, x in zip(prefix, (k, v), strict=True))
+            y = _softmax(q[:, part].flatten(0, 1), keys, values, mask)
+            pieces.append(y.unflatten(0, (rows, -1)))
+    return torch.cat(pieces, 1).flatten(1, 2)[:, :queries]
+
+
+def flexible_attention(q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor], window: int) -> Tensor:
+    """The same for a document from its start, by FlexAttention: on an H200, with a window of 2,048 tokens and 128 persistent
+    ones, forward and backward take 3.8 ms where the blocks take 13.9 (8 x 4,096 tokens, 16 heads), and 6.3 where they take 12.5
+    (1 x 32,768). Compiled when first used.
+    """
+    keys, values = (_behind(p, x).transpose(1, 2) for p, x in zip(prefix, (k, v), strict=True))
+    mask = _flexible_mask(q.shape[1], window, prefix[0].shape[0], q.device)
+    return _compiled_flex()(q.transpose(1, 2), keys, values, block_mask=mask).transpose(1, 2)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+@lru_cache(maxsize=16)
+def _flexible_mask(queries: int, window: int, prefix: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        token = key - prefix
+        return (token < 0) | ((token <= query) & (token > query - window))
+
+    return create_block_mask(seen, None, None, queries, queries + prefix, device=device)
+
+
+def _behind(prefix: Tensor, x: Tensor) -> Tensor:
+    """Persistent entries ``[p h e]`` in front of every row of ``[r s h e]``."""
+    return torch.cat([prefix.expand(x.shape[0], *prefix.shape), x], 1) if prefix.shape[0] else x
+
+
+class Heads(nn.Module):
+    """Projections to and from attention heads, rotary positions, and persistent tokens (eq. 19), which are never rotated."""
+
+    def __init__(self, dim: int, heads: int, persistent: int, rotary: float) -> None:
+        super().__init__()
+        self.heads, self.width, self.rotary = heads, dim // heads, rotary
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.persistent = Persistent(persistent, dim) if persistent else None
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self.q_proj(x).unflatten(-1, (self.heads, self.width))
+
+    def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, not yet rotated, and values."""
+        k, v = (projection(x).unflatten(-1, (self.heads, self.width)) for projection in (self.k_proj, self.v_proj))
+        return k, v
+
+    def prefix(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The persistent tokens' keys and values ``[p h e]``."""
+        if self.persistent is None:
+            none = like.new_zeros(0, self.heads, self.width)
+            return none, none
+        k, v = self.pairs(self.persistent.weight.to(like.dtype))
+        return k.to(like.dtype), v.to(like.dtype)
+
+    def out(self, y: Tensor) -> Tensor:
+        return self.o_proj(y.flatten(-2))
+
+
+class Persistent(nn.Module):
+    """Learned tokens of unit scale, the same for every input."""
+
+    def __init__(self, count: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+
+class _AttentionState(NamedTuple):
+    k: Tensor
+    v: Tensor
+    position: Tensor
+
+
+class AttentionState(_AttentionState, TensorTuple):
+    """Keys (rotated) and values ``[r s h e]`` of the tokens read last, the newest in the last place; tokens read so far ``[r]``.
+
+    A sliding window's s is fixed; full attention's grows to the longest row's length, and shorter rows have zeros in front.
+    """
+
+    __slots__ = ()
+
+    def crop(self, tokens: int) -> AttentionState:
+        return AttentionState(take_back(self.k, tokens), take_back(self.v, tokens), self.position - tokens)
+
+
+class Attention(Heads):
+    """Causal attention over a sliding window with persistent tokens in front, or over everything (window None, no such tokens).
+
+    `slack` more tokens than the window are kept in the state, so that as many can be taken back.
+    """
+
+    def __init__(self, dim: int, heads: int, window: int | None, persistent: int, rotary: float, slack: int = 0) -> None:
+        super().__init__(dim, heads, persistent if window else 0, rotary)
+        self.window = window
+        self.history = window - 1 + slack if window else 0
+
+    def start(self, rows: int) -> AttentionState:
+        none = self.k_proj.weight.new_zeros(rows, self.history, self.heads, self.width)
+        return AttentionState(none, none, torch.zeros(rows, dtype=torch.int64, device=none.device))
+
+    def forward(
+        self, x: Float[Tensor, "b t d"], state: AttentionState | None = None, offsets: list[int] | None = None
+    ) -> tuple[Float[Tensor, "b t d"], AttentionState]:
+        fresh = state is None
+        if state is None:
+            state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
+        q, back = to_rows(self.queries(x), offsets)
+        k, v = (to_rows(y, offsets)[0] for y in self.pairs(x))
+        tokens = torch.arange(q.shape[1], device=x.device)
+        where = tokens.unsqueeze(0) if fresh else state.position.unsqueeze(-1) + tokens
+        q, k = rotate(q, where, self.rotary), rotate(k, where, self.rotary)
+        position = None if fresh else state.position
+        keys, values = (k, v) if fresh else (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+        if self.window is None:
+            y = full_attention(q, keys, values, position)
+        else:
+            y = sliding_attention(q, keys, values, self.prefix(k), self.window, position)
+        return self.out(from_rows(y, back)), self._carry(state, k, v, offsets)
+
+    def _carry(self, state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None) -> AttentionState:
+        joined = [torch.cat([old, new.to(old.dtype)], 1) for old, new in ((state.k, k), (state.v, v))]
+        if offsets is None:
+            first = k.shape[1] if self.window else 0
+            return AttentionState(joined[0][:, first:], joined[1][:, first:], state.position + k.shape[1])
+        borders = torch.tensor(offsets, device=k.device)
+        counts = borders[1:] - borders[:-1]
+        position = state.position + counts
+        length = self.history if self.window else int(position.max())
+        slot = (state.k.shape[1] + counts).unsqueeze(-1) + torch.arange(-length, 0, device=k.device)
+        row = torch.arange(len(counts), device=k.device).unsqueeze(-1) * joined[0].shape[1]
+        index = torch.where(slot >= 0, slot + row, -1)
+        return AttentionState(pick(joined[0].flatten(0, 1), index), pick(joined[1].flatten(0, 1), index), position)
+
+
+class _SegmentState(NamedTuple):
+    retrieved: tuple[Tensor, Tensor]
+    tokens: tuple[Tensor, Tensor]
+    position: Tensor
+
+
+class SegmentState(_SegmentState, TensorTuple):
+    """The open segment of MAC: keys and values ``[r C-1 h e]`` of what was retrieved and of the tokens, and how many of them
+    ``[r]`` there are; they stand from the left.
+    """
+
+    __slots__ = ()
+
+    def crop(self, tokens: int) -> SegmentState:
+        position = self.position - tokens
+        kept = torch.arange(self.tokens[0].shape[1], device=position.device) < position.unsqueeze(-1)
+
+        def cut(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return pair[0] * kept[..., None, None], pair[1] * kept[..., None, None]
+
+        return SegmentState(cut(self.retrieved), cut(self.tokens), position)
+
+
+class SegmentAttention(Heads):
+    """Attention inside a segment of MAC: over persistent tokens, what the memory retrieved, and the segment (eqs 22-23)."""
+
+    def __init__(self, dim: int, heads: int, segment: int, persistent: int, rotary: float) -> None:
+        super().__init__(dim, heads, persistent, rotary)
+        self.segment = segment
+
+    def start(self, rows: int) -> SegmentState:
+        none = self.k_proj.weight.new_zeros(rows, self.segment - 1, self.heads, self.width)
+        return SegmentState((none, none), (none, none), torch.zeros(rows, dtype=torch.int64, device=none.device))
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        retrieved: Float[Tensor, "b t d"] | None,
+        state: SegmentState,
+        opened: list[int],
+        offsets: list[int] | None = None,
+    ) -> tuple[Float[Tensor, "b t d"], SegmentState]:
+        """Some tokens of one segment per row, none beyond its end. `opened` is ``state.position`` as numbers."""
+        most, rows = max(opened), len(opened)
+        q, back = to_rows(self.queries(x), offsets)
+        where = state.position.unsqueeze(-1) + torch.arange(q.shape[1], device=x.device)
+        q = rotate(q, where, self.rotary)
+        parts = []
+        for source in (retrieved, x):
+            if source is None:
+                parts.append((torch.zeros_like(q), torch.zeros_like(q)))
+                continue
+            k, v = (to_rows(y, offsets)[0] for y in self.pairs(source))
+            parts.append((rotate(k, where, self.rotary), v))
+        joined = [
+            tuple(torch.cat([old[:, :most].to(new.dtype), new], 1) for old, new in zip(past, part, strict=True))
+            for past, part in zip((state.retrieved, state.tokens), parts, strict=True)
+        ]
+        seen = joined if retrieved is not None else joined[1:]
+        prefix = self.prefix(q)
+        keys, values = (_behind(prefix[i], torch.cat([part[i] for part in seen], 1)) for i in (0, 1))
+        uniform = offsets is None and len(set(opened)) == 1
+        position = state.position[:1] if uniform else state.position
+        mask = segment_mask(q.shape[1], most, prefix[0].shape[0], position, retrieved is not None)
+        y = self.out(from_rows(_softmax(q, keys, values, mask), back))
+        counts = [q.shape[1]] * rows if offsets is None else [b - a for a, b in itertools.pairwise(offsets)]
+        index = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
+        ends = [tuple(pick(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part) for part in joined]
+        position = torch.tensor([(a + n) % self.segment for a, n in zip(opened, counts, strict=True)], device=x.device)
+        return y, SegmentState((ends[0][0], ends[0][1]), (ends[1][0], ends[1][1]), position)
+
+
+def _open_places(opened: list[int], counts: list[int], most: int, segment: int, length: int) -> Tensor:
+    """Where each row's open segment stands in ``[r most+t]`` laid flat, as ``[r C-1]``; -1 is nowhere."""
+    place = torch.arange(segment - 1)
+    before, new = torch.tensor(opened).unsqueeze(-1), torch.tensor(counts).unsqueeze(-1)
+    slot = torch.where(place < before, place, most + place - before)
+    held = (place < before + new) & (before + new < segment)
+    return torch.where(held, slot + length * torch.arange(len(opened)).unsqueeze(-1), -1)

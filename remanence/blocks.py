@@ -1,0 +1,365 @@
+"""What a layer can be, on one page: attention, the neural memory alone, and Titans' three ways to have both.
+
+A mixer is called as ``y, state, seen = mixer(x, state, offsets, mode)``: x ``[b t d]`` normalised, or packed documents with their
+borders; `seen` is what can be told of its memory, or None. A new idea is an entry of `BLOCKS`: anything that makes such a module,
+with ``start(rows)``, from a `ModelConfig`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from remanence.attention import Attention, AttentionState, SegmentAttention, SegmentState
+from remanence.config import Mode, ModelConfig, known
+from remanence.layers import RMSNorm, SwiGLU
+from remanence.memory.neural import NeuralMemory, NeuralMemoryState
+from remanence.ops import Gates
+from remanence.ops.state import TensorTuple, Weights, take_back
+
+
+class Seen(NamedTuple):
+    """What a memory did with each token and head: its surprise, and the log gates ``[b t h]``."""
+
+    surprise: Tensor
+    gates: Gates
+
+
+class Passed(NamedTuple):
+    """What comes out of a mixer or a block."""
+
+    y: Tensor
+    state: Any
+    seen: Seen | None
+
+
+class Softmax(nn.Module):
+    """Attention alone: over everything (Transformer++), or over a sliding window."""
+
+    def __init__(self, config: ModelConfig, sliding: bool) -> None:
+        super().__init__()
+        self.attention = attention_of(config) if sliding else Attention(config.dim, config.heads, None, 0, config.rotary)
+
+    def start(self, rows: int) -> AttentionState:
+        return self.attention.start(rows)
+
+    def forward(self, x: Tensor, state: AttentionState | None, offsets: list[int] | None, mode: Mode) -> Passed:
+        y, state = self.attention(x, state, offsets)
+        return Passed(y, state, None)
+
+
+class LMM(nn.Module):
+    """The neural memory alone."""
+
+    def __init__(self, config: ModelConfig, **changes: Any) -> None:
+        super().__init__()
+        self.memory = Memory(config, **changes)
+
+    def start(self, rows: int) -> NeuralMemoryState:
+        return self.memory.start(rows)
+
+    def forward(self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None, mode: Mode) -> Passed:
+        return self.memory(x, state, offsets, mode)
+
+
+class _BothState(NamedTuple):
+    attention: AttentionState
+    memory: NeuralMemoryState
+
+
+class BothState(_BothState, TensorTuple):
+    """Of a layer with a sliding window and a memory."""
+
+    __slots__ = ()
+
+    def crop(self, tokens: int) -> BothState:
+        return BothState(self.attention.crop(tokens), self.memory.crop(tokens))
+
+
+class Both(nn.Module):
+    """What MAG and MAL share: a sliding window and a memory, each with its own state."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = attention_of(config)
+        self.memory = Memory(config)
+
+    def start(self, rows: int) -> BothState:
+        return BothState(self.attention.start(rows), self.memory.start(rows))
+
+
+class MAG(Both):
+    """Memory as a gate (eqs 26-28): sliding attention and memory see the same input, and a gate joins them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.join = Join(config.dim)
+
+    def forward(self, x: Tensor, state: BothState | None, offsets: list[int] | None, mode: Mode) -> Passed:
+        y, window = self.attention(x, state and state.attention, offsets)
+        m, memory, seen = self.memory(x, state and state.memory, offsets, mode)
+        return Passed(self.join(y, m), BothState(window, memory), seen)
+
+
+class MAL(Both):
+    """Memory as a layer (eqs 29-31): the memory's answer joins the input, and sliding attention works on that."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.norm = RMSNorm(config.dim)
+
+    def forward(self, x: Tensor, state: BothState | None, offsets: list[int] | None, mode: Mode) -> Passed:
+        m, memory, seen = self.memory(x, state and state.memory, offsets, mode)
+        y, window = self.attention(self.norm(x + m), state and state.attention, offsets)
+        return Passed(y, BothState(window, memory), seen)
+
+
+class _MACState(NamedTuple):
+    memory: NeuralMemoryState
+    weights: Weights
+    asked: Tensor
+    segment: SegmentState
+
+
+class MACState(_MACState, TensorTuple):
+    """The memory; its weights ``[r h ...]`` when the open segment began; the questions' own convolution history; the segment."""
+
+    __slots__ = ()
+
+    def crop(self, tokens: int) -> MACState:
+        return MACState(self.memory.crop(tokens), self.weights, take_back(self.asked, tokens), self.segment.crop(tokens))
+
+
+class MAC(nn.Module):
+    """Memory as a context (eqs 21-25): what the memory knew when a segment began stands in front of the segment's attention,
+    whose output is written to the memory and gated by what it then answers.
+
+    One step per segment, because each needs the memory that the one before left.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.size = config.segment
+        self.memory = Memory(config)
+        self.attention = SegmentAttention(config.dim, config.heads, config.segment, config.persistent, config.rotary)
+        self.norm_retrieved, self.norm_written = RMSNorm(config.dim), RMSNorm(config.dim)
+        self.join = Join(config.dim)
+
+    def start(self, rows: int) -> MACState:
+        memory = self.memory.start(rows)
+        return MACState(memory, memory.memory.weights, memory.conv[0], self.attention.start(rows))
+
+    def forward(self, x: Tensor, state: MACState | None, offsets: list[int] | None, mode: Mode) -> Passed:
+        if state is None:
+            state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
+        opened = state.segment.position.tolist()
+        if mode == "fresh":
+            old = [place > self.size for place in state.memory.memory.position.tolist()]
+            state = self._anew(state, old) if any(old) else state
+        cuts = Cuts(x, offsets, opened, self.size)
+        pieces, noted = [], []
+        for part in cuts:
+            begins = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
+            if any(begins) and mode != "off":
+                state = self._anew(state, begins) if mode == "fresh" else state
+                weights = _where(begins, self.memory.layer.settle(state.memory), state.weights)
+                state = state._replace(weights=weights)
+            y, state, seen = self._step(cuts.take(x, part), state, opened, part.borders, mode)
+            opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
+            pieces.append(y)
+            noted.append(seen)
+        return Passed(cuts.join(pieces), state, cuts.join_seen(noted))
+
+    def _anew(self, state: MACState, rows: list[bool]) -> MACState:
+        """These rows' memories as they were before anything was read; convolutions and segment go on."""
+        fresh = self.memory.start(len(rows))._replace(conv=state.memory.conv)
+        return state._replace(memory=_where(rows, fresh, state.memory), weights=_where(rows, fresh.memory.weights, state.weights))
+
+    def _step(
+        self, x: Tensor, state: MACState, opened: list[int], borders: list[int] | None, mode: Mode
+    ) -> tuple[Tensor, MACState, Seen | None]:
+        """Tokens of one segment per row."""
+        if mode == "off":
+            y, segment = self.attention(x, None, state.segment, opened, borders)
+            return self.join(y, torch.zeros_like(y)), state._replace(segment=segment), None
+        h, asked = self.memory.layer.ask(x, state.weights, state.asked, borders)  # (21)
+        y, segment = self.attention(x, self.norm_retrieved(h), state.segment, opened, borders)  # (22, 23)
+        written = self.norm_written(x + y)
+        m, memory, seen = self.memory(written, state.memory, borders, "frozen" if mode == "frozen" else "on")  # (24)
+        return self.join(y, m), MACState(memory, state.weights, asked, segment), seen  # (25)
+
+
+def _where(rows: list[bool], new: Any, old: Any) -> Any:
+    """Each row from the one tree of tensors or the other."""
+    if all(rows):
+        return new
+    if isinstance(new, Tensor):
+        return torch.where(torch.tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1)), new, old)
+    if new is None:
+        return None
+    children = [_where(rows, a, b) for a, b in zip(new, old, strict=True)]
+    return type(new)(*children) if hasattr(new, "_fields") else tuple(children)
+
+
+class Join(nn.Module):
+    """The paper's ⊗: attention's output times a gate that is the memory's, both normalised with learned gains first.
+
+    A memory that says nothing (zero) leaves the gate half open.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_memory = RMSNorm(dim), RMSNorm(dim)
+
+    def forward(self, y: Float[Tensor, "b t d"], m: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        return self.norm_attention(y) * torch.sigmoid(self.norm_memory(m))
+
+
+class Memory(nn.Module):
+    """A neural memory in a layer: does with it what the model's mode says."""
+
+    def __init__(self, config: ModelConfig, **changes: Any) -> None:
+        super().__init__()
+        self.segment = config.segment
+        self.layer = NeuralMemory(replace(config.memory, **changes))
+
+    def start(self, rows: int) -> NeuralMemoryState:
+        wide = self.layer.q_proj.weight.dtype == torch.float64
+        return self.layer.start(rows, torch.float64 if wide else torch.float32)
+
+    def forward(self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None, mode: Mode) -> Passed:
+        if mode == "on":
+            seen = self.layer.trace(x, state, offsets=offsets)
+            return Passed(seen.y, seen.state, Seen(seen.surprise, seen.gates))
+        if state is None:
+            state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
+        if mode == "off":
+            return Passed(torch.zeros_like(x), state, None)
+        if mode == "frozen":
+            return Passed(*self.layer.peek(x, state, offsets=offsets), None)
+        return self._fresh(x, state, offsets)
+
+    def _fresh(self, x: Tensor, state: NeuralMemoryState, offsets: list[int] | None) -> Passed:
+        """A memory that lives for one segment only; one older than that is not used at all."""
+        lived = state.memory.position.tolist()
+        old = [place > self.segment for place in lived]
+        if any(old):
+            state = _where(old, self.start(len(lived))._replace(conv=state.conv), state)
+            lived = state.memory.position.tolist()
+        cuts = Cuts(x, offsets, [place % self.segment for place in lived], self.segment)
+        pieces, noted = [], []
+        for part in cuts:
+            ended = [place == self.segment and n > 0 for place, n in zip(lived, part.counts, strict=True)]
+            if any(ended):
+                state = _where(ended, self.start(len(lived))._replace(conv=state.conv), state)
+            lived = [(0 if over else place) + n for place, over, n in zip(lived, ended, part.counts, strict=True)]
+            y, state, seen = self(cuts.take(x, part), state, part.borders, "on")
+            pieces.append(y)
+            noted.append(seen)
+        return Passed(cuts.join(pieces), state, cuts.join_seen(noted))
+
+
+class Part(NamedTuple):
+    """Some of a call's tokens, at most one segment of each row's: where they stand, their borders if packed, how many each."""
+
+    where: slice | Tensor
+    borders: list[int] | None
+    counts: list[int]
+
+
+class Cuts:
+    """A call cut where its rows' segments end, which is at different places if they stand at different ones."""
+
+    def __init__(self, x: Tensor, offsets: list[int] | None, opened: list[int], size: int) -> None:
+        self.batch, self.tokens = x.shape[:2]
+        self.parts: list[Part] = []
+        self.uniform = offsets is None and len(set(opened)) == 1
+        if self.uniform:
+            borders = [0, *range(size - opened[0], self.tokens, size), self.tokens]
+            for a, b in itertools.pairwise(borders):
+                self.parts.append(Part(slice(a, b), None, [b - a] * self.batch))
+            return
+        starts = offsets or [row * self.tokens for row in range(self.batch + 1)]
+        counts = [b - a for a, b in itertools.pairwise(starts)]
+        steps = max(1, *[-(-(place + count) // size) for place, count in zip(opened, counts, strict=True)])
+        for step in range(steps):
+            index: list[int] = []
+            borders = [0]
+            for start, count, place in zip(starts, counts, opened, strict=False):
+                first, last = max(0, step * size - place), min(count, (step + 1) * size - place)
+                index.extend(range(start + first, start + last))
+                borders.append(len(index))
+            here = [b - a for a, b in itertools.pairwise(borders)]
+            self.parts.append(Part(torch.tensor(index, dtype=torch.int64, device=x.device), borders, here))
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.parts)
+
+    def take(self, x: Tensor, part: Part) -> Tensor:
+        if isinstance(part.where, slice):
+            return x[:, part.where]
+        return x.flatten(0, 1).index_select(0, part.where).unsqueeze(0)
+
+    def join(self, pieces: list[Tensor]) -> Tensor:
+        whole = torch.cat(pieces, 1)
+        if self.uniform:
+            return whole
+        order = torch.cat([part.where for part in self.parts if isinstance(part.where, Tensor)])
+        return whole[0].index_select(0, order.argsort()).unflatten(0, (self.batch, self.tokens))
+
+    def join_seen(self, noted: list[Seen | None]) -> Seen | None:
+        if any(seen is None for seen in noted):
+            return None
+        present = [seen for seen in noted if seen is not None]
+        columns = zip(*[seen.gates for seen in present], strict=True)
+        gates = [None if column[0] is None else self.join(list(column)) for column in columns]
+        return Seen(self.join([seen.surprise for seen in present]), Gates._make(gates))
+
+
+def attention_of(config: ModelConfig) -> Attention:
+    return Attention(config.dim, config.heads, config.window, config.persistent, config.rotary, slack=config.memory.chunk - 1)
+
+
+# A matrix for a memory, and gates that start half open: a single linear layer does not run away.
+LINEAR: dict[str, Any] = {"net": "linear", "depth": None, "expansion": None, "activation": None, "bias": None, "step_bias": 0.0}
+
+BLOCKS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "mac": MAC,
+    "mag": MAG,
+    "mal": MAL,
+    "lmm": LMM,
+    "attention": partial(Softmax, sliding=False),
+    "window": partial(Softmax, sliding=True),
+    "linear_attention": partial(LMM, rule="linear_attention", **LINEAR),
+    "delta": partial(LMM, rule="delta", **LINEAR),
+    "gated_delta": partial(LMM, rule="gated_delta", **LINEAR),
+    "ttt": partial(LMM, rule="ttt"),
+}
+
+
+class Block(nn.Module):
+    """One layer of a model: a mixer over tokens and a feed-forward net, each behind a norm and beside a residual connection."""
+
+    def __init__(self, name: str, config: ModelConfig) -> None:
+        super().__init__()
+        known("pattern", name, BLOCKS)
+        self.norm_mixer, self.norm_ffn = RMSNorm(config.dim), RMSNorm(config.dim)
+        self.mixer = BLOCKS[name](config)
+        self.ffn = SwiGLU(config.dim, config.hidden)
+
+    def start(self, rows: int) -> Any:
+        return self.mixer.start(rows)  # type: ignore[operator]
+
+    def forward(
+        self, x: Float[Tensor, "b t d"], state: Any = None, offsets: list[int] | None = None, mode: Mode = "on"
+    ) -> Passed:
+        y, state, seen = self.mixer(self.norm_mixer(x), state, offsets, mode)
+        x = x + y
+        return Passed(x + self.ffn(self.norm_ffn(x)), state, seen)

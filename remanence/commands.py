@@ -1,0 +1,279 @@
+"""What the command line does with models and memories. Imported only when a command runs, because it needs torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from remanence import memfile
+from remanence.config import PRESETS, Mode, ModelConfig, preset
+from remanence.device import resolve
+from remanence.generate import Generation, Sampling, Write
+from remanence.model import Model, State, matched, parameters, read_config
+from remanence.session import Session
+from remanence.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+
+AUTOSAVE = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
+"""Seconds between two saves while reading: what a kill can cost."""
+VARIANTS = ("lmm", "mac", "mag", "mal", "attention", "window", "gated_delta", "ttt")
+VOCABULARY = 32_000
+
+
+def open_session(folder: Path, device: str, memory: Path | None, mode: Mode, write: Write, force: bool) -> Session:
+    place = resolve(device)
+    model = Model.load(folder, device=place).eval()
+    if mode != "on":
+        model.memory = mode
+    session = Session(model, load_tokenizer(folder), write=write)
+    return session if memory is None else session.load(memory, force=force)
+
+
+def new(name: str, out: Path, variant: str, match: bool, seed: int, tokenizer: Path | None) -> None:
+    """An untrained model in a folder, to be trained or tried."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; nothing is ever overwritten")
+    own: Tokenizer = ByteTokenizer() if tokenizer is None else JsonTokenizer(tokenizer)
+    config = preset(name, tuple(variant.split("+")), vocabulary=own.vocabulary)
+    torch.manual_seed(seed)
+    model = Model(matched(config) if match else config)
+    model.save(out)
+    own.save(out)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{out}: {name} {variant}, {count:,} parameters, untrained, vocabulary {config.vocabulary}")
+
+
+def read(folder: Path, files: Sequence[Path], save: Path, memory: Path | None, resume: bool, force: bool, device: str) -> None:
+    """Read files as one document into a memory, which is saved now and then, at the end, and when interrupted."""
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+    if save.exists() and not resume and save != memory:
+        raise ValueError(f"--save: {save} exists; --resume reads on where it ended, --memory {save} adds to it")
+    if not save.parent.is_dir():
+        raise ValueError(f"--save: expected a folder that exists, got {save.parent}")
+    continued = resume and save.exists()
+    session = open_session(folder, device, save if continued else memory, "on", "all", force)
+    skip = session.tokens - (memfile.peek(memory)[0]["tokens"][0] if memory else 0) if continued else 0
+    total = sum(path.stat().st_size for path in files)
+    read_before, surprise, count, saved = session.tokens, 0.0, 0, time.monotonic()
+    source = Bytes(files)
+    with Shown(total) as shown:
+        try:
+            for piece in session.reading(source, skip=skip):
+                surprise, count = surprise + piece.surprise, count + piece.surprised
+                shown.update(source.passed, session.tokens - read_before, surprise / count if count else None)
+                if time.monotonic() - saved > AUTOSAVE:
+                    session.save(save)
+                    saved = time.monotonic()
+        except KeyboardInterrupt:
+            session.save(save)
+            print(f"interrupted after {session.tokens:,} tokens, saved in {save}; --resume reads on", file=sys.stderr)
+            raise
+    session.save(save)
+    mean = f", mean surprise {surprise / count:.4f}" if count else ""
+    print(f"{save}: {session.tokens - read_before:,} tokens read, {session.tokens:,} in all{mean}, {save.stat().st_size:,} bytes")
+
+
+class Bytes:
+    """The files' bytes as one stream, in pieces; how many have passed."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files, self.passed = files, 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for path in self.files:
+            with open(path, "rb") as file:
+                while piece := file.read(1 << 14):
+                    self.passed += len(piece)
+                    yield piece
+
+
+class Shown:
+    """Progress of reading: a bar on a terminal, a plain line every ten seconds elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.start, self.said = total, time.monotonic(), time.monotonic()
+        self.console = Console(stderr=True)
+        columns = (BarColumn(), TextColumn("{task.percentage:3.0f} %"), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+        self.bar = Progress("reading", *columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("reading", total=total, note="")
+
+    def __enter__(self) -> Shown:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def update(self, done: int, tokens: int, surprise: float | None) -> None:
+        now = time.monotonic()
+        note = f"{tokens:,} tokens, {tokens / max(now - self.start, 1e-9):,.0f}/s"
+        note += f", surprise {surprise:.3f}" if surprise is not None else ""
+        self.bar.update(self.task, completed=done, note=note)
+        if not self.console.is_terminal and now - self.said > 10:
+            self.said = now
+            left = (now - self.start) * (self.total - done) / max(done, 1)
+            print(f"reading {100 * done / max(self.total, 1):.0f} %, {note}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def generate(
+    folder: Path,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    memory: Path | None,
+    save: Path | None,
+    write: Write,
+    mode: Mode,
+    force: bool,
+    device: str,
+) -> None:
+    """Print the answer to one prompt as it comes, or to several when all are done."""
+    if not prompts or not all(prompts):
+        raise ValueError("--prompt: expected a text of at least one character, got an empty one")
+    if save is not None and len(prompts) > 1:
+        raise ValueError(f"--save: expected a single prompt, as one memory can hold one course, got {len(prompts)}")
+    session = open_session(folder, device, memory, mode, write, force)
+    generation = Generation(session.model, prompts, sampling, tokenizer=session.tokenizer, state=session.state, write=write)
+    if len(prompts) == 1:
+        for _, text in generation:
+            print(text, end="", flush=True)
+        print()
+    else:
+        for prompt, text in zip(prompts, generation.run().texts, strict=True):
+            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+    if save is not None:
+        memfile.save(save, session.model, generation.state)
+
+
+def chat(folder: Path, sampling: Sampling, memory: Path | None, write: Write, force: bool, device: str) -> None:
+    """Lines in, text out, until the input ends; with a memory file, everything is remembered in it after each answer."""
+    existing = memory if memory is not None and memory.exists() else None
+    session = open_session(folder, device, existing, "on", write, force)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(f"{session.tokens:,} tokens remembered. An empty line is ignored; Ctrl-D ends.")
+    while True:
+        try:
+            line = input("> " if interactive else "")
+        except EOFError:
+            return
+        if not line:
+            continue
+        try:
+            for text in session.stream(line + "\n", **vars(sampling)):
+                print(text, end="", flush=True)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+        print()
+        if memory is not None:
+            session.save(memory)
+
+
+def inspect(path: Path, as_json: bool) -> None:
+    """What a memory file or a model's folder holds, without running anything."""
+    facts = _model_facts(path) if path.is_dir() else _memory_facts(path)
+    if as_json:
+        print(json.dumps(facts, indent=1))
+        return
+    console = Console()
+    layers = facts.pop("layers", [])
+    table = Table(title=str(path), show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value))
+    console.print(table)
+    if layers:
+        table = Table("memory", "tokens written", "weights' norm", "momentum's norm", title="neural memories")
+        for layer in layers:
+            past = f"{layer['momentum_norm']:.4g}" if layer["momentum_norm"] is not None else "none"
+            table.add_row(layer["name"], f"{layer['tokens']}", f"{layer['weight_norm']:.4g}", past)
+        console.print(table)
+
+
+def _model_facts(folder: Path) -> dict[str, Any]:
+    config = read_config(folder) if (folder / "config.json").is_file() else None
+    if config is None:
+        raise ValueError(f"{folder}: expected a memory file, or a model's folder with config.json")
+    model = Model.load(folder)
+    return {
+        "kind": "model",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "blocks": " ".join(config.blocks),
+        "state_bytes": model.start(1).nbytes,
+        "fingerprint": memfile.fingerprint(model)._asdict(),
+        "config": config.to_dict(),
+    }
+
+
+def _memory_facts(path: Path) -> dict[str, Any]:
+    header, tensors = memfile.peek(path)
+    layers = []
+    for name in tensors:
+        if not name.endswith(".layers.0"):
+            continue
+        stem = name.removesuffix("layers.0")
+        parts = [tensor.double() for key, tensor in tensors.items() if key.startswith(f"{stem}layers.")]
+        norms = [sum(float(part[:, :, i].square().sum()) for part in parts) ** 0.5 for i in range(parts[0].shape[2])]
+        layers.append(
+            {
+                "name": stem.rstrip("."),
+                "tokens": tensors[f"{stem}position"].tolist(),
+                "weight_norm": norms[0],
+                "momentum_norm": norms[1] if len(norms) > 1 else None,
+            }
+        )
+    return {
+        "kind": "memory",
+        "schema": header["schema"],
+        "tokens": header["tokens"],
+        "bytes": path.stat().st_size,
+        "fingerprint": dict(zip(memfile.Fingerprint._fields, header["fingerprint"], strict=True)),
+        "config": header["config"],
+        "layers": layers,
+    }
+
+
+def presets(as_json: bool, match: bool) -> None:
+    """Every preset and variant: parameters at a vocabulary of 32,000, and what one sequence's state costs."""
+    rows = []
+    for name in PRESETS:
+        for variant in VARIANTS:
+            config = preset(name, variant, vocabulary=VOCABULARY)
+            config = matched(config) if match else config
+            rows.append({"preset": name, "variant": variant, "ffn": config.hidden, **_costs(config)})
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table(title=f"parameters at a vocabulary of {VOCABULARY:,}; the state of one sequence (bfloat16 model)")
+    for column in ("preset", "variant", "parameters", "feed-forward", "state", "= tokens of bf16 KV cache"):
+        table.add_column(column, justify="left" if column in ("preset", "variant") else "right")
+    for row in rows:
+        last = row is not rows[-1] and rows[rows.index(row) + 1]["preset"] != row["preset"]
+        grows = row["state_bytes"] is None
+        state = ("grows", "as it reads") if grows else (f"{row['state_bytes'] / 2**20:,.2f} MiB", f"{row['kv_tokens']:,}")
+        table.add_row(
+            row["preset"], row["variant"], f"{row['parameters'] / 1e6:,.1f} M", f"{row['ffn']:,}", *state, end_section=bool(last)
+        )
+    Console().print(table)
+
+
+def _costs(config: ModelConfig) -> dict[str, Any]:
+    """Parameters; bytes of a state in a bfloat16 model; the tokens of a Transformer's bf16 cache that take as much."""
+    with torch.device("meta"):
+        model = Model(config).bfloat16()
+        state: State = model.start(1)
+    count = parameters(config)
+    if "attention" in config.blocks:
+        return {"parameters": count, "state_bytes": None, "kv_tokens": None}
+    per_token = 2 * 2 * config.dim * config.depth
+    return {"parameters": count, "state_bytes": state.nbytes, "kv_tokens": round(state.nbytes / per_token)}

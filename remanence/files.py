@@ -1,0 +1,71 @@
+"""Files that are whole or not there: written under a temporary name, flushed, and renamed. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its place when the block ends, and is removed if the block fails."""
+    if path.is_dir():
+        raise ValueError(f"{path}: expected a file to write, got a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: expected its folder to exist; make {path.parent} first")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a JSON file ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+class Stored(NamedTuple):
+    """A safetensors file: its tensors, and its header's own words."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    from safetensors.torch import save_file
+
+    with replacing(path) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata))
+
+
+def read_tensors(path: Path) -> Stored:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        with safe_open(path, "pt") as file:
+            return Stored({name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {}))  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged, or not a safetensors file ({error})") from None

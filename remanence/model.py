@@ -1,0 +1,300 @@
+"""A language model: tokens -> embedding -> blocks -> logits, with one state for all of it, and the folder it is saved in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from remanence.blocks import Block, Seen
+from remanence.config import MODES, Mode, ModelConfig, change, known
+from remanence.files import read_json, read_tensors, write_json, write_tensors
+from remanence.layers import RMSNorm
+from remanence.ops import MemoryState
+from remanence.ops.checks import check_offsets, documents
+from remanence.ops.layout import repad
+from remanence.ops.state import TensorTuple
+
+
+class _State(NamedTuple):
+    blocks: tuple[Any, ...]
+    position: Tensor
+
+
+class State(_State, TensorTuple):
+    """All that a model carries from call to call, one row per document: each block's state, and the tokens read ``[r]``.
+
+    Returned by every call and never changed in place, so keeping one is enough to come back to it. Its size does not depend on
+    how much was read, except with full attention.
+    """
+
+    __slots__ = ()
+
+    @property
+    def diverged(self) -> Bool[Tensor, " r"]:
+        """Per row: whether any memory has been infinite or NaN since the document began."""
+        flags = [memory.diverged for memory in memories(self)]
+        return torch.stack(flags).any(0) if flags else torch.zeros_like(self.position, dtype=torch.bool)
+
+    def crop(self, tokens: int) -> State:
+        """The state before the last `tokens` tokens, which must lie in the memories' open chunk and have been written to them."""
+        if bool((self.position < tokens).any()):
+            raise ValueError(f"tokens: expected at most the {int(self.position.min())} tokens read, got {tokens}")
+        for memory in memories(self):
+            if tokens and not torch.equal(memory.position, self.position):
+                raise ValueError(
+                    "tokens: expected a state read with its memory on, got one whose memory did not read every token"
+                )
+        return State(tuple(block.crop(tokens) for block in self.blocks), self.position - tokens)
+
+
+def memories(node: Any) -> list[MemoryState]:
+    """Every `MemoryState` in a state, in the order of the layers."""
+    if isinstance(node, MemoryState):
+        return [node]
+    return [found for child in node for found in memories(child)] if isinstance(node, tuple) else []
+
+
+class Trace(NamedTuple):
+    """All that can be seen of a call: the last layer's output, normalised ``[b t d]``; the state; each layer's memory, if any."""
+
+    hidden: Tensor
+    state: State
+    seen: tuple[Seen | None, ...]
+
+    @property
+    def surprise(self) -> Tensor | None:
+        """Per token ``[b t]``, the mean over layers and heads; None without a memory that was written."""
+        present = [seen.surprise.mean(-1) for seen in self.seen if seen is not None]
+        return torch.stack(present).mean(0) if present else None
+
+
+class Model(nn.Module):
+    """``logits, state = Model(config)(tokens, state)``: pass None at a document's start, and what you got afterwards.
+
+    ``model.memory`` says what becomes of the neural memories: "on"; "off", as if there were none; "frozen", read but never
+    written; "fresh", begun anew at every segment. ``model.checkpointing`` trades a second forward pass for memory in training.
+    """
+
+    def __init__(self, config: ModelConfig, **fields: Any) -> None:
+        super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"config: expected a ModelConfig, as preset('tiny') makes one, got {config!r}")
+        self.config = change(config, fields)
+        c = self.config
+        self.embed = nn.Embedding(c.vocabulary, c.dim)
+        self.blocks = nn.ModuleList(Block(name, c) for name in c.blocks)
+        self.norm = RMSNorm(c.dim)
+        self.head = None if c.tie else nn.Linear(c.dim, c.vocabulary, bias=False)
+        self.checkpointing = False
+        self._memory: Mode = "on"
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Scales that do not depend on the width: unit logits to begin with, and residual branches that grow with no depth.
+
+        The blocks' parts have initialised themselves; see docs/paper.md.
+        """
+        nn.init.normal_(self.embed.weight, std=self.config.dim**-0.5)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                if name.endswith(("o_proj.weight", "down.weight")):
+                    weight.mul_((2 * self.config.depth) ** -0.5)
+
+    @property
+    def memory(self) -> Mode:
+        return self._memory
+
+    @memory.setter
+    def memory(self, mode: Mode) -> None:
+        self._memory = self._mode(mode)
+
+    @property
+    def has_memory(self) -> bool:
+        return any(hasattr(block.mixer, "memory") for block in self.blocks)
+
+    def _mode(self, mode: Mode) -> Mode:
+        known("memory", mode, MODES)
+        if mode != "on" and not self.has_memory:
+            raise ValueError(f"memory: expected 'on', as the blocks {self.config.pattern} have no neural memory, got {mode!r}")
+        return mode
+
+    def start(self, rows: int) -> State:
+        """The state of `rows` documents of which nothing has been read."""
+        place = self.embed.weight.device
+        position = torch.zeros(rows, dtype=torch.int64, device=place)
+        return State(tuple(block.start(rows) for block in self.blocks), position)  # type: ignore[operator]
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "b t"],
+        state: State | None = None,
+        *,
+        mask: Bool[Tensor, "b t"] | None = None,
+        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        memory: Mode | None = None,
+    ) -> tuple[Float[Tensor, "b t v"], State]:
+        """Logits of what follows each token, and the state.
+
+        Args:
+            tokens: numbers below the vocabulary.
+            state: None at a document's start, then what the call before returned.
+            mask: true where a token counts. Padding, wherever it stands, is not read; its logits are those of a zero vector.
+            offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
+            memory: for this call only, instead of ``model.memory``.
+        """
+        seen = self.trace(tokens, state, mask=mask, offsets=offsets, memory=memory)
+        return self.logits(seen.hidden), seen.state
+
+    def logits(self, hidden: Float[Tensor, "... d"]) -> Float[Tensor, "... v"]:
+        return F.linear(hidden, self.embed.weight if self.head is None else self.head.weight)
+
+    def trace(
+        self,
+        tokens: Int[Tensor, "b t"],
+        state: State | None = None,
+        *,
+        mask: Bool[Tensor, "b t"] | None = None,
+        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        memory: Mode | None = None,
+    ) -> Trace:
+        """`forward` up to the logits, with what each memory did beside it."""
+        self._check(tokens, state, mask, offsets)
+        if mask is not None and bool(mask.all()):
+            mask = None
+        if mask is not None:
+            return self._trace_masked(tokens, state, mask, memory)
+        mode = self._memory if memory is None else self._mode(memory)
+        rows = tokens.shape[0] if offsets is None else documents(offsets)
+        borders = check_offsets(offsets, tokens.shape[0], tokens.shape[1], rows if state is None else len(state.position))
+        position = state.position if state is not None else torch.zeros(rows, dtype=torch.int64, device=tokens.device)
+        if tokens.shape[1] == 0:
+            return Trace(self.embed(tokens), state or self.start(rows), (None,) * len(self.blocks))
+        x = self.embed(tokens)
+        ends, noted = [], []
+        for index, block in enumerate(self.blocks):
+            x, end, seen = self._call(block, x, None if state is None else state.blocks[index], borders, mode)
+            ends.append(end)
+            noted.append(seen)
+        counts = tokens.shape[1] if borders is None else torch.tensor(borders, device=position.device).diff()
+        return Trace(self.norm(x), State(tuple(ends), position + counts), tuple(noted))
+
+    def _call(self, block: nn.Module, *inputs: Any) -> Any:
+        if self.checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
+
+    def _trace_masked(self, tokens: Tensor, state: State | None, mask: Tensor, memory: Mode | None) -> Trace:
+        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or window."""
+        state = self.start(tokens.shape[0]) if state is None else state
+        borders = [0, *mask.sum(1).cumsum(0).tolist()]
+        inside = self.trace(tokens[mask].unsqueeze(0), state, offsets=borders, memory=memory)
+
+        def spread(seen: Seen | None) -> Seen | None:
+            return seen and Seen(repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask)))
+
+        return Trace(repad(inside.hidden, mask), inside.state, tuple(spread(seen) for seen in inside.seen))
+
+    def _check(self, tokens: Tensor, state: object, mask: object, offsets: object) -> None:
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            came = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ValueError(f"tokens: expected whole numbers [batch, tokens], got {came}")
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            low, high = (int(x) for x in tokens.aminmax())
+            if low < 0 or high >= self.config.vocabulary:
+                wrong = low if low < 0 else high
+                raise ValueError(f"tokens: expected numbers from 0 to {self.config.vocabulary - 1} (the vocabulary), got {wrong}")
+        if state is not None and (not isinstance(state, State) or len(state.blocks) != len(self.blocks)):
+            raise ValueError(f"state: expected the State this model returned, or None, got {type(state).__name__}")
+        if mask is not None:
+            if offsets is not None:
+                raise ValueError("offsets: expected None beside a mask, got both; a mask already says where each document lies")
+            if not isinstance(mask, Tensor) or mask.shape != tokens.shape or mask.dtype != torch.bool:
+                came = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+                raise ValueError(f"mask: expected booleans of shape {list(tokens.shape)}, true where a token counts, got {came}")
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``; a tokenizer is saved by itself, `remanence.tokens`."""
+        folder = Path(folder)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"folder: expected a folder to write into, got the file {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.named_parameters()}
+        write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
+        write_json(folder / "config.json", describe(self.config, self.embed.weight.dtype))
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Model:
+        """The model that `save` (or ``save_pretrained`` of `remanence.hf`) wrote, in the dtype it was saved in or another."""
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model: expected a folder with config.json and model.safetensors, got {folder}")
+        with torch.device("meta"):
+            model = cls(read_config(folder))
+        found = {
+            name.removeprefix("model."): tensor for name, tensor in read_tensors(folder / "model.safetensors").tensors.items()
+        }
+        wanted = dict(model.named_parameters())
+        for name, parameter in wanted.items():
+            if name not in found:
+                raise ValueError(f"{folder / 'model.safetensors'}: expected a tensor {name!r}, which is missing")
+            if found[name].shape != parameter.shape:
+                came, expected = list(found[name].shape), list(parameter.shape)
+                raise ValueError(f"{folder / 'model.safetensors'}: {name}: expected shape {expected}, got {came}")
+        for name in found:
+            if name not in wanted:
+                raise ValueError(f"{folder / 'model.safetensors'}: a tensor {name!r} that a model of this configuration has not")
+        model = model.to_empty(device="cpu")
+        model.load_state_dict(found, strict=False, assign=True)
+        return model.to(device=device, dtype=dtype)
+
+
+def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """``config.json``: a Hugging Face configuration whose ``remanence`` entry is ours."""
+    return {
+        "architectures": ["RemanenceForCausalLM"],
+        "model_type": "remanence",
+        "dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.heads,
+        "tie_word_embeddings": config.tie,
+        "remanence": config.to_dict(),
+    }
+
+
+def read_config(folder: Path) -> ModelConfig:
+    data = read_json(folder / "config.json")
+    if data.get("model_type") != "remanence" or not isinstance(data.get("remanence"), dict):
+        raise ValueError(f"{folder / 'config.json'}: expected model_type 'remanence', got {data.get('model_type')!r}")
+    return ModelConfig.from_dict(data["remanence"])
+
+
+def parameters(config: ModelConfig) -> int:
+    """How many parameters a model of this configuration has; nothing is allocated."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Model(config).parameters())
+
+
+def matched(config: ModelConfig, target: int | None = None) -> ModelConfig:
+    """The same with a feed-forward width that gives `target` parameters, by default those of a Transformer of the same preset.
+
+    Hybrids carry attention and memory; variants compared at equal width of the feed-forward would differ by up to two thirds.
+    """
+    if target is None:
+        target = parameters(change(config, {"pattern": ("attention",)}))
+    per_unit = 3 * config.dim * config.depth
+    rest = parameters(config) - per_unit * config.hidden
+    ffn = round((target - rest) / per_unit)
+    if ffn < 1:
+        raise ValueError(f"target: expected more than {rest:,}, what this model has without a feed-forward, got {target:,}")
+    return change(config, {"ffn": ffn})

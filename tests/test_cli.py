@@ -1,0 +1,236 @@
+"""The commands as people type them: read, save, ask, resume, and every wrong turn one line long with exit code 2."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from remanence import Model, Session, cli, commands, memfile
+from remanence.blocks import BLOCKS
+from remanence.config import PRESETS, preset
+from remanence.model import matched, parameters
+from remanence.testing import assert_close
+from remanence.tokens import load_tokenizer
+
+TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 90
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with an untrained model, `m`, and a text, `t.txt`."""
+    folder = tmp_path_factory.mktemp("home")
+    cli.main(["new", "tiny", str(folder / "m"), "--variant", "mac"])
+    (folder / "t.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def run(home, capsys, monkeypatch):
+    monkeypatch.chdir(home)
+
+    def call(*arguments, code=0):
+        capsys.readouterr()
+        try:
+            cli.main([str(argument) for argument in arguments])
+            came = 0
+        except SystemExit as stop:
+            came = stop.code
+        out, err = capsys.readouterr()
+        assert came == code, err or out
+        if code == 2:
+            assert err.count("\n") == 1 and err.startswith("remanence: error: "), err
+        return out if code == 0 else err
+
+    return call
+
+
+def test_reading_saving_and_asking_is_what_a_session_does(run, home, tmp_path):
+    path = tmp_path / "o.mem"
+    said = run("read", "m", "t.txt", "t.txt", "--save", path, "--device", "cpu")
+    assert f"{2 * len(TEXT):,} tokens read" in said and "mean surprise" in said
+    session = Session(home / "m")
+    session.read(TEXT * 2)
+    assert_close(memfile.load(path, session.model), session.state, 0.0)
+    answer = run("generate", "m", "--memory", path, "--prompt", "And so", "--max-tokens", 12, "--device", "cpu")
+    assert answer == session.generate("And so", max_tokens=12) + "\n"
+    assert f"[{2 * len(TEXT)}]" in run("inspect", path)
+    facts = json.loads(run("inspect", path, "--json"))
+    assert facts["tokens"] == [2 * len(TEXT)] and len(facts["layers"]) == 2
+    assert json.loads(run("inspect", "m", "--json"))["parameters"] == sum(p.numel() for p in session.model.parameters())
+
+
+def test_reading_on_and_resuming(run, home, tmp_path):
+    first, both, resumed = tmp_path / "1.mem", tmp_path / "2.mem", tmp_path / "3.mem"
+    run("read", "m", "t.txt", "--save", first)
+    run("read", "m", "t.txt", "--memory", first, "--save", both)
+    assert memfile.peek(both)[0]["tokens"] == [2 * len(TEXT)]
+    assert "exists; --resume reads on" in run("read", "m", "t.txt", "--save", first, code=2)
+    # Interrupted after the first piece of the second text, then resumed: the same to the last bit.
+    session = Session(home / "m").load(first)
+    next(session.reading(TEXT))
+    session.save(resumed)
+    assert len(TEXT) < session.tokens < 2 * len(TEXT)
+    run("read", "m", "t.txt", "--memory", first, "--save", resumed, "--resume")
+    assert_close(memfile.load(resumed, session.model), memfile.load(both, session.model), 0.0)
+
+
+def test_several_prompts_are_lines_of_json(run, home):
+    out = run("generate", "m", "--prompt", "a", "And then he", "--max-tokens", 5, "--temperature", 1, "--seed", 4)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["a", "And then he"]
+    alone = Session(home / "m").generate("And then he", max_tokens=5, temperature=1.0, seed=5)
+    assert rows[1]["text"] == alone
+
+
+def test_chat_remembers_from_one_conversation_to_the_next(run, home, tmp_path, monkeypatch):
+    path = tmp_path / "c.mem"
+    for turn, line in enumerate(("hello", "again"), 1):
+        lines = iter([line, ""])
+
+        def answer(prompt, lines=lines):
+            try:
+                return next(lines)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", answer)
+        run("chat", "m", "--memory", path, "--max-tokens", 3)
+        assert memfile.peek(path)[0]["tokens"] == [turn * (5 + 1 + 3)]
+    session = Session(home / "m")
+    for line in ("hello\n", "again\n"):
+        session.generate(line, max_tokens=3)
+    assert_close(memfile.load(path, session.model), session.state, 0.0)
+
+
+def test_modes_and_writes_reach_the_model(run, home, tmp_path):
+    first, after = tmp_path / "1.mem", tmp_path / "2.mem"
+    run("read", "m", "t.txt", "--save", first)
+    run("generate", "m", "--memory", first, "--prompt", "x", "--max-tokens", 4, "--mode", "frozen", "--save", after)
+    written = {
+        name: memfile.peek(path)[1]["blocks.0.memory.memory.position"].item() for name, path in (("1", first), ("2", after))
+    }
+    assert written["1"] == written["2"] == len(TEXT)
+    run("generate", "m", "--memory", first, "--prompt", "x", "--max-tokens", 4, "--write", "prompt", "--save", after)
+    assert memfile.peek(after)[1]["blocks.0.memory.memory.position"].item() == len(TEXT) + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["read", "nowhere", "t.txt", "--save", "x.mem"],
+            "model: expected a folder with config.json and model.safetensors, got nowhere",
+        ),
+        (["read", "m", "nowhere.txt", "--save", "x.mem"], "nowhere.txt: no such file"),
+        (["read", "m", "t.txt", "--save", "no/such/x.mem"], "--save: expected a folder that exists, got no/such"),
+        (["read", "m", "t.txt", "--save", "x.mem", "--memory", "t.txt"], "t.txt: damaged, or not a safetensors file"),
+        (["generate", "m", "--prompt", ""], "--prompt: expected a text of at least one character, got an empty one"),
+        (["generate", "m", "--prompt", "a", "--memory", "nowhere.mem"], "nowhere.mem: no such file"),
+        (["generate", "m", "--prompt", "a", "--temperature", "-1"], "temperature: expected a number of at least 0, got -1"),
+        (["generate", "m", "--prompt", "a", "b", "--save", "x.mem"], "--save: expected a single prompt"),
+        (["new", "tinny", "x"], "preset: expected one of tiny, small, 170m, 340m, 760m, 1.3b, got 'tinny'; did you mean 'tiny'?"),
+        (["new", "tiny", "x", "--variant", "mac+wndow"], "pattern: expected one of"),
+        (["new", "tiny", "m"], "out: expected a new or empty folder, got m"),
+        (["inspect", "t.txt"], "t.txt: damaged, or not a safetensors file"),
+        (["inspect", "nowhere"], "nowhere: no such file"),
+    ],
+)
+def test_wrong_turns_are_one_line(run, home, arguments, message):
+    before = sorted(os.listdir(home))
+    assert message in run(*arguments, code=2)
+    assert sorted(os.listdir(home)) == before, "nothing half-written"
+
+
+def test_other_weights_and_damage_at_the_command_line(run, home, tmp_path):
+    run("new", "tiny", tmp_path / "other", "--seed", 5)
+    run("read", "m", "t.txt", "--save", tmp_path / "a.mem")
+    ask = ["generate", tmp_path / "other", "--memory", tmp_path / "a.mem", "--prompt", "x", "--max-tokens", 1]
+    assert "other weights; --force" in run(*ask, code=2)
+    run(*ask, "--force")
+    whole = (tmp_path / "a.mem").read_bytes()
+    (tmp_path / "a.mem").write_bytes(whole[:-7])
+    assert "a.mem: damaged" in run(*ask, code=2)
+
+
+def test_an_empty_file_is_read_as_nothing(run, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    said = run("read", "m", tmp_path / "empty.txt", "--save", tmp_path / "e.mem")
+    assert "0 tokens read" in said
+
+
+def test_ctrl_c_saves_what_was_read(home, tmp_path):
+    big = tmp_path / "big.txt"
+    big.write_text(TEXT * 400)
+    command = [sys.executable, "-m", "remanence.cli", "read", str(home / "m"), str(big), "--save", str(tmp_path / "a.mem")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "REMANENCE_AUTOSAVE": "0"})
+    while not (tmp_path / "a.mem").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted after" in err and "Traceback" not in err
+    assert 0 < memfile.peek(tmp_path / "a.mem")[0]["tokens"][0] < 400 * len(TEXT)
+
+
+class TestPresets:
+    def test_the_table_tells_the_truth(self, run):
+        rows = {(row["preset"], row["variant"]): row for row in json.loads(run("presets", "--json"))}
+        assert {name for name, _ in rows} == set(PRESETS)
+        for variant in ("mac", "lmm", "attention"):
+            subject = Model(preset("tiny", variant, vocabulary=32_000))
+            assert rows["tiny", variant]["parameters"] == sum(p.numel() for p in subject.parameters())
+        state = Model(preset("tiny", "mac", vocabulary=32_000)).bfloat16().start(1)
+        assert rows["tiny", "mac"]["state_bytes"] == state.nbytes
+        assert rows["tiny", "mac"]["kv_tokens"] == round(state.nbytes / (2 * 2 * 128 * 2))
+        assert "340m" in run("presets")
+
+    def test_variants_can_be_matched_in_size(self):
+        for name in PRESETS:
+            target = parameters(preset(name, "attention"))
+            for variant in BLOCKS:
+                count = parameters(matched(preset(name, variant)))
+                assert abs(count / target - 1) < 0.02, f"{name} {variant}: {count / target:.3f} of the Transformer's"
+
+    def test_the_papers_sizes(self):
+        sizes = {name: (c.depth, c.dim, c.heads) for name in PRESETS for c in [preset(name)]}
+        assert sizes["170m"] == (12, 768, 16) and sizes["340m"] == (24, 1024, 16)
+        assert sizes["760m"] == (24, 1536, 16) and sizes["1.3b"] == (18, 2048, 8)
+        for name in ("170m", "340m", "760m", "1.3b"):
+            config = preset(name)
+            assert (config.window, config.segment, config.persistent, config.memory.chunk) == (2048, 512, 128, 16)
+            assert config.memory.shape[1] == 64, "the fast path's head width"
+
+    def test_changes_and_unknown_fields(self):
+        config = preset("small", ("lmm", "window"), window=64, memory={"chunk": 32})
+        assert (config.pattern, config.window, config.memory.chunk, config.memory.expansion) == (("lmm", "window"), 64, 32, 2.0)
+        with pytest.raises(ValueError, match=r"ModelConfig field: expected one of .* got 'windw'; did you mean 'window'"):
+            preset("small", windw=3)
+
+
+def test_a_tokenizer_json_goes_with_the_model(run, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    inner = Tokenizer(models.WordLevel({"[UNK]": 0, "happy": 1, "families": 2}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "words.json"))
+    run("new", "tiny", tmp_path / "w", "--tokenizer", tmp_path / "words.json")
+    assert load_tokenizer(tmp_path / "w").encode("happy families are") == [1, 2, 0]
+    assert "tokens read" in run("read", tmp_path / "w", "t.txt", "--save", tmp_path / "w.mem")
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    clock = iter([0.0, 0.0, 11.0, 12.0, 30.0])
+    monkeypatch.setattr(commands.time, "monotonic", lambda: next(clock))
+    shown = commands.Shown(100)
+    shown.update(20, 20, 1.5)
+    shown.update(30, 30, None)
+    shown.update(60, 60, None)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["reading 20 %, 20 tokens, 2/s, surprise 1.500, 44 s left", "reading 60 %, 60 tokens, 2/s, 20 s left"]
+    assert torch.is_grad_enabled()

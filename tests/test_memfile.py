@@ -1,0 +1,294 @@
+"""Memory files: what comes back is what was saved, to the bit; what does not fit is refused, and nothing is half loaded."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from models import VARIANTS, model
+from safetensors.torch import load_file, save_file
+
+from remanence import Model, Session, memfile
+from remanence.files import Stored, read_tensors
+from remanence.testing import assert_close
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
+
+
+def session(variant="mac", dtype=torch.float32, **fields):
+    return Session(model(variant, dtype, vocabulary=257, **fields).eval())
+
+
+def saved(tmp_path, variant="mac"):
+    subject = session(variant)
+    subject.read(TEXT)
+    path = tmp_path / "a.mem"
+    subject.save(path)
+    return subject, path
+
+
+def rewrite(path, change):
+    """The file with tensors and header changed, and a checksum that fits again: a forgery, not an accident."""
+    stored = read_tensors(path)
+    tensors, header = change(dict(stored.tensors), dict(stored.metadata))
+    header.pop("checksum")
+    save_file(tensors, path, {**header, "checksum": memfile._checksum(tensors, header)})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reading_saving_loading_generating_is_doing_it_in_one_go(variant, tmp_path):
+    subject, path = saved(tmp_path, variant)
+    other = Session(subject.model).load(path)
+    assert_close(other.state, subject.state, 0.0)
+    assert other.generate("Then", max_tokens=24, temperature=1.0, seed=3) == subject.generate(
+        "Then", max_tokens=24, temperature=1.0, seed=3
+    )
+    assert_close(other.state, subject.state, 0.0)
+
+
+def test_a_file_says_what_it_is_and_holds_no_text(tmp_path):
+    subject, path = saved(tmp_path)
+    header, tensors = memfile.peek(path)
+    assert header["tokens"] == [len(TEXT)]
+    assert header["schema"] == memfile.SCHEMA
+    assert header["config"] == subject.model.config.to_dict()
+    assert header["state"].keys() == tensors.keys()
+    raw = path.read_bytes()
+    assert not any(word.encode() in raw for word in ("times", "wisdom", "best"))
+    assert os.listdir(tmp_path) == ["a.mem"], "no temporary file is left"
+
+
+def test_fingerprint_does_not_depend_on_the_dtype():
+    subject = model("mac", torch.float32)
+    prints = {memfile.fingerprint(subject.to(dtype)) for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16)}
+    assert len(prints) == 1
+    with torch.no_grad():
+        subject.norm.weight[0] += 0.1
+    assert memfile.fingerprint(subject) not in prints
+
+
+def test_a_memory_moves_to_a_model_of_another_dtype(tmp_path):
+    subject, path = saved(tmp_path)
+    rounded = Session(subject.model.bfloat16()).load(path)
+    assert {t.dtype for t in rounded.state.tensors() if t.is_floating_point()} == {torch.bfloat16, torch.float32}
+    assert rounded.generate("a", max_tokens=3) is not None
+
+
+def test_other_weights_need_force(tmp_path):
+    subject, path = saved(tmp_path)
+    torch.manual_seed(99)
+    other = Session(Model(subject.model.config))
+    with pytest.raises(ValueError, match=r"a\.mem: made by the same configuration with other weights; --force"):
+        other.load(path)
+    assert other.tokens == 0, "nothing is half loaded"
+    assert other.load(path, force=True).tokens == len(TEXT)
+
+
+def test_another_architecture_is_named(tmp_path):
+    _, path = saved(tmp_path)
+    with pytest.raises(ValueError, match=r"another configuration: memory\.chunk is 4 in the file, 8 in the model; segment is 8"):
+        session(memory={"chunk": 8}, segment=16).load(path)
+    with pytest.raises(ValueError, match=r"pattern is \['mac'\] in the file, \['lmm'\] in the model"):
+        session("lmm").load(path, force=True)
+
+
+def test_newer_schemas_are_refused_and_older_ones_migrated(tmp_path, monkeypatch):
+    subject, path = saved(tmp_path)
+    rewrite(path, lambda tensors, header: (tensors, {**header, "schema": "2"}))
+    with pytest.raises(ValueError, match="expected schema 1 or older, got 2; a newer remanence can read it"):
+        session().load(path)
+
+    def older(tensors, header):  # a made-up past: the tokens were one number under another name
+        header["count"] = str(json.loads(header.pop("tokens"))[0])
+        return tensors, {**header, "schema": "0"}
+
+    subject.save(path)
+    rewrite(path, older)
+    with pytest.raises(ValueError, match="schema 0 cannot be brought to schema 1"):
+        session().load(path)
+
+    def migrate(stored):
+        header = dict(stored.metadata)
+        return Stored(stored.tensors, {**header, "tokens": json.dumps([int(header.pop("count"))])})
+
+    monkeypatch.setitem(memfile.MIGRATIONS, 0, migrate)
+    assert_close(Session(subject.model).load(path).state, subject.state, 0.0)
+
+
+class TestDamage:
+    def test_every_truncation(self, tmp_path):
+        subject, path = saved(tmp_path, "lmm")
+        whole = path.read_bytes()
+        for size in {0, 1, 7, 8, 100, len(whole) // 2, len(whole) - 1}:
+            path.write_bytes(whole[:size])
+            with pytest.raises(ValueError, match=r"a\.mem: (damaged, or not a safetensors file|altered)"):
+                Session(subject.model).load(path)
+
+    def test_every_altered_byte(self, tmp_path):
+        subject, path = saved(tmp_path, "lmm")
+        whole = path.read_bytes()
+        chance = torch.Generator().manual_seed(0)
+        places = [0, 9, 20, len(whole) - 1, *torch.randint(len(whole), (120,), generator=chance).tolist()]
+        for place in places:
+            changed = bytearray(whole)
+            changed[place] ^= 1 << (place % 8)
+            path.write_bytes(changed)
+            with pytest.raises(ValueError, match=r"a\.mem: "):
+                Session(subject.model).load(path)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_numbers_that_are_none(self, tmp_path, value):
+        subject, path = saved(tmp_path)
+
+        def poison(tensors, header):
+            tensors["blocks.1.memory.memory.layers.0"].flatten()[5] = value
+            return tensors, header
+
+        rewrite(path, poison)
+        with pytest.raises(
+            ValueError, match=r"blocks\.1\.memory\.memory\.layers\.0: expected finite numbers, got 1 infinite or NaN"
+        ):
+            Session(subject.model).load(path)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda t: t.pop("position"), "header does not describe"),
+            (lambda t: t.update(more=torch.zeros(1)), "header does not describe"),
+        ],
+    )
+    def test_content_that_the_header_does_not_tell(self, tmp_path, change, message):
+        subject, path = saved(tmp_path)
+
+        def forge(tensors, header):
+            change(tensors)
+            return tensors, header
+
+        rewrite(path, forge)
+        with pytest.raises(ValueError, match=message):
+            Session(subject.model).load(path)
+
+    @pytest.mark.parametrize(
+        ("name", "forged", "message"),
+        [
+            ("position", None, "expected a tensor 'position', which is missing"),
+            ("more", torch.zeros(1), "a tensor 'more', for which this model has no place"),
+            ("blocks.0.asked", torch.zeros(1, 3, 16), r"blocks\.0\.asked: expected shape \[1, 6, 16\], got \[1, 3, 16\]"),
+            ("blocks.0.segment.position", torch.tensor([1.0]), r"segment\.position: expected torch\.int64, got torch\.float32"),
+            ("blocks.0.segment.position", torch.tensor([-1]), r"segment\.position: expected counts of tokens, got -1"),
+            ("position", torch.tensor([5]), r"position: expected the header's \[110\] tokens, got \[5\]"),
+        ],
+    )
+    def test_forgeries_that_tell_themselves_well(self, tmp_path, name, forged, message):
+        subject, path = saved(tmp_path)
+
+        def forge(tensors, header):
+            if forged is None:
+                del tensors[name]
+            else:
+                tensors[name] = forged
+            return tensors, {**header, "state": json.dumps({key: memfile._describe(t) for key, t in tensors.items()})}
+
+        rewrite(path, forge)
+        with pytest.raises(ValueError, match=message):
+            Session(subject.model).load(path)
+
+    def test_other_files(self, tmp_path):
+        subject, path = saved(tmp_path)
+        save_file({"a": torch.zeros(2)}, tmp_path / "b.safetensors")
+        with pytest.raises(ValueError, match="expected a memory file, got a safetensors file of another kind"):
+            Session(subject.model).load(tmp_path / "b.safetensors")
+        with pytest.raises(ValueError, match="nowhere: no such file"):
+            Session(subject.model).load(tmp_path / "nowhere")
+        assert load_file(path)
+
+    def test_a_diverged_memory_is_not_saved(self, tmp_path):
+        subject, path = saved(tmp_path)
+        before = path.read_bytes()
+        memory = subject.state.blocks[0].memory.memory
+        bad = memory._replace(diverged=torch.ones_like(memory.diverged))
+        block = subject.state.blocks[0]
+        block = block._replace(memory=block.memory._replace(memory=bad))
+        subject.state = subject.state._replace(blocks=(block, *subject.state.blocks[1:]))
+        with pytest.raises(ValueError, match="a memory that has diverged; it was not saved"):
+            subject.save(path)
+        assert path.read_bytes() == before
+
+
+KILLED = """
+import sys, torch
+from remanence import Model, Session, preset
+torch.manual_seed(0)
+session = Session(Model(preset("tiny", "lmm")))
+session.read("abc" * 20)
+print("ready", flush=True)
+while True:
+    session.read("more")
+    session.save(sys.argv[1])
+"""
+
+
+def test_kill_9_never_leaves_a_broken_file(tmp_path):
+    """Killed at random moments of an endless save loop, the file is always one that loads."""
+    path = tmp_path / "a.mem"
+    torch.manual_seed(0)
+    from remanence import preset
+
+    subject = Model(preset("tiny", "lmm"))
+    for wait in (0.05, 0.11, 0.2, 0.33):
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(wait)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if path.exists():
+            assert Session(subject).load(path).tokens >= 64
+    assert path.exists()
+
+
+class TestModelFolders:
+    @pytest.mark.parametrize("variant", ["mac", "attention hybrid"])
+    def test_a_model_comes_back(self, tmp_path, variant):
+        for tie in (True, False):
+            subject = model(variant, torch.float32, tie=tie)
+            subject.save(tmp_path / str(tie))
+            other = Model.load(tmp_path / str(tie))
+            assert other.config == subject.config
+            x = torch.randint(11, (2, 20))
+            assert torch.equal(other(x)[0], subject(x)[0])
+            assert memfile.fingerprint(other) == memfile.fingerprint(subject)
+        assert Model.load(tmp_path / "True", dtype=torch.bfloat16).embed.weight.dtype == torch.bfloat16
+
+    def test_faults_are_named(self, tmp_path):
+        model("mac", torch.float32).save(tmp_path)
+        path = tmp_path / "model.safetensors"
+        whole = load_file(path)
+        name = "model.blocks.0.ffn.up.weight"
+        faults = {
+            "expected a tensor 'blocks.0.ffn.up.weight', which is missing": {k: v for k, v in whole.items() if k != name},
+            "blocks.0.ffn.up.weight: expected shape": {**whole, name: torch.zeros(2, 2)},
+            "a tensor 'other' that a model of this configuration has not": {**whole, "model.other": torch.zeros(2)},
+        }
+        for message, tensors in faults.items():
+            save_file(tensors, path)
+            with pytest.raises(ValueError, match=message):
+                Model.load(tmp_path)
+        path.write_bytes(b"")
+        with pytest.raises(ValueError, match=r"model\.safetensors: damaged"):
+            Model.load(tmp_path)
+        path.unlink()
+        with pytest.raises(ValueError, match=r"model\.safetensors: no such file"):
+            Model.load(tmp_path)
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(ValueError, match=r"config\.json: not a JSON file"):
+            Model.load(tmp_path)
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        with pytest.raises(ValueError, match=r"config\.json: expected model_type 'remanence', got 'llama'"):
+            Model.load(tmp_path)
+        with pytest.raises(ValueError, match=r"model: expected a folder with config\.json"):
+            Model.load(tmp_path / "nowhere")

@@ -1,0 +1,232 @@
+"""Reading, generating, forking: what is read in pieces is what is read at once, and a batch is its prompts alone."""
+
+import pytest
+import torch
+from models import VARIANTS, model
+
+from remanence import Generation, Model, Sampling, Session, preset
+from remanence import generate as generating
+from remanence.generate import choose
+from remanence.model import memories
+from remanence.testing import assert_close
+from remanence.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
+
+TEXT = "Call me Ishmael. Some years ago - never mind how long précisément - having little or no money in my purse. "
+
+
+def bytes_model(variant="mac", dtype=torch.float32, **fields):
+    return model(variant, dtype, vocabulary=257, **fields).eval()
+
+
+def greedy(subject, text, count):
+    """The plain loop: the whole text again for every token."""
+    tokens = list(text.encode())
+    for _ in range(count):
+        tokens.append(int(subject(torch.tensor([tokens]))[0][0, -1].argmax()))
+    return tokens[len(text.encode()) :]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generating_is_the_plain_loop(variant):
+    subject = bytes_model(variant, torch.float64)
+    session = Session(subject)
+    session.read(TEXT[:37])
+    generation = Generation(subject, [TEXT[37:60]], Sampling(max_tokens=20), state=session.state).run()
+    expected = greedy(subject, TEXT[:60], 20)
+    ended = expected.index(256) if 256 in expected else 20
+    assert generation.tokens[0] == expected[:ended]
+    assert generation.texts[0] == ByteTokenizer().decode(expected[:ended])
+    assert generation.state.position.tolist() == [len(TEXT[:60].encode()) + ended]
+
+
+@pytest.mark.parametrize("variant", ["mac", "mag", "mal", "lmm", "attention"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_of_unequal_prompts_is_each_alone(variant, temperature):
+    subject = bytes_model(variant, torch.float64)
+    prompts = [TEXT[:5], TEXT[:31], "x", TEXT[3:20]]
+    together = Generation(subject, prompts, Sampling(max_tokens=15, temperature=temperature, seed=7)).run()
+    for row, prompt in enumerate(prompts):
+        alone = Generation(subject, [prompt], Sampling(max_tokens=15, temperature=temperature, seed=7 + row)).run()
+        assert together.tokens[row] == alone.tokens[0]
+        if variant != "attention":
+            assert_close(together.state.rows(row), alone.state, 1e-9)
+
+
+def test_stop_texts_end_the_output_and_are_never_shown(monkeypatch):
+    subject = bytes_model("lmm")
+    script = "say ab then abc and more"
+    for stop, shown in ((("abc",), "say ab then "), (("then", "say ab t"), ""), (("zzz",), script), (("e",), "say ab th")):
+        letters = iter(script.encode())
+        monkeypatch.setattr(generating, "choose", lambda *_, letters=letters: next(letters))
+        generation = Generation(subject, ["x"], Sampling(max_tokens=len(script), stop=stop))
+        pieces = [text for _, text in generation]
+        assert "".join(pieces) == generation.texts[0] == shown
+        assert not any(text in "".join(pieces[:n]) for n in range(len(pieces) + 1) for text in stop)
+
+
+def test_half_characters_are_held_back(monkeypatch):
+    letters = iter("aé🎉".encode() + b"\xf0\x9f")
+    monkeypatch.setattr(generating, "choose", lambda *_: next(letters))
+    pieces = [text for _, text in Generation(bytes_model("lmm"), ["x"], Sampling(max_tokens=9))]
+    assert pieces == ["a", "é", "🎉", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_the_end_of_a_document_ends_the_output(monkeypatch):
+    letters = iter([65, 66, 256, 67])
+    monkeypatch.setattr(generating, "choose", lambda *_: next(letters))
+    generation = Generation(bytes_model("lmm"), ["x"], Sampling(max_tokens=9)).run()
+    assert generation.texts == ["AB"]
+    assert generation.state.position.tolist() == [3], "the mark itself is no part of what was said"
+
+
+class TestChoosing:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+
+    def drawn(self, **fields):
+        chance = torch.Generator().manual_seed(0)
+        return [choose(self.logits, Sampling(temperature=1.0, **fields), chance) for _ in range(400)]
+
+    def test_greedy(self):
+        assert choose(self.logits, Sampling(), torch.Generator()) == 1
+
+    def test_top_k(self):
+        assert set(self.drawn(top_k=2)) == {1, 3}
+        assert set(self.drawn(top_k=1)) == {1}
+
+    def test_top_p(self):
+        shares = self.logits.softmax(0)  # token 1: 0.64, token 3: 0.23, token 2: 0.09
+        assert set(self.drawn(top_p=float(shares[1]) - 1e-3)) == {1}
+        assert set(self.drawn(top_p=float(shares[1]) + 1e-3)) == {1, 3}
+
+    def test_frequencies_are_the_softmax(self):
+        drawn = torch.tensor(self.drawn()).bincount(minlength=5) / 400
+        assert (drawn - self.logits.softmax(0)).abs().max() < 0.06
+
+    def test_temperature_and_seed(self):
+        cold = [choose(self.logits, Sampling(temperature=0.05), torch.Generator().manual_seed(s)) for s in range(50)]
+        assert set(cold) == {1}
+        assert self.drawn() == self.drawn()
+
+
+@pytest.mark.parametrize("variant", ["mac", "lmm", "window"])
+def test_reading_in_any_pieces_is_reading_at_once(variant, monkeypatch):
+    """To the last bit: calls are cut at fixed positions of the document, whatever pieces the text comes in."""
+    monkeypatch.setattr(generating, "PIECE", 32)
+    monkeypatch.setattr("remanence.session.PIECE", 32)
+    subject = bytes_model(variant)
+    one, other = Session(subject), Session(subject)
+    first = one.read(TEXT * 3)
+    second = other.read(iter([TEXT[:50], TEXT[50:], (TEXT * 2)[:33].encode(), (TEXT * 2)[33:]]))
+    assert first.tokens == second.tokens == one.tokens == len((TEXT * 3).encode())
+    assert_close(one.state, other.state, 0.0)
+    assert (first.surprise is None) == (variant == "window")
+    if first.surprise is not None:
+        whole = subject.trace(torch.tensor([list((TEXT * 3).encode())]))
+        assert first.surprise == pytest.approx(whole.surprise.mean().item(), rel=1e-5)
+
+
+def test_what_generating_may_write():
+    subject = bytes_model()
+    written = {}
+    for write in ("all", "prompt", "none"):
+        session = Session(subject, write=write)
+        session.read(TEXT)
+        before = memories(session.state)[0].position.item()
+        session.generate("And then", max_tokens=7)
+        written[write] = memories(session.state)[0].position.item() - before
+        assert session.tokens == len(TEXT.encode()) + 15
+    assert written == {"all": 15, "prompt": 8, "none": 0}
+
+
+def test_a_fork_goes_its_own_way():
+    session = Session(bytes_model())
+    session.read(TEXT)
+    before = session.state.clone()
+    fork = session.fork()
+    fork.read("something else")
+    fork.generate("and", max_tokens=3)
+    assert_close(session.state, before, 0.0)
+    assert session.fork().generate("and", max_tokens=9) == session.generate("and", max_tokens=9)
+
+
+def test_leaving_a_stream_early_keeps_what_was_said():
+    session = Session(bytes_model())
+    stream = session.stream("abc", max_tokens=50)
+    for _ in range(4):
+        next(stream)
+    stream.close()
+    assert 3 + 4 <= session.tokens < 53
+
+
+def test_nothing_is_computed_that_needs_a_gradient():
+    session = Session(bytes_model())
+    session.read(TEXT)
+    session.generate("a", max_tokens=2)
+    assert not any(tensor.requires_grad for tensor in session.state.tensors())
+
+
+def test_a_diverged_memory_is_not_used():
+    subject = bytes_model("lmm", depth=1)
+    with torch.no_grad():
+        subject.blocks[0].mixer.memory.layer.initial.layer0.fill_(float("nan"))
+    with pytest.raises(ValueError, match="memory: expected finite numbers, got a memory that diverged"):
+        Session(subject).read(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.generate(""), "prompt: expected a text of at least one character, got an empty one"),
+        (lambda s: s.generate("a", temperature=-1), "temperature: expected a number of at least 0, got -1"),
+        (lambda s: s.generate("a", top_k=0), "top_k: expected a whole number of at least 1, got 0"),
+        (lambda s: s.generate("a", top_p=1.5), "top_p: expected a number above 0 and up to 1, got 1.5"),
+        (lambda s: s.generate("a", stop=[""]), r"stop: expected texts of at least one character, got \[''\]"),
+        (lambda s: s.generate("a", max_tokens=-1), "max_tokens: expected a whole number of at least 0, got -1"),
+        (lambda s: Session(s.model, write="some"), "write: expected one of all, prompt, none, got 'some'"),
+        (lambda s: Session(model()), "tokenizer: expected at most the model's 11 tokens, got 257"),
+        (lambda s: Generation(s.model, []), "prompts: expected texts"),
+        (lambda s: Generation(s.model, "abc"), "prompts: expected texts"),
+        (lambda s: Generation(s.model, ["a", "b"], state=s.model.start(3)), "state: expected one row, or one for each of 2"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(Session(bytes_model()))
+
+
+class TestTokenizers:
+    def test_bytes_and_their_json_agree(self, tmp_path):
+        ByteTokenizer().save(tmp_path)
+        assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+        other = JsonTokenizer(tmp_path / "tokenizer.json", "<|end|>")
+        text = "".join(chr(code) for code in range(1, 400)) + "🎉 \r\n\t"
+        assert other.encode(text) == ByteTokenizer().encode(text)
+        assert other.decode(other.encode(text)) == ByteTokenizer().decode(other.encode(text)) == text
+        assert (other.vocabulary, other.end) == (257, 256)
+
+    def test_a_json_tokenizer_streams_what_it_encodes_at_once(self, tmp_path, monkeypatch):
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        monkeypatch.setattr("remanence.tokens.PIECE", 16)
+        inner = Tokenizer(models.WordLevel({"[UNK]": 0, "Call": 1, "me": 2, "Ishmael": 3, "ago": 4}, unk_token="[UNK]"))
+        inner.pre_tokenizer = pre_tokenizers.Whitespace()
+        inner.save(str(tmp_path / "tokenizer.json"))
+        own = load_tokenizer(tmp_path)
+        whole = own.encode(TEXT)
+        for size in (1, 3, 7, 100):
+            pieces = [TEXT.encode()[i : i + size] for i in range(0, len(TEXT.encode()), size)]
+            assert [token for tokens in own.stream(pieces) for token in tokens] == whole
+
+    def test_saved_beside_the_model_it_comes_back(self, tmp_path):
+        subject = Model(preset("tiny", "lmm"))
+        subject.save(tmp_path)
+        ByteTokenizer().save(tmp_path)
+        session = Session(tmp_path)
+        assert isinstance(session.tokenizer, ByteTokenizer)
+        assert session.generate("a", max_tokens=5) == Session(subject).generate("a", max_tokens=5)
+
+    def test_a_broken_tokenizer_is_named(self, tmp_path):
+        (tmp_path / "tokenizer.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer\.json"):
+            load_tokenizer(tmp_path)
+        assert byte_level_json() != {}
