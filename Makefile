@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test test-all lint format bench clean
+.PHONY: setup demo test test-all lint format bench bench-long clean
 
 setup: .venv/ready
 
@@ -38,6 +38,10 @@ test-all: lint
 
 bench: .venv/bench-ready
 	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/models.py
+
+bench-long: setup
+	$(BIN)/python benchmarks/long.py
 
 clean:
 	rm -rf .venv out benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -113,7 +113,7 @@ def sliding_attention(
     rows, queries, cached = q.shape[0], q.shape[1], k.shape[1] - q.shape[1]
     persistent = prefix[0].shape[0]
     if position is None:
-        if q.is_cuda and q.dtype != torch.float64 and queries > window:
+        if q.is_cuda and q.dtype != torch.float64 and queries > window and q.shape[-1] >= 16:
             return flexible_attention(q, k, v, prefix, window)
         position = torch.zeros(1, dtype=torch.int64, device=q.device)
     block = max(window // 2, 16)

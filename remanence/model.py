@@ -239,9 +239,7 @@ class Model(nn.Module):
             raise ValueError(f"model: expected a folder with config.json and model.safetensors, got {folder}")
         with torch.device("meta"):
             model = cls(read_config(folder))
-        found = {
-            name.removeprefix("model."): tensor for name, tensor in read_tensors(folder / "model.safetensors").tensors.items()
-        }
+        found = {name.removeprefix("model."): tensor for name, tensor in _weights(folder).items()}
         wanted = dict(model.named_parameters())
         for name, parameter in wanted.items():
             if name not in found:
@@ -255,6 +253,15 @@ class Model(nn.Module):
         model = model.to_empty(device="cpu")
         model.load_state_dict(found, strict=False, assign=True)
         return model.to(device=device, dtype=dtype)
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, in one file or, as Hugging Face saves large models, in several with an index."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return read_tensors(folder / "model.safetensors").tensors
+    names = {Path(str(name)).name for name in dict(read_json(index).get("weight_map", {})).values()}
+    return {name: tensor for part in sorted(names) for name, tensor in read_tensors(folder / part).tensors.items()}
 
 
 def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         write_json(folder / "tokenizer.json", byte_level_json())
-        _write_settings(folder, END)
+        _write_settings(folder, END, self.end)
 
 
 class _ByteDecoder:
@@ -157,7 +157,7 @@ class JsonTokenizer:
     def save(self, folder: Path) -> None:
         with replacing(folder / "tokenizer.json") as temporary:
             temporary.write_text(self.text, encoding="utf-8")
-        _write_settings(folder, self.end_text)
+        _write_settings(folder, self.end_text, self.end)
 
 
 class _JsonDecoder:
@@ -175,9 +175,16 @@ class _JsonDecoder:
         return ""
 
 
-def _write_settings(folder: Path, end: str | None) -> None:
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+def _write_settings(folder: Path, end: str | None, number: int | None) -> None:
+    """What Hugging Face wants to know beside the tokens: padding stands at the left, and where a text ends."""
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+    }
     write_json(folder / "tokenizer_config.json", settings | ({"eos_token": end, "pad_token": end} if end else {}))
+    if number is not None:
+        write_json(folder / "generation_config.json", {"eos_token_id": number, "pad_token_id": number})
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -109,4 +109,7 @@ def test_flexible_attention_is_the_same(width):
 
     position = torch.zeros(2, dtype=torch.int64, device="cuda")
     blocks = sliding_attention(q, k, v, prefix, 200, position)
-    assert_close(flexible_attention(q, k, v, prefix, 200), blocks, 1e-3)
+    before = flexible_attention(q, k, v, prefix, 200)
+    assert_close(before, blocks, 1e-3)
+    changed = [torch.cat([x[:, :333], torch.randn_like(x[:, 333:])], 1) for x in (q, k, v)]
+    assert torch.equal(flexible_attention(*changed, prefix, 200)[:, :333], before[:, :333]), "causal to the bit"
