@@ -1,8 +1,8 @@
 """Read a long text once, save the memory, and ask it later in a new session. About a minute on a CPU, most of it training.
 
 The model is trained on texts in which letters have numbers ("k4" and later "k4" again, with noise in between), so that it learns
-to remember. Then it reads a text it has never seen, eight times longer than any before, in which five letters get numbers in the first
-line only.
+to remember. Then it reads a text it has never seen, eight times longer than any before, in which five letters get numbers in
+the first line only.
 """
 
 import random

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from remanence.layers import rotate
+from remanence.layers import Rotary
 from remanence.ops.layout import from_rows, pick, to_rows
-from remanence.ops.state import TensorTuple, take_back
+from remanence.ops.state import TensorTuple, carry_on, take_back
 
 
 def causal_mask(
@@ -203,6 +203,9 @@ class Heads(nn.Module):
         k, v = self.pairs(self.persistent.weight.to(like.dtype))
         return k.to(like.dtype), v.to(like.dtype)
 
+    def turn(self, position: Tensor, dtype: torch.dtype) -> Rotary:
+        return Rotary(position, self.width, self.rotary, dtype)
+
     def out(self, y: Tensor) -> Tensor:
         return self.o_proj(y.flatten(-2))
 
@@ -223,10 +226,12 @@ class _AttentionState(NamedTuple):
     k: Tensor
     v: Tensor
     position: Tensor
+    slack: Tensor
 
 
 class AttentionState(_AttentionState, TensorTuple):
-    """Keys (rotated) and values ``[r s h e]`` of the tokens read last, the newest in the last place; tokens read so far ``[r]``.
+    """Keys (rotated) and values ``[r s h e]`` of the tokens read last, the newest in the last place; how many tokens have been
+    read ``[r]``, and how many of them can be taken back ``[r]``.
 
     A sliding window's s is fixed; full attention's grows to the longest row's length, and shorter rows have zeros in front.
     """
@@ -234,7 +239,10 @@ class AttentionState(_AttentionState, TensorTuple):
     __slots__ = ()
 
     def crop(self, tokens: int) -> AttentionState:
-        return AttentionState(take_back(self.k, tokens), take_back(self.v, tokens), self.position - tokens)
+        if bool((self.slack < tokens).any()):
+            raise ValueError(f"tokens: expected at most {int(self.slack.min())}, as the window is not longer, got {tokens}")
+        k, v = take_back(self.k, tokens), take_back(self.v, tokens)
+        return AttentionState(k, v, self.position - tokens, self.slack - tokens)
 
 
 class Attention(Heads):
@@ -245,12 +253,13 @@ class Attention(Heads):
 
     def __init__(self, dim: int, heads: int, window: int | None, persistent: int, rotary: float, slack: int = 0) -> None:
         super().__init__(dim, heads, persistent if window else 0, rotary)
-        self.window = window
+        self.window, self.slack = window, slack
         self.history = window - 1 + slack if window else 0
 
     def start(self, rows: int) -> AttentionState:
         none = self.k_proj.weight.new_zeros(rows, self.history, self.heads, self.width)
-        return AttentionState(none, none, torch.zeros(rows, dtype=torch.int64, device=none.device))
+        nothing = torch.zeros(rows, dtype=torch.int64, device=none.device)
+        return AttentionState(none, none, nothing, nothing)
 
     def forward(
         self, x: Float[Tensor, "b t d"], state: AttentionState | None = None, offsets: list[int] | None = None
@@ -262,7 +271,8 @@ class Attention(Heads):
         k, v = (to_rows(y, offsets)[0] for y in self.pairs(x))
         tokens = torch.arange(q.shape[1], device=x.device)
         where = tokens.unsqueeze(0) if fresh else state.position.unsqueeze(-1) + tokens
-        q, k = rotate(q, where, self.rotary), rotate(k, where, self.rotary)
+        turn = self.turn(where, q.dtype)
+        q, k = turn(q), turn(k)
         position = None if fresh else state.position
         keys, values = (k, v) if fresh else (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         if self.window is None:
@@ -272,18 +282,19 @@ class Attention(Heads):
         return self.out(from_rows(y, back)), self._carry(state, k, v, offsets)
 
     def _carry(self, state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None) -> AttentionState:
-        joined = [torch.cat([old, new.to(old.dtype)], 1) for old, new in ((state.k, k), (state.v, v))]
-        if offsets is None:
-            first = k.shape[1] if self.window else 0
-            return AttentionState(joined[0][:, first:], joined[1][:, first:], state.position + k.shape[1])
-        borders = torch.tensor(offsets, device=k.device)
-        counts = borders[1:] - borders[:-1]
+        counts: Any = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()
         position = state.position + counts
-        length = self.history if self.window else int(position.max())
-        slot = (state.k.shape[1] + counts).unsqueeze(-1) + torch.arange(-length, 0, device=k.device)
-        row = torch.arange(len(counts), device=k.device).unsqueeze(-1) * joined[0].shape[1]
-        index = torch.where(slot >= 0, slot + row, -1)
-        return AttentionState(pick(joined[0].flatten(0, 1), index), pick(joined[1].flatten(0, 1), index), position)
+        slack = position if self.window is None else (state.slack + counts).clamp(max=self.slack)
+        if self.window is not None and offsets is None:
+            return AttentionState(carry_on(state.k, k), carry_on(state.v, v), position, slack)
+        k, v = (torch.cat([old, new.to(old.dtype)], 1) for old, new in ((state.k, k), (state.v, v)))
+        if offsets is not None:
+            length = self.history if self.window else int(position.max())
+            place = (state.k.shape[1] + counts).unsqueeze(-1) + torch.arange(-length, 0, device=k.device)
+            first = torch.arange(len(position), device=k.device).unsqueeze(-1) * k.shape[1]
+            index = torch.where(place >= 0, place + first, -1)
+            k, v = pick(k.flatten(0, 1), index), pick(v.flatten(0, 1), index)
+        return AttentionState(k, v, position, slack)
 
 
 class _SegmentState(NamedTuple):
@@ -332,14 +343,15 @@ class SegmentAttention(Heads):
         most, rows = max(opened), len(opened)
         q, back = to_rows(self.queries(x), offsets)
         where = state.position.unsqueeze(-1) + torch.arange(q.shape[1], device=x.device)
-        q = rotate(q, where, self.rotary)
+        turn = self.turn(where, q.dtype)
+        q = turn(q)
         parts = []
         for source in (retrieved, x):
             if source is None:
                 parts.append((torch.zeros_like(q), torch.zeros_like(q)))
                 continue
             k, v = (to_rows(y, offsets)[0] for y in self.pairs(source))
-            parts.append((rotate(k, where, self.rotary), v))
+            parts.append((turn(k), v))
         joined = [
             tuple(torch.cat([old[:, :most].to(new.dtype), new], 1) for old, new in zip(past, part, strict=True))
             for past, part in zip((state.retrieved, state.tokens), parts, strict=True)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from remanence.ops.state import carry_on
+
 
 class RMSNorm(nn.Module):
     """Scale to unit mean square over the last axis, with a learned gain."""
@@ -48,15 +50,20 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def rotate(x: Float[Tensor, "r t h e"], position: Int[Tensor, "#r t"], base: float) -> Float[Tensor, "r t h e"]:
-    """Turn each pair of channels by its token's position. Angles in float64: in float32 they are off by 0.04 at two million."""
-    half = x.shape[-1] // 2
-    rates = base ** -(torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    angles = (position.unsqueeze(-1) * rates).unsqueeze(-2)
-    wide = x if x.dtype == torch.float64 else x.float()
-    cos, sin = angles.cos().to(wide.dtype), angles.sin().to(wide.dtype)
-    a, b = wide.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+class Rotary:
+    """Turns each pair of channels of ``[r t h e]`` by its token's position. Angles in float64: in float32 they are off by 0.04
+    at two million.
+    """
+
+    def __init__(self, position: Int[Tensor, "#r t"], width: int, base: float, dtype: torch.dtype) -> None:
+        self.dtype = dtype if dtype == torch.float64 else torch.float32
+        half = torch.arange(width // 2, dtype=torch.float64, device=position.device) / (width // 2)
+        angles = (position.unsqueeze(-1) * base**-half).unsqueeze(-2)
+        self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    def __call__(self, x: Float[Tensor, "r t h e"]) -> Float[Tensor, "r t h e"]:
+        a, b = x.to(self.dtype).chunk(2, -1)
+        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1).to(x.dtype)
 
 
 class ShortConv(nn.Module):
@@ -101,9 +108,8 @@ class ShortConv(nn.Module):
     ) -> Tensor:
         """Only the inputs to carry on, as `forward` would return them."""
         if offsets is None:
-            return torch.cat([past, x.to(past.dtype)], 1)[:, x.shape[1] :]
-        pieces = [torch.cat([past[row], x[0, a:b].to(past.dtype)])[b - a :] for row, (a, b) in enumerate(pairwise(offsets))]
-        return torch.stack(pieces)
+            return carry_on(past, x)
+        return torch.cat([carry_on(past[row : row + 1], x[:, a:b]) for row, (a, b) in enumerate(pairwise(offsets))])
 
     def _convolve(self, x: Tensor) -> Tensor:
         """``[b t+kernel-1 width]`` to ``[b t width]``. As a flat image: torch's one-dimensional depthwise backward is 2.5 x

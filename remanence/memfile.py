@@ -137,10 +137,10 @@ def _growing(node: Any, path: str = "") -> set[str]:
 
 
 def _check(what: str, tensor: Tensor, like: Tensor, length: int | None) -> None:
-    """Shape, kind and values of one tensor; a length says how long axis 1 may be where the template is empty."""
+    """Shape, kind and values of one tensor; with a length, axis 1 is as long as that at least."""
     expected, came = list(like.shape), list(tensor.shape)
-    if length is not None and came[1:2] == [length]:
-        expected[1] = length
+    if length is not None and len(came) > 1:
+        expected[1] = max(length, came[1])
     if came != expected:
         raise ValueError(f"{what}: expected shape {expected}, got {came}")
     if tensor.is_floating_point() != like.is_floating_point() or (not like.is_floating_point() and tensor.dtype != like.dtype):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from remanence.attention import Attention, band_mask, causal_mask, full_attention, segment_mask, sliding_attention
-from remanence.layers import rotate
+from remanence.layers import Rotary
 from remanence.testing import assert_close
 
 
@@ -80,7 +80,7 @@ def test_rotary_tells_distances_only_and_stays_exact_far_out():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def score(i, j, dtype=torch.float64):
-        turned = rotate(q.to(dtype), torch.tensor([[i]]), 1e4), rotate(k.to(dtype), torch.tensor([[j]]), 1e4)
+        turned = [Rotary(torch.tensor([[at]]), 8, 1e4, dtype)(x.to(dtype)) for x, at in ((q, i), (k, j))]
         return float((turned[0] * turned[1]).sum())
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-12)

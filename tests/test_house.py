@@ -19,7 +19,7 @@ ROOMS = {
     "shapes": set(),
     "config": set(),
     "device": set(),
-    "layers": {"shapes", "config"},
+    "layers": {"ops", "shapes", "config"},
     "memory": {"ops", "layers", "config", "shapes"},
     "attention": {"ops", "layers", "config", "shapes"},
     "files": set(),

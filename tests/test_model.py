@@ -189,6 +189,24 @@ def test_modes_are_checked():
             model(variant)(tokens(), memory="frozen")
 
 
+def test_taking_back_more_than_a_window_holds_is_refused():
+    subject, x = model("window"), tokens(1, COUNT)
+    _, state = subject(x)
+    state = state.crop(2).crop(1)
+    with pytest.raises(ValueError, match="tokens: expected at most 0, as the window is not longer, got 1"):
+        state.crop(1)
+    _, state = subject(x[:, :2], state)
+    assert_close(subject(x[:, 5:], state.crop(2))[0], subject(torch.cat([x[:, :-3], x[:, 5:]], 1))[0][:, COUNT - 3 :], 1e-9)
+    _, state = model("attention")(x)
+    assert state.crop(20).position.tolist() == [COUNT - 20]
+
+
+def test_a_state_holds_no_more_memory_than_it_says():
+    for variant in ("window", "mac", "mag"):
+        _, state = model(variant, torch.float32)(tokens(1, 200))
+        assert all(t.untyped_storage().nbytes() <= 2 * t.nbytes for t in state.detach().tensors() if t.nbytes > 64)
+
+
 def test_taking_back_too_much_is_refused():
     subject, x = model("mac"), tokens(2, COUNT)
     _, state = subject(x[:, :10])

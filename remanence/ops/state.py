@@ -77,6 +77,13 @@ class TensorTuple:
         return _concat(states)
 
 
+def carry_on(past: Tensor, new: Tensor) -> Tensor:
+    """A history ``[r s ...]``, newest last, after more has come; its length stays. Never a view, which keeps a whole call."""
+    length, count = past.shape[1], new.shape[1]
+    new = new.to(past.dtype)
+    return new[:, count - length :].clone() if count >= length else torch.cat([past[:, count:], new], 1)
+
+
 def take_back(past: Tensor, tokens: int) -> Tensor:
     """A history ``[r s ...]``, newest last, without its last entries; zeros take the oldest places."""
     return torch.cat([past.new_zeros(past.shape[0], tokens, *past.shape[2:]), past[:, : past.shape[1] - tokens]], 1)
