@@ -7,7 +7,7 @@ tests compare them with the drawings.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -88,10 +88,9 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bo
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, position: Tensor | None) -> Tensor:
     """Queries ``[r t h e]`` over a cache and their own tokens ``[r s+t h e]``; position None says that nothing is cached."""
-    queries, cached = q.shape[1], k.shape[1] - q.shape[1]
-    if position is None or (queries == 1 and len(position) == 1):
-        return _softmax(q, k, v, None, causal=position is None and queries > 1)
-    return _softmax(q, k, v, causal_mask(queries, cached, 0, position))
+    if position is None:
+        return _softmax(q, k, v, None, causal=True)
+    return _softmax(q, k, v, causal_mask(q.shape[1], k.shape[1] - q.shape[1], 0, position))
 
 
 def sliding_attention(
@@ -243,6 +242,17 @@ class AttentionState(_AttentionState, TensorTuple):
             raise ValueError(f"tokens: expected at most {int(self.slack.min())}, as the window is not longer, got {tokens}")
         k, v = take_back(self.k, tokens), take_back(self.v, tokens)
         return AttentionState(k, v, self.position - tokens, self.slack - tokens)
+
+    @classmethod
+    def concat(cls, states: Sequence[AttentionState]) -> AttentionState:
+        """Several states as one, row after row; the shorter of full attention's get zeros in front."""
+        longest = max(state.k.shape[1] for state in states)
+
+        def joined(parts: list[Tensor]) -> Tensor:
+            return torch.cat([F.pad(part, (0, 0, 0, 0, longest - part.shape[1], 0)) for part in parts])
+
+        k, v, position, slack = (list(parts) for parts in zip(*states, strict=True))
+        return cls(joined(k), joined(v), torch.cat(position), torch.cat(slack))
 
 
 class Attention(Heads):

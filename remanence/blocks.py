@@ -2,7 +2,7 @@
 
 A mixer is called as ``y, state, seen = mixer(x, state, offsets, mode)``: x ``[b t d]`` normalised, or packed documents with their
 borders; `seen` is what can be told of its memory, or None. A new idea is an entry of `BLOCKS`: anything that makes such a module,
-with ``start(rows)``, from a `ModelConfig`.
+with ``start(rows)`` and the kind of its `state`, from a `ModelConfig`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Passed(NamedTuple):
 class Softmax(nn.Module):
     """Attention alone: over everything (Transformer++), or over a sliding window."""
 
+    state = AttentionState
+
     def __init__(self, config: ModelConfig, sliding: bool) -> None:
         super().__init__()
         self.attention = attention_of(config) if sliding else Attention(config.dim, config.heads, None, 0, config.rotary)
@@ -57,6 +59,8 @@ class Softmax(nn.Module):
 
 class LMM(nn.Module):
     """The neural memory alone."""
+
+    state = NeuralMemoryState
 
     def __init__(self, config: ModelConfig, **changes: Any) -> None:
         super().__init__()
@@ -85,6 +89,8 @@ class BothState(_BothState, TensorTuple):
 
 class Both(nn.Module):
     """What MAG and MAL share: a sliding window and a memory, each with its own state."""
+
+    state = BothState
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -144,6 +150,8 @@ class MAC(nn.Module):
     One step per segment, because each needs the memory that the one before left.
     """
 
+    state = MACState
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.size = config.segment
@@ -167,10 +175,10 @@ class MAC(nn.Module):
         pieces, noted = [], []
         for part in cuts:
             begins = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
-            if any(begins) and mode != "off":
+            if any(begins):
                 state = self._anew(state, begins) if mode == "fresh" else state
-                weights = _where(begins, self.memory.layer.settle(state.memory), state.weights)
-                state = state._replace(weights=weights)
+                now = tuple(weight.contiguous() for weight in self.memory.layer.settle(state.memory))
+                state = state._replace(weights=_where(begins, now, state.weights))
             y, state, seen = self._step(cuts.take(x, part), state, opened, part.borders, mode)
             opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
             pieces.append(y)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -224,11 +226,8 @@ def main(arguments: list[str] | None = None) -> None:
 
         print(f"remanence {__version__}")
         return
-    command = tyro.cli(
-        Command, prog="remanence", description="Sequence models that keep learning after training ends.", args=arguments
-    )
     try:
-        command.run()
+        _parsed(arguments).run()
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -236,6 +235,21 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(_say(f"remanence: error: {error}", 2))
     except KeyboardInterrupt:
         sys.exit(_say("remanence: interrupted", 130))
+
+
+def _parsed(arguments: list[str]) -> Command:
+    """What was asked for. A wrong argument is one line, like every other error, instead of tyro's box of several."""
+    described = "Sequence models that keep learning after training ends."
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            return tyro.cli(Command, prog="remanence", description=described, args=arguments)
+        except SystemExit as stop:
+            code = stop.code
+    if code:
+        lines = [line.strip("╰╯│─ ") for line in said.getvalue().splitlines() if not line.startswith("╭")]
+        message = " ".join(line for line in lines if line)
+        sys.exit(_say(f"remanence: error: {message}", 2))
+    sys.exit(code)
 
 
 def _say(message: str, code: int) -> int:

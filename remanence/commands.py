@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,20 +14,21 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from remanence import memfile
+from remanence.blocks import BLOCKS
 from remanence.config import PRESETS, Mode, ModelConfig, preset
 from remanence.device import resolve
 from remanence.generate import Generation, Sampling, Write
-from remanence.model import Model, State, matched, parameters, read_config
+from remanence.model import Model, State, matched, parameters
 from remanence.session import Session
-from remanence.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from remanence.tokens import ByteTokenizer, load_tokenizer, read_tokenizer
 
 AUTOSAVE = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
 """Seconds between two saves while reading: what a kill can cost."""
-VARIANTS = ("lmm", "mac", "mag", "mal", "attention", "window", "gated_delta", "ttt")
 VOCABULARY = 32_000
 
 
@@ -42,46 +45,62 @@ def new(name: str, out: Path, variant: str, match: bool, seed: int, tokenizer: P
     """An untrained model in a folder, to be trained or tried."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; nothing is ever overwritten")
-    own: Tokenizer = ByteTokenizer() if tokenizer is None else JsonTokenizer(tokenizer)
+    own = ByteTokenizer() if tokenizer is None else read_tokenizer(tokenizer)
     config = preset(name, tuple(variant.split("+")), vocabulary=own.vocabulary)
     torch.manual_seed(seed)
     model = Model(matched(config) if match else config)
-    model.save(out)
-    own.save(out)
+    made = not out.exists()
+    try:
+        model.save(out)
+        own.save(out)
+    except OSError:
+        if made:
+            shutil.rmtree(out, ignore_errors=True)
+        raise
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{out}: {name} {variant}, {count:,} parameters, untrained, vocabulary {config.vocabulary}")
 
 
 def read(folder: Path, files: Sequence[Path], save: Path, memory: Path | None, resume: bool, force: bool, device: str) -> None:
     """Read files as one document into a memory, which is saved now and then, at the end, and when interrupted."""
+    if not files:
+        raise ValueError("files: expected at least one text to read, got none")
     for path in files:
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
-    if save.exists() and not resume and save != memory:
-        raise ValueError(f"--save: {save} exists; --resume reads on where it ended, --memory {save} adds to it")
-    if not save.parent.is_dir():
-        raise ValueError(f"--save: expected a folder that exists, got {save.parent}")
+    check_target("--save", save, unless=save if resume else memory, hint="--resume reads on where it ended, --memory adds to it")
     continued = resume and save.exists()
     session = open_session(folder, device, save if continued else memory, "on", "all", force)
-    skip = session.tokens - (memfile.peek(memory)[0]["tokens"][0] if memory else 0) if continued else 0
-    total = sum(path.stat().st_size for path in files)
-    read_before, surprise, count, saved = session.tokens, 0.0, 0, time.monotonic()
     source = Bytes(files)
-    with Shown(total) as shown:
+    notes: dict[str, Any] = {"begun": session.tokens, "source": source.fingerprint()}
+    if continued:
+        notes = memfile.peek(save)[0]["notes"]
+        if notes.get("source") != source.fingerprint() or type(notes.get("begun")) is not int:
+            raise ValueError(f"--resume: expected the files that {save} was reading, got others")
+    before, surprise, count, saved = session.tokens, 0.0, 0, time.monotonic()
+    with Shown(source.size) as shown:
         try:
-            for piece in session.reading(source, skip=skip):
+            for piece in session.reading(source, skip=before - notes["begun"]):
                 surprise, count = surprise + piece.surprise, count + piece.surprised
-                shown.update(source.passed, session.tokens - read_before, surprise / count if count else None)
+                shown.update(source.passed, session.tokens - before, surprise / count if count else None)
                 if time.monotonic() - saved > AUTOSAVE:
-                    session.save(save)
+                    memfile.save(save, session.model, session.state, notes)
                     saved = time.monotonic()
         except KeyboardInterrupt:
-            session.save(save)
+            memfile.save(save, session.model, session.state, notes)
             print(f"interrupted after {session.tokens:,} tokens, saved in {save}; --resume reads on", file=sys.stderr)
             raise
-    session.save(save)
+    memfile.save(save, session.model, session.state, notes)
     mean = f", mean surprise {surprise / count:.4f}" if count else ""
-    print(f"{save}: {session.tokens - read_before:,} tokens read, {session.tokens:,} in all{mean}, {save.stat().st_size:,} bytes")
+    print(f"{save}: {session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}, {save.stat().st_size:,} bytes")
+
+
+def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:
+    """Before any work: that a memory can be written there, and that none is overwritten but the one in use."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{what}: expected a folder that exists, got {path.parent}")
+    if path.exists() and (unless is None or path.resolve() != unless.resolve()):
+        raise ValueError(f"{what}: {path} exists; {hint}")
 
 
 class Bytes:
@@ -89,6 +108,15 @@ class Bytes:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files, self.passed = files, 0
+        self.size = sum(path.stat().st_size for path in files)
+
+    def fingerprint(self) -> str:
+        """Of the files' sizes and beginnings: enough to see that a reading goes on with other ones."""
+        digest = hashlib.sha256()
+        for path in self.files:
+            with open(path, "rb") as file:
+                digest.update(f"{path.stat().st_size} ".encode() + file.read(1 << 16))
+        return digest.hexdigest()[:32]
 
     def __iter__(self) -> Iterator[bytes]:
         for path in self.files:
@@ -142,6 +170,8 @@ def generate(
         raise ValueError("--prompt: expected a text of at least one character, got an empty one")
     if save is not None and len(prompts) > 1:
         raise ValueError(f"--save: expected a single prompt, as one memory can hold one course, got {len(prompts)}")
+    if save is not None:
+        check_target("--save", save, unless=memory, hint="a memory is only overwritten if it is the --memory in use")
     session = open_session(folder, device, memory, mode, write, force)
     generation = Generation(session.model, prompts, sampling, tokenizer=session.tokenizer, state=session.state, write=write)
     if len(prompts) == 1:
@@ -157,6 +187,8 @@ def generate(
 
 def chat(folder: Path, sampling: Sampling, memory: Path | None, write: Write, force: bool, device: str) -> None:
     """Lines in, text out, until the input ends; with a memory file, everything is remembered in it after each answer."""
+    if memory is not None:
+        check_target("--memory", memory, unless=memory, hint="")
     existing = memory if memory is not None and memory.exists() else None
     session = open_session(folder, device, existing, "on", write, force)
     interactive = sys.stdin.isatty()
@@ -188,23 +220,23 @@ def inspect(path: Path, as_json: bool) -> None:
         return
     console = Console()
     layers = facts.pop("layers", [])
-    table = Table(title=str(path), show_header=False)
+    table = Table(title=escape(str(path)), show_header=False)
     for name, value in facts.items():
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value))
+        table.add_row(
+            name, escape(f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value))
+        )
     console.print(table)
     if layers:
         table = Table("memory", "tokens written", "weights' norm", "momentum's norm", title="neural memories")
         for layer in layers:
             past = f"{layer['momentum_norm']:.4g}" if layer["momentum_norm"] is not None else "none"
-            table.add_row(layer["name"], f"{layer['tokens']}", f"{layer['weight_norm']:.4g}", past)
+            table.add_row(escape(layer["name"]), f"{layer['tokens']}", f"{layer['weight_norm']:.4g}", past)
         console.print(table)
 
 
 def _model_facts(folder: Path) -> dict[str, Any]:
-    config = read_config(folder) if (folder / "config.json").is_file() else None
-    if config is None:
-        raise ValueError(f"{folder}: expected a memory file, or a model's folder with config.json")
     model = Model.load(folder)
+    config = model.config
     return {
         "kind": "model",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -223,6 +255,8 @@ def _memory_facts(path: Path) -> dict[str, Any]:
             continue
         stem = name.removesuffix("layers.0")
         parts = [tensor.double() for key, tensor in tensors.items() if key.startswith(f"{stem}layers.")]
+        if f"{stem}position" not in tensors or any(part.dim() < 4 for part in parts):
+            raise ValueError(f"{path}: {stem.rstrip('.')}: expected a memory's weights and position, got something else")
         norms = [sum(float(part[:, :, i].square().sum()) for part in parts) ** 0.5 for i in range(parts[0].shape[2])]
         layers.append(
             {
@@ -247,7 +281,7 @@ def presets(as_json: bool, match: bool) -> None:
     """Every preset and variant: parameters at a vocabulary of 32,000, and what one sequence's state costs."""
     rows = []
     for name in PRESETS:
-        for variant in VARIANTS:
+        for variant in BLOCKS:
             config = preset(name, variant, vocabulary=VOCABULARY)
             config = matched(config) if match else config
             rows.append({"preset": name, "variant": variant, "ffn": config.hidden, **_costs(config)})
@@ -257,13 +291,11 @@ def presets(as_json: bool, match: bool) -> None:
     table = Table(title=f"parameters at a vocabulary of {VOCABULARY:,}; the state of one sequence (bfloat16 model)")
     for column in ("preset", "variant", "parameters", "feed-forward", "state", "= tokens of bf16 KV cache"):
         table.add_column(column, justify="left" if column in ("preset", "variant") else "right")
-    for row in rows:
-        last = row is not rows[-1] and rows[rows.index(row) + 1]["preset"] != row["preset"]
+    for row, following in zip(rows, [*rows[1:], rows[-1]], strict=True):
         grows = row["state_bytes"] is None
         state = ("grows", "as it reads") if grows else (f"{row['state_bytes'] / 2**20:,.2f} MiB", f"{row['kv_tokens']:,}")
-        table.add_row(
-            row["preset"], row["variant"], f"{row['parameters'] / 1e6:,.1f} M", f"{row['ffn']:,}", *state, end_section=bool(last)
-        )
+        size = f"{row['parameters'] / 1e6:,.1f} M", f"{row['ffn']:,}"
+        table.add_row(row["preset"], row["variant"], *size, *state, end_section=following["preset"] != row["preset"])
     Console().print(table)
 
 

@@ -38,6 +38,8 @@ def change(config: Config, given: Mapping[str, Any]) -> Config:
     """A copy with some fields changed; an unknown one is refused, with the nearest name."""
     for name in given:
         known(f"{type(config).__name__} field", name, [field.name for field in fields(config)])
+    if isinstance(config, ModelConfig) and isinstance(given.get("memory"), Mapping):
+        given = {**given, "memory": change(config.memory, given["memory"])}
     return replace(config, **given)
 
 
@@ -45,6 +47,10 @@ def _whole(least: int, **fields: object) -> None:
     for name, value in fields.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +88,7 @@ class MemoryConfig:
     conv: int = 4
     step_bias: float = -4.0
     momentum_bias: float = 0.0
-    forget_bias: float = -5.0
+    forget_bias: float = -8.0
 
     def __post_init__(self) -> None:
         _whole(1, dim=self.dim, heads=self.heads, head_dim=self.head_dim, chunk=self.chunk, depth=self.depth)
@@ -91,8 +97,14 @@ class MemoryConfig:
             raise ValueError(f"heads: expected a divisor of dim={self.dim}, got {self.heads} (or give head_dim too)")
         if self.anchor not in (None, "chunk", "token"):
             raise ValueError(f"anchor: expected 'chunk', 'token' or None, got {self.anchor!r}")
+        if self.activation not in (None, "gelu", "silu"):
+            raise ValueError(f"activation: expected 'gelu', 'silu' or None, got {self.activation!r}")
+        if self.bias not in (None, True, False):
+            raise ValueError(f"bias: expected True, False or None, got {self.bias!r}")
+        if self.expansion is not None and not (_number(self.expansion) and self.expansion > 0):
+            raise ValueError(f"expansion: expected a number above 0, got {self.expansion!r}")
         for name in ("step_bias", "momentum_bias", "forget_bias"):
-            if not isfinite(getattr(self, name)):
+            if not _number(getattr(self, name)):
                 raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)!r}")
 
     @property
@@ -153,7 +165,7 @@ class ModelConfig:
             raise ValueError(f"heads: expected a divisor of dim={self.dim} that leaves heads of even width, got {self.heads}")
         if not isinstance(self.pattern, (tuple, list)) or not self.pattern or not all(isinstance(x, str) for x in self.pattern):
             raise ValueError(f"pattern: expected names of blocks, as ('mac',) or ('lmm', 'window'), got {self.pattern!r}")
-        if not isinstance(self.rotary, (int, float)) or not (isfinite(self.rotary) and self.rotary > 0):
+        if not _number(self.rotary) or self.rotary <= 0:
             raise ValueError(f"rotary: expected a base above 0, got {self.rotary!r}")
         if not isinstance(self.tie, bool):
             raise ValueError(f"tie: expected True or False, got {self.tie!r}")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its place when the block ends, and is removed if the block fails."""
-    if path.is_dir():
-        raise ValueError(f"{path}: expected a file to write, got a folder")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: expected a file to write, got a folder or a device")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: expected its folder to exist; make {path.parent} first")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -38,7 +38,7 @@ def write_json(path: Path, data: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON file ({error})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -53,17 +53,22 @@ class Stored(NamedTuple):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata))
+        try:
+            save_file(whole, temporary, dict(metadata))
+        except SafetensorError as error:
+            raise OSError(f"{path}: could not be written ({error})") from None
 
 
 def read_tensors(path: Path) -> Stored:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: expected a file, got a folder" if path.is_dir() else f"{path}: no such file")
     try:
         with safe_open(path, "pt") as file:
             return Stored({name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {}))  # noqa: SIM118

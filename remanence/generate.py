@@ -52,6 +52,8 @@ class Sampling:
             raise ValueError(f"top_k: expected a whole number of at least 1, got {self.top_k!r}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number above 0 and up to 1, got {self.top_p!r}")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**62:
+            raise ValueError(f"seed: expected a whole number from 0 to 2^62, got {self.seed!r}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop: expected texts of at least one character, got {list(self.stop)!r}")
@@ -62,9 +64,9 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     logits = logits.detach().to("cpu", torch.float64)
     if not sampling.temperature:
         return int(logits.argmax())
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+        logits = logits.index_fill(0, logits.sort(descending=True, stable=True).indices[sampling.top_k :], -torch.inf)
     if sampling.top_p is not None:
         ordered, order = logits.sort(descending=True, stable=True)
         before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
@@ -90,7 +92,8 @@ def read(
     last = model.embed.weight.new_zeros(tokens.shape[0], model.config.dim)
     surprise, count, start = 0.0, 0, 0
     while start < tokens.shape[1]:
-        stop = start + PIECE - int(state.position[0]) % PIECE
+        # One document is cut at multiples of PIECE; rows that stand at different places, anywhere.
+        stop = start + PIECE - (int(state.position[0]) % PIECE if mask is None else 0)
         part = slice(start, stop)
         here = None if mask is None else mask[:, part]
         seen = model.trace(tokens[:, part], state, mask=here, memory=memory)
@@ -130,6 +133,8 @@ class Generation:
         if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
             raise ValueError(f"prompts: expected texts of at least one character, got {prompts!r}")
         self.prompts = [self.tokenizer.encode(prompt) for prompt in prompts]
+        if not all(self.prompts):
+            raise ValueError("prompts: expected at least one token each, got a text of which the tokenizer leaves nothing")
         if state is not None and len(state.position) == 1:
             state = state.rows([0] * len(prompts))
         elif state is not None and len(state.position) != len(prompts):
@@ -140,10 +145,14 @@ class Generation:
             "prompt": (None, "frozen" if model.has_memory else None),
             "none": ("frozen" if model.has_memory else None,) * 2,
         }[write]
+        self.begun = False
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.texts = [""] * len(prompts)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
+        if self.begun:
+            raise ValueError("generation: expected to be run once, got a second run; make another one from .state")
+        self.begun = True
         writers = [_Writer(self.tokenizer, self.sampling.stop) for _ in self.prompts]
         chance = [torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(self.prompts))]
         logits = self._read_prompts()
@@ -191,10 +200,12 @@ class Generation:
 
     @torch.no_grad()
     def _logits(self, last: Tensor) -> Tensor:
-        logits = self.model.logits(last)
-        if self.model.has_memory and bool(self.state.diverged.any()):
+        logits = self.model.logits(last)[:, : self.tokenizer.vocabulary]
+        if bool(self.state.diverged.any()):
             raise ValueError("state: expected finite numbers, got a memory that has diverged; start again without it")
-        return logits[:, : self.tokenizer.vocabulary]
+        if not bool(logits.isfinite().all()):
+            raise ValueError("model: expected finite logits, got infinite or NaN ones; its weights are damaged")
+        return logits
 
 
 class _Writer:

@@ -202,6 +202,8 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.model.logits(trace.hidden[:, kept])
         loss = None
         if labels is not None:
+            if mask is not None:  # what follows padding is predicted from nothing
+                labels = labels.masked_fill(~mask.roll(1, 1), -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         if use_cache is None:
             use_cache = past_key_values is not None or not self.training

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.attention import AttentionState
+from remanence.attention import AttentionState, SegmentState
 from remanence.files import Stored, read_tensors, write_tensors
 from remanence.model import Model, State
+from remanence.ops import MemoryState
 
 FORMAT, SCHEMA = "remanence-memory", 1
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
 """From a schema to the next one: each is given a file's tensors and header (as text) as that schema wrote them."""
@@ -41,13 +43,17 @@ def fingerprint(model: Model) -> Fingerprint:
     return Fingerprint(hashlib.sha256(_canonical(model.config.to_dict()).encode()).hexdigest()[:32], weights.hexdigest()[:32])
 
 
-def save(path: str | Path, model: Model, state: State) -> None:
-    """Write what was read. A memory that has become infinite or NaN is refused: it could not be used again."""
+def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | None = None) -> None:
+    """Write what was read. A memory that has become infinite or NaN is refused: it could not be used again.
+
+    `notes` are a few facts of the caller's own, as JSON; `remanence read` keeps there where its reading began.
+    """
     if not isinstance(state, State):
         raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
     if bool(state.diverged.any()):
         raise ValueError("state: expected finite numbers, got a memory that has diverged; it was not saved")
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named(state)}
+    _fit("state", model, tensors)
     header = {
         "format": FORMAT,
         "schema": str(SCHEMA),
@@ -55,6 +61,7 @@ def save(path: str | Path, model: Model, state: State) -> None:
         "fingerprint": json.dumps(fingerprint(model)),
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: _describe(tensor) for name, tensor in tensors.items()}),
+        "notes": json.dumps(notes or {}),
     }
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)})
 
@@ -65,25 +72,13 @@ def load(path: str | Path, model: Model, *, force: bool = False) -> State:
     `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that the
     model keeps its state in.
     """
-    path = Path(path)
     header, tensors = peek(path)
     differing = _differences(header["config"], model.config.to_dict())
     if differing:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
     if header["fingerprint"][1] != fingerprint(model).weights and not force:
         raise ValueError(f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway")
-    template = model.start(len(header["tokens"]))
-    wanted = dict(named(template))
-    for name in wanted:
-        if name not in tensors:
-            raise ValueError(f"{path}: expected a tensor {name!r}, which is missing")
-    growing = _growing(template)
-    for name, tensor in tensors.items():
-        if name not in wanted:
-            raise ValueError(f"{path}: a tensor {name!r}, for which this model has no place")
-        _check(f"{path}: {name}", tensor, wanted[name], max(header["tokens"]) if name in growing else None)
-    found = iter([tensors[name].to(like.device, like.dtype) for name, like in wanted.items()])
-    state = template.map(lambda _: next(found))
+    state = _fit(str(path), model, tensors)
     if state.position.tolist() != header["tokens"]:
         raise ValueError(f"{path}: position: expected the header's {header['tokens']} tokens, got {state.position.tolist()}")
     return state
@@ -106,13 +101,38 @@ def peek(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(f"{path}: schema {old} cannot be brought to schema {SCHEMA}")
         stored = MIGRATIONS[old](stored)
     try:
-        data = {name: json.loads(stored.metadata[name]) for name in ("config", "fingerprint", "tokens", "state")}
-    except (KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: its header is not complete ({error})") from None
+        data = {name: json.loads(stored.metadata[name]) for name in ("config", "fingerprint", "tokens", "state", "notes")}
+    except (KeyError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: its header is not complete ({type(error).__name__})") from None
+    kinds = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
     described = {name: _describe(tensor) for name, tensor in stored.tensors.items()}
-    if data["state"] != described or not _whole(data["tokens"]) or len(data["fingerprint"]) != 2:
+    well = all(isinstance(data[name], kind) for name, kind in kinds.items()) and data["state"] == described
+    if not well or [type(part) for part in data["fingerprint"]] != [str, str] or any(type(n) is not int for n in data["tokens"]):
         raise ValueError(f"{path}: its header does not describe its content")
     return {**data, "schema": schema}, stored.tensors
+
+
+def _fit(what: str, model: Model, tensors: dict[str, Tensor]) -> State:
+    """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes sense."""
+    template = model.start(1)
+    wanted = dict(named(template))
+    for name in wanted:
+        if name not in tensors:
+            raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
+    rows, growing = list(tensors["position"].shape), _growing(template)
+    if len(rows) != 1 or rows == [0]:
+        raise ValueError(f"{what}: position: expected a count for each document, got shape {rows}")
+    for name, tensor in tensors.items():
+        if name not in wanted:
+            raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
+        length = tensor.shape[1:2] if name in growing else wanted[name].shape[1:2]
+        _check(f"{what}: {name}", tensor, wanted[name], [*rows, *length, *wanted[name].shape[2:]])
+    found = iter([tensors[name].to(like.device, like.dtype) for name, like in wanted.items()])
+    state = template.map(lambda _: next(found))
+    if any(0 < tensors[name].shape[1] < int(state.position.max()) for name in growing):
+        raise ValueError(f"{what}: expected full attention to hold all {int(state.position.max())} tokens, got fewer")
+    _check_counts(what, state, state)
+    return state
 
 
 def named(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -136,22 +156,35 @@ def _growing(node: Any, path: str = "") -> set[str]:
     return set().union(*found)
 
 
-def _check(what: str, tensor: Tensor, like: Tensor, length: int | None) -> None:
-    """Shape, kind and values of one tensor; with a length, axis 1 is as long as that at least."""
-    expected, came = list(like.shape), list(tensor.shape)
-    if length is not None and len(came) > 1:
-        expected[1] = max(length, came[1])
-    if came != expected:
-        raise ValueError(f"{what}: expected shape {expected}, got {came}")
-    if tensor.is_floating_point() != like.is_floating_point() or (not like.is_floating_point() and tensor.dtype != like.dtype):
+def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int]) -> None:
+    """Shape, kind and values of one tensor."""
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{what}: expected shape {shape}, got {list(tensor.shape)}")
+    if tensor.dtype not in (REAL if like.is_floating_point() else (like.dtype,)):
         raise ValueError(f"{what}: expected {like.dtype}, got {tensor.dtype}")
     if tensor.is_floating_point():
         # A closed gate's logarithm is -inf, and nothing else may be infinite.
         bad = tensor.isnan() | (tensor == torch.inf) if ".gates." in what else ~tensor.isfinite()
         if bool(bad.any()):
             raise ValueError(f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}")
-    elif bool((tensor < 0).any()):
-        raise ValueError(f"{what}: expected counts of tokens, got {int(tensor.min())}")
+
+
+def _check_counts(what: str, node: Any, whole: State) -> None:
+    """That every part stands where the whole does: what it counts cannot be more, nor other, than the tokens read."""
+    read = whole.position
+    if isinstance(node, MemoryState):
+        good = (node.position >= 0) & (node.position <= read) & ~node.diverged
+    elif isinstance(node, AttentionState):
+        good = (node.position == read) & (node.slack >= 0) & (node.slack <= read) & torch.tensor(node.k.shape == node.v.shape)
+    elif isinstance(node, SegmentState):
+        good = node.position == read % (node.tokens[0].shape[1] + 1)
+    else:
+        good = read >= 0 if node is whole else torch.tensor(True)
+    if not bool(good.all()):
+        raise ValueError(f"{what}: its parts do not agree on the tokens read, or it has diverged ({type(node).__name__})")
+    if isinstance(node, tuple):
+        for child in node:
+            _check_counts(what, child, whole)
 
 
 def _differences(theirs: Any, ours: Any, path: str = "") -> list[str]:
@@ -159,10 +192,6 @@ def _differences(theirs: Any, ours: Any, path: str = "") -> list[str]:
         names = sorted({*theirs, *ours})
         return [x for name in names for x in _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else name)]
     return [] if theirs == ours else [f"{path} is {theirs!r} in the file, {ours!r} in the model"]
-
-
-def _whole(tokens: Any) -> bool:
-    return isinstance(tokens, list) and len(tokens) > 0 and all(type(count) is int and count >= 0 for count in tokens)
 
 
 def _describe(tensor: Tensor) -> list[Any]:

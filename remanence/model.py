@@ -44,7 +44,7 @@ class State(_State, TensorTuple):
 
     def crop(self, tokens: int) -> State:
         """The state before the last `tokens` tokens, which must lie in the memories' open chunk and have been written to them."""
-        if bool((self.position < tokens).any()):
+        if tokens < 0 or bool((self.position < tokens).any()):
             raise ValueError(f"tokens: expected at most the {int(self.position.min())} tokens read, got {tokens}")
         for memory in memories(self):
             if tokens and not torch.equal(memory.position, self.position):
@@ -214,6 +214,10 @@ class Model(nn.Module):
                 raise ValueError(f"tokens: expected numbers from 0 to {self.config.vocabulary - 1} (the vocabulary), got {wrong}")
         if state is not None and (not isinstance(state, State) or len(state.blocks) != len(self.blocks)):
             raise ValueError(f"state: expected the State this model returned, or None, got {type(state).__name__}")
+        for block, part in zip(self.blocks, state.blocks if isinstance(state, State) else (), strict=False):
+            kind = getattr(block.mixer, "state", tuple)
+            if not isinstance(part, kind):
+                raise ValueError(f"state: expected one of this model ({kind.__name__}), got another's ({type(part).__name__})")
         if mask is not None:
             if offsets is not None:
                 raise ValueError("offsets: expected None beside a mask, got both; a mask already says where each document lies")
@@ -247,6 +251,8 @@ class Model(nn.Module):
             if found[name].shape != parameter.shape:
                 came, expected = list(found[name].shape), list(parameter.shape)
                 raise ValueError(f"{folder / 'model.safetensors'}: {name}: expected shape {expected}, got {came}")
+            if not found[name].is_floating_point():
+                raise ValueError(f"{folder / 'model.safetensors'}: {name}: expected real numbers, got {found[name].dtype}")
         for name in found:
             if name not in wanted:
                 raise ValueError(f"{folder / 'model.safetensors'}: a tensor {name!r} that a model of this configuration has not")
@@ -260,7 +266,10 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return read_tensors(folder / "model.safetensors").tensors
-    names = {Path(str(name)).name for name in dict(read_json(index).get("weight_map", {})).values()}
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index}: expected a weight_map from tensors to files, got {type(places).__name__}")
+    names = {Path(name).name for name in places.values()}
     return {name: tensor for part in sorted(names) for name, tensor in read_tensors(folder / part).tensors.items()}
 
 

@@ -76,17 +76,16 @@ class Session:
         return "".join(self.stream(prompt, **sampling))
 
     def stream(self, prompt: str, **sampling: Any) -> Iterator[str]:
-        """`generate`, as it comes. What has come is remembered even if the loop is left early."""
+        """`generate`, as it comes. What has come is remembered even if the loop is left early; finish it before reading on."""
         if not prompt:
             raise ValueError("prompt: expected a text of at least one character, got an empty one")
         generation = Generation(
             self.model, [prompt], Sampling(**sampling), tokenizer=self.tokenizer, state=self.state, write=self.write
         )
-        try:
-            for _, text in generation:
-                yield text
-        finally:
+        for _, text in generation:
             self.state = generation.state
+            yield text
+        self.state = generation.state
 
     def save(self, path: str | Path) -> None:
         """Write the memory, without the text, to a file that only appears when it is whole."""

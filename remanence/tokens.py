@@ -131,6 +131,7 @@ class JsonTokenizer:
         self.end = self.inner.token_to_id(end) if end else None
 
     def encode(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         return self.inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -140,7 +141,7 @@ class JsonTokenizer:
         return _JsonDecoder(self)
 
     def stream(self, pieces: Iterable[str | bytes]) -> Iterator[list[int]]:
-        """Cut at the ends of lines (or, failing that, before a space), where tokenizers do not join."""
+        """Cut at the ends of lines (or, failing that, before a space), where most tokenizers do not join."""
         reader = codecs.getincrementaldecoder("utf-8")("replace")
         held = ""
         for piece in pieces:
@@ -161,18 +162,21 @@ class JsonTokenizer:
 
 
 class _JsonDecoder:
-    """Decodes all that is pending each time, and lets go of it once it ends in a whole character."""
+    """Text comes once its last character is whole; what is then still pending comes at the end as it is."""
 
     def __init__(self, tokenizer: JsonTokenizer) -> None:
         from tokenizers.decoders import DecodeStream
 
         self.inner, self.stream = tokenizer.inner, DecodeStream(skip_special_tokens=True)
+        self.pending: list[int] = []
 
     def push(self, token: int) -> str:
-        return self.stream.step(self.inner, token) or ""
+        text = self.stream.step(self.inner, token) or ""
+        self.pending = [] if text else [*self.pending, token]
+        return text
 
     def finish(self) -> str:
-        return ""
+        return self.inner.decode(self.pending)
 
 
 def _write_settings(folder: Path, end: str | None, number: int | None) -> None:
@@ -190,7 +194,14 @@ def _write_settings(folder: Path, end: str | None, number: int | None) -> None:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer in a model's folder; bytes if there is none."""
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file() or read_json(path) == byte_level_json():
+    return read_tokenizer(path) if path.is_file() else ByteTokenizer()
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A ``tokenizer.json``, with the end of a text that a ``tokenizer_config.json`` beside it names."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if read_json(path) == byte_level_json():
         return ByteTokenizer()
     settings = path.with_name("tokenizer_config.json")
     end = read_json(settings).get("eos_token") if settings.is_file() else None

@@ -64,19 +64,35 @@ def test_reading_saving_and_asking_is_what_a_session_does(run, home, tmp_path):
     assert json.loads(run("inspect", "m", "--json"))["parameters"] == sum(p.numel() for p in session.model.parameters())
 
 
-def test_reading_on_and_resuming(run, home, tmp_path):
+def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
     first, both, resumed = tmp_path / "1.mem", tmp_path / "2.mem", tmp_path / "3.mem"
     run("read", "m", "t.txt", "--save", first)
     run("read", "m", "t.txt", "--memory", first, "--save", both)
     assert memfile.peek(both)[0]["tokens"] == [2 * len(TEXT)]
     assert "exists; --resume reads on" in run("read", "m", "t.txt", "--save", first, code=2)
     # Interrupted after the first piece of the second text, then resumed: the same to the last bit.
-    session = Session(home / "m").load(first)
-    next(session.reading(TEXT))
-    session.save(resumed)
-    assert len(TEXT) < session.tokens < 2 * len(TEXT)
-    run("read", "m", "t.txt", "--memory", first, "--save", resumed, "--resume")
-    assert_close(memfile.load(resumed, session.model), memfile.load(both, session.model), 0.0)
+    monkeypatch.setattr(commands, "AUTOSAVE", -1.0)
+    monkeypatch.setattr(commands.Shown, "update", interrupt)
+    run("read", "m", "t.txt", "--memory", first, "--save", resumed, code=130)
+    monkeypatch.undo()
+    monkeypatch.chdir(home)
+    assert len(TEXT) < memfile.peek(resumed)[0]["tokens"][0] < 2 * len(TEXT)
+    assert "expected the files that" in run("read", "m", "m/config.json", "--save", resumed, "--resume", code=2)
+    run("read", "m", "t.txt", "--save", resumed, "--resume")
+    subject = Session(home / "m").model
+    assert_close(memfile.load(resumed, subject), memfile.load(both, subject), 0.0)
+    assert " 0 tokens read" in run("read", "m", "t.txt", "--save", resumed, "--resume"), "nothing is left to read"
+    # Adding to a memory in place, interrupted and resumed, is the same again.
+    monkeypatch.setattr(commands.Shown, "update", interrupt)
+    run("read", "m", "t.txt", "--memory", first, "--save", first, code=130)
+    monkeypatch.undo()
+    monkeypatch.chdir(home)
+    run("read", "m", "t.txt", "--memory", first, "--save", first, "--resume")
+    assert_close(memfile.load(first, subject), memfile.load(both, subject), 0.0)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_several_prompts_are_lines_of_json(run, home):
@@ -115,7 +131,7 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
         name: memfile.peek(path)[1]["blocks.0.memory.memory.position"].item() for name, path in (("1", first), ("2", after))
     }
     assert written["1"] == written["2"] == len(TEXT)
-    run("generate", "m", "--memory", first, "--prompt", "x", "--max-tokens", 4, "--write", "prompt", "--save", after)
+    run("generate", "m", "--memory", after, "--prompt", "x", "--max-tokens", 4, "--write", "prompt", "--save", after)
     assert memfile.peek(after)[1]["blocks.0.memory.memory.position"].item() == len(TEXT) + 1
 
 
@@ -133,6 +149,11 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
         (["generate", "m", "--prompt", "a", "--memory", "nowhere.mem"], "nowhere.mem: no such file"),
         (["generate", "m", "--prompt", "a", "--temperature", "-1"], "temperature: expected a number of at least 0, got -1"),
         (["generate", "m", "--prompt", "a", "b", "--save", "x.mem"], "--save: expected a single prompt"),
+        (["generate", "m", "--prompt", "a", "--save", "t.txt"], "--save: t.txt exists; a memory is only overwritten if it is"),
+        (["generate", "m", "--prompt", "a", "--save", "no/x.mem"], "--save: expected a folder that exists, got no"),
+        (["chat", "m", "--memory", "no/x.mem"], "--memory: expected a folder that exists, got no"),
+        (["read", "m", "--save", "x.mem"], "files: expected at least one text to read, got none"),
+        (["inspect", "[/x].mem"], "[/x].mem: no such file"),
         (["new", "tinny", "x"], "preset: expected one of tiny, small, 170m, 340m, 760m, 1.3b, got 'tinny'; did you mean 'tiny'?"),
         (["new", "tiny", "x", "--variant", "mac+wndow"], "pattern: expected one of"),
         (["new", "tiny", "m"], "out: expected a new or empty folder, got m"),
@@ -155,6 +176,21 @@ def test_other_weights_and_damage_at_the_command_line(run, home, tmp_path):
     whole = (tmp_path / "a.mem").read_bytes()
     (tmp_path / "a.mem").write_bytes(whole[:-7])
     assert "a.mem: damaged" in run(*ask, code=2)
+
+
+def test_a_full_disk_is_one_line(home, tmp_path):
+    """A limit on file sizes stands for it."""
+    resource = pytest.importorskip("resource")
+    model, out = str(home / "m"), tmp_path / "x.mem"
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    for command in (
+        ["generate", model, "--prompt", "hi", "--max-tokens", "2", "--save", str(out)],
+        ["new", "tiny", str(tmp_path / "n")],
+    ):
+        done = subprocess.run([sys.executable, "-m", "remanence.cli", *command], capture_output=True, text=True, preexec_fn=limit)
+        assert done.returncode == 2, done.stderr
+        assert "could not be written" in done.stderr and done.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_empty_file_is_read_as_nothing(run, tmp_path):
@@ -209,6 +245,8 @@ class TestPresets:
     def test_changes_and_unknown_fields(self):
         config = preset("small", ("lmm", "window"), window=64, memory={"chunk": 32})
         assert (config.pattern, config.window, config.memory.chunk, config.memory.expansion) == (("lmm", "window"), 64, 32, 2.0)
+        kept = Model(preset("tiny"), memory={"chunk": 8}).config.memory
+        assert (kept.chunk, kept.head_dim, kept.expansion) == (8, 32, 2.0), "other fields stay as they were"
         with pytest.raises(ValueError, match=r"ModelConfig field: expected one of .* got 'windw'; did you mean 'window'"):
             preset("small", windw=3)
 

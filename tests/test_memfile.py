@@ -179,8 +179,17 @@ class TestDamage:
             ("more", torch.zeros(1), "a tensor 'more', for which this model has no place"),
             ("blocks.0.asked", torch.zeros(1, 3, 16), r"blocks\.0\.asked: expected shape \[1, 6, 16\], got \[1, 3, 16\]"),
             ("blocks.0.segment.position", torch.tensor([1.0]), r"segment\.position: expected torch\.int64, got torch\.float32"),
-            ("blocks.0.segment.position", torch.tensor([-1]), r"segment\.position: expected counts of tokens, got -1"),
-            ("position", torch.tensor([5]), r"position: expected the header's \[110\] tokens, got \[5\]"),
+            ("blocks.0.segment.position", torch.tensor([9]), r"do not agree on the tokens read, .*\(SegmentState\)"),
+            ("blocks.1.memory.memory.position", torch.tensor([2**62]), r"do not agree on the tokens read, .*\(MemoryState\)"),
+            ("blocks.1.memory.memory.diverged", torch.tensor([True]), r"or it has diverged \(MemoryState\)"),
+            (
+                "blocks.0.asked",
+                torch.zeros(1, 6, 16).to(torch.float8_e4m3fn),
+                r"asked: expected torch\.float32, got torch\.float8",
+            ),
+            ("position", torch.tensor(110), r"position: expected a count for each document, got shape \[\]"),
+            ("position", torch.arange(3000), r"blocks\.0\.asked: expected shape \[3000, 6, 16\], got \[1, 6, 16\]"),
+            ("position", torch.tensor([-5]), r"do not agree on the tokens read"),
         ],
     )
     def test_forgeries_that_tell_themselves_well(self, tmp_path, name, forged, message):
@@ -196,6 +205,56 @@ class TestDamage:
         rewrite(path, forge)
         with pytest.raises(ValueError, match=message):
             Session(subject.model).load(path)
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("fingerprint", "5"),
+            ("fingerprint", '{"a": 1, "b": 2}'),
+            ("tokens", "[true]"),
+            ("config", '"[/red]"'),
+            ("notes", "[]"),
+            ("config", "[" * 100_000 + "]" * 100_000),
+        ],
+    )
+    def test_headers_that_are_not_ours(self, tmp_path, name, text):
+        subject, path = saved(tmp_path)
+        rewrite(path, lambda tensors, header: (tensors, {**header, name: text}))
+        with pytest.raises(ValueError, match=r"its header (does not describe its content|is not complete)"):
+            Session(subject.model).load(path)
+
+    def test_full_attention_must_hold_what_was_read(self, tmp_path):
+        subject, path = saved(tmp_path, "attention")
+
+        def shorten(tensors, header):
+            for name in ("blocks.0.k", "blocks.0.v"):
+                tensors[name] = tensors[name][:, 1:].contiguous()
+            return tensors, {**header, "state": json.dumps({key: memfile._describe(t) for key, t in tensors.items()})}
+
+        rewrite(path, shorten)
+        with pytest.raises(ValueError, match="expected full attention to hold all 110 tokens, got fewer"):
+            Session(subject.model).load(path)
+        _, state = subject.model(torch.tensor([[1, 2, 3]]), subject.state)
+        memfile.save(path, subject.model, state.crop(2))
+        assert_close(memfile.load(path, subject.model), state.crop(2), 0.0)
+
+    def test_a_state_of_another_model_is_not_saved(self, tmp_path):
+        subject, _ = saved(tmp_path, "mac")
+        with pytest.raises(
+            ValueError, match=r"state: expected a tensor 'blocks\.0\.memory\.memory\.layers\.0', which is missing"
+        ):
+            memfile.save(tmp_path / "b.mem", subject.model, session("window").state)
+        assert not (tmp_path / "b.mem").exists()
+
+    def test_where_nothing_can_be_written(self, tmp_path):
+        subject, path = saved(tmp_path)
+        with pytest.raises(ValueError, match="expected a file to write, got a folder or a device"):
+            subject.save(tmp_path)
+        with pytest.raises(ValueError, match="expected a file, got a folder"):
+            subject.load(tmp_path)
+        with pytest.raises(ValueError, match="expected its folder to exist"):
+            subject.save(tmp_path / "no" / "a.mem")
+        assert sorted(os.listdir(tmp_path)) == [path.name]
 
     def test_other_files(self, tmp_path):
         subject, path = saved(tmp_path)
@@ -278,6 +337,9 @@ class TestModelFolders:
             save_file(tensors, path)
             with pytest.raises(ValueError, match=message):
                 Model.load(tmp_path)
+        save_file({**whole, name: whole[name].to(torch.int64)}, path)
+        with pytest.raises(ValueError, match=r"blocks\.0\.ffn\.up\.weight: expected real numbers, got torch\.int64"):
+            Model.load(tmp_path)
         path.write_bytes(b"")
         with pytest.raises(ValueError, match=r"model\.safetensors: damaged"):
             Model.load(tmp_path)

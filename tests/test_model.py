@@ -207,6 +207,50 @@ def test_a_state_holds_no_more_memory_than_it_says():
         assert all(t.untyped_storage().nbytes() <= 2 * t.nbytes for t in state.detach().tensors() if t.nbytes > 64)
 
 
+@pytest.mark.parametrize("variant", ["attention", "window", "mac", "lmm"])
+def test_one_token_after_taking_back_or_leaving_a_longer_row(variant):
+    """Places in front of a row that nothing was read into are not seen, by one query as by several."""
+    subject, x = model(variant), tokens(2, COUNT)
+    _, state = subject(x[:1, :11])
+    assert_close(subject(x[:1, 8:9], state.crop(3))[0], subject(x[:1, :9])[0][:, -1:], 1e-9)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, :5] = False
+    _, state = subject(x[:, :12], mask=mask)
+    assert_close(subject(x[1:, 12:13], state.rows(1))[0], subject(x[1:, 5:13])[0][:, -1:], 1e-9)
+    _, other = subject(x[:1, :3])
+    joined = type(state).concat([other, state.rows(0)])
+    y, _ = subject(x[:, 20:], joined)
+    assert_close(y[:1], subject(x[:1, 20:], other)[0], 1e-9)
+
+
+def test_taking_back_without_a_convolution():
+    subject, x = model("mac", memory={"conv": 0}), tokens(1, COUNT)
+    _, state = subject(x[:, :6])
+    assert_close(subject(x[:, 5:], state.crop(1))[0], subject(x)[0][:, 5:], 1e-9)
+    for variant in ("attention", "lmm"):
+        with pytest.raises(ValueError, match="tokens: expected at most the 29 tokens read, got -2"):
+            model(variant)(x)[1].crop(-2)
+
+
+def test_a_segment_begun_with_the_memory_off_has_the_weights_of_its_beginning():
+    subject, x = model("mac", depth=1), tokens(1, 11)
+    _, first = subject(x[:, :8])
+    _, state = subject(x[:, 8:10], first, memory="off")
+    now = subject.blocks[0].mixer.memory.layer.settle(first.blocks[0].memory)
+    assert_close(state.blocks[0].weights, now, 0.0)
+
+
+def test_rounding_is_not_amplified():
+    """The gates begin where a memory's dynamics are tame: with a forget bias of -3 instead of -8 this error is 1."""
+    torch.manual_seed(0)
+    exact = Model(config("lmm", dim=64, depth=4, vocabulary=64)).double()
+    x = torch.randint(64, (1, 1024))
+    with torch.no_grad():
+        truth, _ = exact(x)
+        rounded, _ = exact.float()(x)
+    assert ((rounded.double() - truth).std() / truth.std()).item() < 1e-4
+
+
 def test_taking_back_too_much_is_refused():
     subject, x = model("mac"), tokens(2, COUNT)
     _, state = subject(x[:, :10])
@@ -239,6 +283,8 @@ class TestBadInput:
         _, state = subject(x)
         with pytest.raises(ValueError, match="state: expected the State this model returned, or None, got AttentionState"):
             subject(x, model("window").start(2).blocks[0])
+        with pytest.raises(ValueError, match=r"state: expected one of this model \(MACState\), got another's \(BothState\)"):
+            subject(x, model("mag").start(2))
         with pytest.raises(ValueError, match="state: expected 3 rows, one for each row of the batch, got 2"):
             subject(tokens(3), state)
         with pytest.raises(ValueError, match=r"mask: expected booleans of shape \[2, 29\]"):
@@ -257,6 +303,10 @@ class TestBadInput:
             ({"window": 0}, "window: expected a whole number of at least 1, got 0"),
             ({"memory": {"chnk": 4}}, "MemoryConfig field: expected one of .*got 'chnk'; did you mean 'chunk'"),
             ({"tie": 1}, "tie: expected True or False, got 1"),
+            ({"memory": {"step_bias": "a"}}, "step_bias: expected a finite number, got 'a'"),
+            ({"memory": {"expansion": "x"}}, "expansion: expected a number above 0, got 'x'"),
+            ({"memory": {"bias": "yes"}}, "bias: expected True, False or None, got 'yes'"),
+            ({"memory": {"activation": "tanh"}}, "activation: expected 'gelu', 'silu' or None, got 'tanh'"),
         ],
     )
     def test_configs(self, fields, message):

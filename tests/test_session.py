@@ -102,6 +102,11 @@ class TestChoosing:
         drawn = torch.tensor(self.drawn()).bincount(minlength=5) / 400
         assert (drawn - self.logits.softmax(0)).abs().max() < 0.06
 
+    def test_ties_and_the_coldest_temperature(self):
+        chance, tied = torch.Generator().manual_seed(0), torch.zeros(10)
+        assert len({choose(tied, Sampling(temperature=1.0, top_k=2), chance) for _ in range(60)}) == 2
+        assert choose(self.logits, Sampling(temperature=1e-320), chance) == 1
+
     def test_temperature_and_seed(self):
         cold = [choose(self.logits, Sampling(temperature=0.05), torch.Generator().manual_seed(s)) for s in range(50)]
         assert set(cold) == {1}
@@ -123,6 +128,40 @@ def test_reading_in_any_pieces_is_reading_at_once(variant, monkeypatch):
     if first.surprise is not None:
         whole = subject.trace(torch.tensor([list((TEXT * 3).encode())]))
         assert first.surprise == pytest.approx(whole.surprise.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(31, 70), (33, 2), (64, 200), (1, 129)])
+def test_long_prompts_side_by_side_take_few_calls(lengths, monkeypatch):
+    monkeypatch.setattr(generating, "PIECE", 32)
+    subject, calls = bytes_model("lmm", torch.float64), []
+    prompts = [(TEXT * 3)[:n] for n in lengths]
+    trace = Model.trace
+    monkeypatch.setattr(Model, "trace", lambda self, tokens, *a, **k: calls.append(1) or trace(self, tokens, *a, **k))
+    together = Generation(subject, prompts, Sampling(max_tokens=2)).run()
+    assert len(calls) <= 2 * (max(lengths) // 32 + 1) + 2 * 2
+    for row, prompt in enumerate(prompts):
+        assert together.tokens[row] == Generation(subject, [prompt], Sampling(max_tokens=2)).run().tokens[0]
+
+
+def test_a_held_stream_does_not_undo_what_came_after_it():
+    session = Session(bytes_model())
+    stream = session.stream("abc", max_tokens=50)
+    next(stream)
+    session.read(TEXT)
+    read = session.tokens
+    stream.close()
+    assert session.tokens == read
+
+
+def test_a_generation_runs_once_and_damaged_weights_are_told():
+    subject = bytes_model("window")
+    generation = Generation(subject, ["a"], Sampling(max_tokens=1)).run()
+    with pytest.raises(ValueError, match="generation: expected to be run once"):
+        generation.run()
+    with torch.no_grad():
+        subject.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="model: expected finite logits, got infinite or NaN ones"):
+        Session(subject).generate("a")
 
 
 def test_what_generating_may_write():
@@ -181,6 +220,7 @@ def test_a_diverged_memory_is_not_used():
         (lambda s: s.generate("a", top_k=0), "top_k: expected a whole number of at least 1, got 0"),
         (lambda s: s.generate("a", top_p=1.5), "top_p: expected a number above 0 and up to 1, got 1.5"),
         (lambda s: s.generate("a", stop=[""]), r"stop: expected texts of at least one character, got \[''\]"),
+        (lambda s: s.generate("a", seed=10**30), r"seed: expected a whole number from 0 to 2\^62"),
         (lambda s: s.generate("a", max_tokens=-1), "max_tokens: expected a whole number of at least 0, got -1"),
         (lambda s: Session(s.model, write="some"), "write: expected one of all, prompt, none, got 'some'"),
         (lambda s: Session(model()), "tokenizer: expected at most the model's 11 tokens, got 257"),

@@ -31,6 +31,8 @@ def _concat(nodes: Sequence[Any]) -> Any:
     first = nodes[0]
     if isinstance(first, Tensor):
         return torch.cat(list(nodes))
+    if isinstance(first, TensorTuple) and type(first).concat.__func__ is not TensorTuple.concat.__func__:  # type: ignore[attr-defined]
+        return type(first).concat(nodes)  # its own way
     if first is None:
         return None
     children = [_concat(children) for children in zip(*nodes, strict=True)]
@@ -86,7 +88,8 @@ def carry_on(past: Tensor, new: Tensor) -> Tensor:
 
 def take_back(past: Tensor, tokens: int) -> Tensor:
     """A history ``[r s ...]``, newest last, without its last entries; zeros take the oldest places."""
-    return torch.cat([past.new_zeros(past.shape[0], tokens, *past.shape[2:]), past[:, : past.shape[1] - tokens]], 1)
+    gone = min(tokens, past.shape[1])
+    return torch.cat([torch.zeros_like(past[:, :gone]), past[:, : past.shape[1] - gone]], 1)
 
 
 class _Gates(NamedTuple):

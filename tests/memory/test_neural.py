@@ -185,7 +185,7 @@ def test_gates_start_where_the_config_says():
     gates = memory.trace(torch.zeros(1, 1, 12)).gates
     assert_close(gates.log_step.exp(), torch.full((1, 1, 2), 0.01799), 1e-4)
     assert_close(gates.log_momentum.exp(), torch.full((1, 1, 2), 0.5), 1e-4)
-    assert_close(1 - gates.log_keep.exp(), torch.full((1, 1, 2), 0.00669), 1e-4)
+    assert_close(1 - gates.log_keep.exp(), torch.full((1, 1, 2), 0.000335), 1e-6)
 
 
 def _resets(module):
