@@ -23,7 +23,7 @@ from remanence.blocks import BLOCKS
 from remanence.config import PRESETS, Mode, ModelConfig, preset
 from remanence.device import resolve
 from remanence.generate import Generation, Sampling, Write
-from remanence.model import Model, State, matched, parameters
+from remanence.model import Model, matched
 from remanence.session import Session
 from remanence.tokens import ByteTokenizer, load_tokenizer, read_tokenizer
 
@@ -303,8 +303,8 @@ def _costs(config: ModelConfig) -> dict[str, Any]:
     """Parameters; bytes of a state in a bfloat16 model; the tokens of a Transformer's bf16 cache that take as much."""
     with torch.device("meta"):
         model = Model(config).bfloat16()
-        state: State = model.start(1)
-    count = parameters(config)
+        state = model.start(1)
+    count = sum(parameter.numel() for parameter in model.parameters())
     if "attention" in config.blocks:
         return {"parameters": count, "state_bytes": None, "kv_tokens": None}
     per_token = 2 * 2 * config.dim * config.depth

@@ -203,7 +203,13 @@ def test_ctrl_c_saves_what_was_read(home, tmp_path):
     big = tmp_path / "big.txt"
     big.write_text(TEXT * 400)
     command = [sys.executable, "-m", "remanence.cli", "read", str(home / "m"), str(big), "--save", str(tmp_path / "a.mem")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "REMANENCE_AUTOSAVE": "0"})
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "REMANENCE_AUTOSAVE": "0"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore Ctrl-C
+    )
     while not (tmp_path / "a.mem").exists():
         assert process.poll() is None
         time.sleep(0.05)

@@ -26,7 +26,7 @@ ROOMS = {
     "tokens": {"config", "files"},
     "blocks": {"ops", "memory", "attention", "layers", "config", "shapes"},
     "model": {"ops", "blocks", "layers", "config", "files", "shapes"},
-    "memfile": {"attention", "model", "config", "files"},
+    "memfile": {"attention", "files", "model", "ops"},
     "generate": {"config", "model", "tokens"},
     "session": {"", "model", "generate", "memfile", "tokens"},
     "hf": {"model", "config", "files"},

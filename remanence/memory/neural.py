@@ -83,7 +83,7 @@ class InitialMemory(nn.Module):
         super().__init__()
         self._made_by = (net, heads, width)  # in a tuple, so that a net that is a module is not registered here too
         device = torch.empty(0).device
-        with torch.device("cpu"):
+        with torch.device("meta" if device.type == "meta" else "cpu"):  # the same numbers on every device
             drawn = self._draw()
         for index, weight in enumerate(drawn):
             self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
