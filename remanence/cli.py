@@ -171,6 +171,29 @@ class Inspect:
 
 
 @dataclass(frozen=True)
+class Data:
+    """Turn texts (plain or jsonl, folders of them, .xz .gz .bz2 .zst) into token shards to train on. Goes on if interrupted."""
+
+    action: tyro.conf.Positional[Literal["prepare"]]
+    """What to do."""
+    sources: tyro.conf.Positional[tuple[Path, ...]]
+    """Files and folders."""
+    out: Path
+    """Folder for the shards."""
+    tokenizer: Path | None = None
+    """A tokenizer.json (extra `hf`). Default: bytes."""
+    field: str = "text"
+    """Where a line of jsonl has its text."""
+    workers: int = 1
+    """Processes."""
+
+    def run(self) -> None:
+        from remanence.commands import prepare_data
+
+        prepare_data(self.sources, self.out, self.tokenizer, self.field, self.workers)
+
+
+@dataclass(frozen=True)
 class Presets:
     """Every preset and variant: its parameters, and the size of its state."""
 
@@ -213,6 +236,7 @@ Command = (
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Presets, tyro.conf.subcommand("presets")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )

@@ -21,6 +21,8 @@ from rich.table import Table
 from remanence import memfile
 from remanence.blocks import BLOCKS
 from remanence.config import PRESETS, Mode, ModelConfig, preset
+from remanence.data import prepare
+from remanence.data.sources import files
 from remanence.device import resolve
 from remanence.generate import Generation, Sampling, Write
 from remanence.model import Model, matched
@@ -210,6 +212,20 @@ def chat(folder: Path, sampling: Sampling, memory: Path | None, write: Write, fo
         print()
         if memory is not None:
             session.save(memory)
+
+
+def prepare_data(sources: Sequence[Path], out: Path, tokenizer: Path | None, field: str, workers: int) -> None:
+    """Texts to token shards, with a bar by bytes of the files."""
+    if not sources:
+        raise ValueError("sources: expected at least one file or folder, got none")
+    if workers < 1:
+        raise ValueError(f"--workers: expected at least 1, got {workers}")
+    total = sum(path.stat().st_size for path in files(list(sources)))
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("preparing", total=total)
+        told = prepare(sources, out, tokenizer=tokenizer, field=field, workers=workers, done=lambda n: bar.advance(task, n))
+    print(f"{out}: {told['tokens']:,} tokens in {told['documents']:,} documents from {told['files']:,} files")
 
 
 def inspect(path: Path, as_json: bool) -> None:

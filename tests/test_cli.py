@@ -193,6 +193,14 @@ def test_a_full_disk_is_one_line(home, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_preparing_data(run, tmp_path):
+    out = tmp_path / "tokens"
+    said = run("data", "prepare", "t.txt", "--out", out, "--workers", 2)
+    assert f"{len(TEXT) + 1:,} tokens in 1 documents from 1 files" in said
+    assert "sources: expected at least one file or folder" in run("data", "prepare", "--out", out, code=2)
+    assert "nowhere: no such file or folder" in run("data", "prepare", "nowhere", "--out", out, code=2)
+
+
 def test_an_empty_file_is_read_as_nothing(run, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     said = run("read", "m", tmp_path / "empty.txt", "--save", tmp_path / "e.mem")

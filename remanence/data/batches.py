@@ -1,0 +1,127 @@
+"""Which tokens a step reads: a function of the step alone, so that any step can be made again, on any number of processes.
+
+Both orders go through the documents in an order shuffled anew for every epoch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from remanence.data.shards import Tokens
+
+
+class Batch(NamedTuple):
+    """Inputs and targets ``[b t]`` (-100 where there is none), the borders of documents or a mask, and which rows begin anew."""
+
+    tokens: Tensor
+    targets: Tensor
+    offsets: list[int] | None
+    mask: Tensor | None
+    begins: Tensor | None
+
+
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)
+
+
+class Packed:
+    """Rows of equal length, filled with documents one behind the other; no token is padding, and none is left out but a rest.
+
+    A batch is one packed row ``[1 b*t]`` with the borders of documents and rows, so that nothing is carried across either.
+    """
+
+    def __init__(self, data: Tokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1) -> None:
+        self.data, self.length, self.batch, self.seed, self.rank, self.world = data, length, batch, seed, rank, world
+        self.rows = int((data.lengths.sum() - 1) // length)
+        self.per_epoch = self.rows // (batch * world)
+        if self.per_epoch < 1:
+            raise ValueError(
+                f"data: expected {batch * world * length + 1:,} tokens for one step, got {int(data.lengths.sum()):,}"
+            )
+
+    @lru_cache(maxsize=2)  # noqa: B019  # two epochs' orders, for as long as this lives
+    def _stream(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        order = _order(self.seed, epoch, len(self.data))
+        return order, np.cumsum(self.data.lengths[order])
+
+    def step(self, number: int) -> Batch:
+        epoch, inside = divmod(number, self.per_epoch)
+        order, ends = self._stream(epoch)
+        first = (inside * self.world + self.rank) * self.batch
+        tokens, targets, offsets = [], [], [0]
+        for row in range(first, first + self.batch):
+            text, borders = self._read(order, ends, row * self.length, self.length + 1)
+            tokens.append(text[:-1])
+            target = text[1:].copy()
+            for border in borders:  # the next document's first token does not follow from this one's last
+                if 0 < border <= self.length:
+                    target[border - 1] = -100
+                if 0 < border < self.length:
+                    offsets.append(len(tokens) * self.length - self.length + border)
+            targets.append(target)
+            offsets.append(len(tokens) * self.length)
+        joined = [torch.from_numpy(np.concatenate(part)).unsqueeze(0) for part in (tokens, targets)]
+        return Batch(joined[0], joined[1], offsets, None, None)
+
+    def _read(self, order: np.ndarray, ends: np.ndarray, start: int, count: int) -> tuple[np.ndarray, list[int]]:
+        """Tokens of the shuffled stream, and where documents begin among them."""
+        place = int(np.searchsorted(ends, start, "right"))
+        pieces, borders, have = [], [], 0
+        while have < count:
+            document = self.data[int(order[place])]
+            skip = start + have - (int(ends[place]) - len(document))
+            piece = document[skip : skip + count - have]
+            if skip == 0:
+                borders.append(have)
+            pieces.append(piece.astype(np.int64))
+            have += len(piece)
+            place += 1
+        return np.concatenate(pieces), borders
+
+
+class Documents:
+    """Documents in order: each row reads one from its beginning to its end in pieces, with its memory carried, then the next.
+
+    `begins` says which rows start a document, where the state must be new; the last piece of a document is padded.
+    """
+
+    def __init__(self, data: Tokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1) -> None:
+        self.data, self.length, self.batch, self.seed, self.rank, self.world = data, length, batch, seed, rank, world
+        if len(data) < batch * world:
+            raise ValueError(f"data: expected at least {batch * world} documents, one for each row, got {len(data)}")
+
+    @lru_cache(maxsize=2)  # noqa: B019
+    def _streams(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each row of all processes: its documents, and the number of pieces up to the end of each."""
+        order, rows = _order(self.seed, epoch, len(self.data)), self.batch * self.world
+        dealt = [order[row::rows] for row in range(rows)]
+        return [(own, np.cumsum(np.maximum(1, -(-(self.data.lengths[own] - 1) // self.length)))) for own in dealt]
+
+    def steps(self, epoch: int) -> int:
+        """Until the first row has read all its documents; what other rows have left is for another epoch."""
+        return int(min(pieces[-1] for _, pieces in self._streams(epoch)))
+
+    def step(self, number: int) -> Batch:
+        epoch = 0
+        while number >= self.steps(epoch):
+            number -= self.steps(epoch)
+            epoch += 1
+        tokens = torch.zeros(self.batch, self.length, dtype=torch.int64)
+        targets, begins = torch.full_like(tokens, -100), torch.zeros(self.batch, dtype=torch.bool)
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        for row in range(self.batch):
+            own, pieces = self._streams(epoch)[self.rank * self.batch + row]
+            place = int(np.searchsorted(pieces, number, "right"))
+            piece = number - (int(pieces[place - 1]) if place else 0)
+            text = self.data[int(own[place])][piece * self.length : (piece + 1) * self.length + 1].astype(np.int64)
+            inputs = text[: self.length] if len(text) == 1 else text[:-1]
+            tokens[row, : len(inputs)] = torch.from_numpy(inputs)
+            targets[row, : len(text) - 1] = torch.from_numpy(text[1:])
+            mask[row, : len(inputs)] = True
+            begins[row] = piece == 0
+        return Batch(tokens, targets, None, mask, begins)
