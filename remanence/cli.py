@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -194,6 +194,24 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Train:
+    """Train a model by a recipe, in a new folder or, with --resume, on in one. --any.field=value changes the recipe's config."""
+
+    recipe: tyro.conf.Positional[Path]
+    """A Python file with a function recipe() that returns a TrainConfig."""
+    out: Path
+    """The run's folder."""
+    resume: bool = False
+    """Go on with the run in --out, from its last checkpoint."""
+    overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+
+    def run(self) -> None:
+        from remanence.commands import train
+
+        train(self.recipe, self.out, dict(self.overrides), self.resume)
+
+
+@dataclass(frozen=True)
 class Presets:
     """Every preset and variant: its parameters, and the size of its state."""
 
@@ -237,6 +255,7 @@ Command = (
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Data, tyro.conf.subcommand("data")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Presets, tyro.conf.subcommand("presets")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )
@@ -263,10 +282,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parsed(arguments: list[str]) -> Command:
     """What was asked for. A wrong argument is one line, like every other error, instead of tyro's box of several."""
+    arguments, overrides = _overrides(arguments)
     described = "Sequence models that keep learning after training ends."
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            return tyro.cli(Command, prog="remanence", description=described, args=arguments)
+            command = tyro.cli(Command, prog="remanence", description=described, args=arguments)
+            return replace(command, overrides=overrides) if isinstance(command, Train) else command
         except SystemExit as stop:
             code = stop.code
     if code:
@@ -274,6 +295,16 @@ def _parsed(arguments: list[str]) -> Command:
         message = " ".join(line for line in lines if line)
         sys.exit(_say(f"remanence: error: {message}", 2))
     sys.exit(code)
+
+
+def _overrides(arguments: list[str]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
+    """Of `train`, the arguments that are fields of the recipe's config, as --optimizer.lr=3e-4; and what is left."""
+    if arguments[:1] != ["train"]:
+        return arguments, ()
+    own = ("--out=", "--resume=")
+    given = [argument for argument in arguments if argument.startswith("--") and "=" in argument and not argument.startswith(own)]
+    pairs = tuple((name, value) for name, _, value in (argument[2:].partition("=") for argument in given))
+    return [argument for argument in arguments if argument not in given], pairs
 
 
 def _say(message: str, code: int) -> int:

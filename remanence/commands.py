@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import runpy
 import shutil
 import sys
 import time
@@ -226,6 +227,54 @@ def prepare_data(sources: Sequence[Path], out: Path, tokenizer: Path | None, fie
         task = bar.add_task("preparing", total=total)
         told = prepare(sources, out, tokenizer=tokenizer, field=field, workers=workers, done=lambda n: bar.advance(task, n))
     print(f"{out}: {told['tokens']:,} tokens in {told['documents']:,} documents from {told['files']:,} files")
+
+
+def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
+    """Train by a recipe, with a bar on a terminal and plain lines elsewhere."""
+    from remanence.train import fit, override
+
+    config = None
+    if not resume:
+        config = override(_recipe(recipe), overrides)
+    elif overrides:
+        raise ValueError(f"--{next(iter(overrides))}: expected no changes beside --resume, as the run's own config counts")
+    total = config.steps if config is not None else None
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress("training", *columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=total or float("nan"), note="")
+
+        def show(line: dict[str, Any]) -> None:
+            loss = "none" if line["loss"] is None else f"{line['loss']:.4f}"
+            note = f"loss {loss}, {line['tokens_per_s']:,.0f} tokens/s"
+            note += f", surprise {line['surprise']:.3f}" if line.get("surprise") is not None else ""
+            bar.update(task, completed=line["step"], note=note)
+            if not console.is_terminal:
+                print(f"step {line['step']}: {note}", file=sys.stderr, flush=True)
+
+        model = fit(config, out, resume=resume, log=show)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
+
+
+def _recipe(path: Path) -> Any:
+    """What a recipe's `recipe()` returns. A recipe is code: run your own, or ones you have read."""
+    from remanence.train import TrainConfig
+
+    if not path.is_file():
+        raise ValueError(f"recipe: expected a Python file, as recipes/recall.py, got {path}")
+    found = runpy.run_path(str(path)).get("recipe")
+    if not callable(found):
+        raise ValueError(f"{path}: expected a function recipe() that returns a TrainConfig, got none")
+    config = found()
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"{path}: expected recipe() to return a TrainConfig, got {type(config).__name__}")
+    return config
 
 
 def inspect(path: Path, as_json: bool) -> None:

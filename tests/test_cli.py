@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from remanence.config import PRESETS, preset
 from remanence.model import matched, parameters
 from remanence.testing import assert_close
 from remanence.tokens import load_tokenizer
+from remanence.train import TrainConfig
+
+ROOT = Path(__file__).parent.parent
 
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 90
 
@@ -199,6 +203,29 @@ def test_preparing_data(run, tmp_path):
     assert f"{len(TEXT) + 1:,} tokens in 1 documents from 1 files" in said
     assert "sources: expected at least one file or folder" in run("data", "prepare", "--out", out, code=2)
     assert "nowhere: no such file or folder" in run("data", "prepare", "nowhere", "--out", out, code=2)
+
+
+def test_training_by_a_recipe(run, tmp_path):
+    recipe, out = ROOT / "recipes" / "recall.py", tmp_path / "run"
+    small = ["--steps=3", "--batch=2", "--model.depth=1", "--log_every=1"]
+    assert "the model is in" in run("train", recipe, "--out", out, *small)
+    assert json.loads((out / "config.json").read_text())["batch"] == 2
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+    assert Model.load(out / "model").config.depth == 1
+    assert "out: expected a new or empty folder" in run("train", recipe, "--out", out, *small, code=2)
+    assert "expected no changes beside --resume" in run("train", recipe, "--out", out, "--resume", "--steps=4", code=2)
+    run("train", recipe, "--out", out, "--resume")
+    assert "did you mean 'optimizer'" in run("train", recipe, "--out", tmp_path / "x", "--optimiser.lr=1", code=2)
+    assert "recipe: expected a Python file" in run("train", "nowhere.py", "--out", tmp_path / "x", code=2)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_recipes_make_configs(recipe):
+    config = commands._recipe(recipe)
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert parameters(config.model) > 0
+    assert len(recipe.read_text().splitlines()) < 60
 
 
 def test_an_empty_file_is_read_as_nothing(run, tmp_path):

@@ -1,0 +1,6 @@
+"""Training: one function, `fit`, from a config to a run folder that can be killed at any moment and taken up again."""
+
+from remanence.train.config import DataConfig, OptimizerConfig, TrainConfig, override
+from remanence.train.engine import TrainingError, fit
+
+__all__ = ["DataConfig", "OptimizerConfig", "TrainConfig", "TrainingError", "fit", "override"]

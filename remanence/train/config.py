@@ -1,0 +1,191 @@
+"""A training run as data: what to train, on what, how. Frozen, checked when made, saved with the run. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from math import cos, isfinite, pi
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from remanence.config import ModelConfig, known, preset
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value) or value <= 0:
+            raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate over time.
+
+    Attributes:
+        lr: the peak.
+        betas, eps, weight_decay: AdamW's; only matrices are decayed, never gains, biases or a memory's beginning.
+        clip: the gradient's largest length.
+        schedule: after the warm-up, "cosine" to the end, "wsd" (constant, then down to the end) or "constant".
+        warmup: steps from 0 to the peak.
+        final: the last learning rate, as a share of the peak.
+        decay: wsd's last part, as a share of all steps.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: int = 50
+    final: float = 0.1
+    decay: float = 0.2
+
+    def __post_init__(self) -> None:
+        _positive(lr=self.lr, eps=self.eps, clip=self.clip, decay=self.decay)
+        known("schedule", self.schedule, ("cosine", "wsd", "constant"))
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step, counted from 0: a function, so that a resumed run needs no memory of it."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, steps - self.warmup)
+        if self.schedule == "cosine":
+            return self.lr * (self.final + (1 - self.final) * 0.5 * (1 + cos(pi * min(1.0, done))))
+        if self.schedule == "wsd":
+            left = max(0.0, (steps - step) / max(1.0, self.decay * steps))
+            return self.lr * (self.final + (1 - self.final) * min(1.0, left))
+        return self.lr
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where batches come from.
+
+    Attributes:
+        kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" (generated).
+        path: the shards' folder, where the kind reads one.
+        length: tokens of a row.
+        pairs: of the recall task.
+    """
+
+    kind: str = "packed"
+    path: str | None = None
+    length: int = 256
+    pairs: int = 8
+
+    def __post_init__(self) -> None:
+        _positive(length=self.length, pairs=self.pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One run.
+
+    Attributes:
+        model, data, optimizer: see their classes.
+        steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
+        accumulate: parts that a step's rows are read in, one after the other.
+        carry: whether rows carry their memory from step to step (kind "documents"), without gradient across the border.
+        precision: "float32", or "bfloat16" by autocast; parameters and memories stay float32.
+        checkpointing: recompute activations in backward.
+        seed: of weights and batches.
+        save_every, keep: steps between checkpoints, and how many of the last to keep.
+        log_every: steps between lines of the log.
+        patience: steps with a non-finite loss or gradient, which are skipped, before the run stops.
+        device: "auto", "cpu", "cuda" or "mps".
+    """
+
+    model: ModelConfig = field(default_factory=lambda: preset("tiny"))
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    steps: int = 1000
+    batch: int = 16
+    accumulate: int = 1
+    carry: bool = False
+    precision: Literal["float32", "bfloat16"] = "float32"
+    checkpointing: bool = False
+    seed: int = 0
+    save_every: int = 200
+    keep: int = 2
+    log_every: int = 10
+    patience: int = 10
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate", "save_every", "keep", "log_every", "patience"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        known("precision", self.precision, ("float32", "bfloat16"))
+        if self.batch % self.accumulate:
+            raise ValueError(f"accumulate: expected a divisor of batch={self.batch}, got {self.accumulate}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "model": self.model.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
+        return _build(cls, data)
+
+
+def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
+    """A copy with dotted fields changed, given as text: ``{"optimizer.lr": "3e-4", "model.memory.chunk": "64"}``."""
+    data = config.to_dict()
+    for dotted, text in changes.items():
+        *path, last = dotted.split(".")
+        owner: Any = config
+        inside = data
+        for name in path:
+            _field(owner, name, dotted)
+            owner, inside = getattr(owner, name), inside[name]
+            if not is_dataclass(owner):
+                raise ValueError(f"{dotted}: expected a field, got something inside {name!r}, which has none")
+        _field(owner, last, dotted)
+        inside[last] = _parse(get_type_hints(type(owner))[last], text, dotted)
+    return TrainConfig.from_dict(data)
+
+
+def _field(owner: Any, name: str, dotted: str) -> None:
+    known(f"{dotted}: field of {type(owner).__name__}", name, [each.name for each in fields(owner)])
+
+
+def _parse(kind: Any, text: str, name: str) -> Any:
+    """Text as a field's type: numbers, yes and no, one of several words, none, or several joined by commas."""
+    options = get_args(kind) if get_origin(kind) is not tuple and get_origin(kind) is not Literal else ()
+    if type(None) in options and text.lower() == "none":
+        return None
+    for option in [each for each in options if each is not type(None)] or [kind]:
+        origin = get_origin(option)
+        try:
+            if origin is Literal:
+                known(name, text, get_args(option))
+                return text
+            if origin is tuple:
+                inner = get_args(option)
+                return [_parse(inner[0], part.strip(), name) for part in text.split(",")]
+            if option is bool:
+                return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+            if option in (int, float, str):
+                return option(text)
+        except (ValueError, KeyError) as error:
+            if "expected one of" in str(error):
+                raise
+    told = getattr(kind, "__name__", str(kind))
+    raise ValueError(f"{name}: expected {told}, got {text!r}")
+
+
+def _build(cls: Any, data: Mapping[str, Any]) -> Any:
+    """Nested dataclasses from plain data; an unknown field is refused, with the nearest name."""
+    if cls is ModelConfig:
+        return ModelConfig.from_dict(data)
+    hints = get_type_hints(cls)
+    given = {}
+    for name, value in data.items():
+        known(f"{cls.__name__} field", name, [each.name for each in fields(cls)])
+        hint = hints[name]
+        if is_dataclass(hint) and isinstance(value, Mapping):
+            value = _build(hint, value)
+        elif get_origin(hint) is tuple and isinstance(value, list):
+            value = tuple(value)
+        given[name] = value
+    return cls(**given)

@@ -1,0 +1,294 @@
+"""Nothing is lost: a run killed at any moment goes on to the same losses, to the last bit, as one that was not."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from remanence import Model, ModelConfig
+from remanence.data import prepare
+from remanence.testing import assert_close
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig, TrainingError, engine, fit, override
+from remanence.train.checkpoint import checkpoints
+
+MODEL = {"vocabulary": 257, "dim": 16, "depth": 1, "heads": 2, "window": 8, "segment": 8, "persistent": 2}
+
+
+def config(variant="lmm", **fields):
+    model = ModelConfig(**MODEL, pattern=(variant,), memory={"heads": 2, "chunk": 4, "expansion": 1.0})
+    own = {"data": DataConfig(kind="recall", length=24, pairs=4), "steps": 12, "batch": 4, "save_every": 3, "log_every": 1}
+    return TrainConfig(**{**own, "model": model, "optimizer": OptimizerConfig(lr=1e-2, warmup=3), "device": "cpu", **fields})
+
+
+def losses(run):
+    return {line["step"]: line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+
+
+def weights(run):
+    return Model.load(run / "model").state_dict()
+
+
+@pytest.fixture
+def shards(tmp_path):
+    chance = random.Random(0)
+    texts = ["".join(chance.choices("abcdef ", k=chance.randint(3, 90))) for _ in range(30)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare([tmp_path / "t.jsonl"], tmp_path / "tokens")
+    return str(tmp_path / "tokens")
+
+
+def test_it_learns(tmp_path):
+    fit(config(steps=60, log_every=10, optimizer=OptimizerConfig(lr=2e-2, warmup=5)), tmp_path / "run")
+    found = losses(tmp_path / "run")
+    assert found[60] < 0.8 * found[10]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"surprise", "step_size", "momentum", "keep", "tokens_per_s", "gradient", "lr"} <= lines[-1].keys()
+    assert lines[-1]["tokens"] == 60 * 4 * 24
+
+
+@pytest.mark.parametrize("kind", ["recall", "packed", "documents"])
+def test_resuming_from_any_checkpoint_is_not_stopping(tmp_path, shards, kind):
+    data = DataConfig(kind=kind, path=None if kind == "recall" else shards, length=24, pairs=4)
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    setting = config("mac", data=data, carry=kind == "documents", keep=9)
+    fit(setting, whole)
+    for step in (3, 6, 9):
+        shutil.copytree(whole, part)
+        for later in checkpoints(part / "checkpoints"):
+            if int(later.name) > step:
+                shutil.rmtree(later)
+        shutil.rmtree(part / "model")
+        fit(None, part, resume=True)
+        assert losses(part) == losses(whole)
+        assert_close(weights(part), weights(whole), 0.0)
+        shutil.rmtree(part)
+
+
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from test_fit import config
+from remanence.train import fit
+import os
+fit(config(steps=40), sys.argv[1], resume=os.path.exists(sys.argv[1] + "/config.json"))
+"""
+
+
+def start(run):
+    command = [sys.executable, "-c", RUN, str(run), os.path.dirname(__file__)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_kill_9_at_random_moments_changes_nothing(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole).wait(120) == 0
+    chance, kills = random.Random(1), 0
+    for _ in range(12):
+        process = start(killed)
+        # From when the run is there: most of the time before is torch's import.
+        while process.poll() is None and not (killed / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        seen = (killed / "metrics.jsonl").stat().st_mtime_ns if kills else 0
+        while kills and process.poll() is None and (killed / "metrics.jsonl").stat().st_mtime_ns == seen:
+            time.sleep(0.005)
+        time.sleep(chance.random() * 0.35)
+        process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:
+            break
+        kills += 1
+    last = start(killed)
+    assert last.wait(120) == 0, last.stderr.read()
+    assert kills >= 2
+    assert losses(killed) == losses(whole)
+    assert_close(weights(killed), weights(whole), 0.0)
+
+
+def test_killed_inside_a_save_the_last_checkpoint_stands(tmp_path, monkeypatch):
+    """Every write of a save is made the last one in turn; what is left behind is taken up, or cleared away."""
+    whole = tmp_path / "whole"
+    fit(config(), whole)
+    from remanence.train import checkpoint
+
+    for moment in ("write_tensors", "write_json"):
+        run = tmp_path / moment
+        real, calls = getattr(checkpoint, moment), []
+
+        def killed(*args, real=real, calls=calls):
+            calls.append(1)
+            if len(calls) == 3:
+                raise SystemExit(9)
+            return real(*args)
+
+        monkeypatch.setattr(checkpoint, moment, killed)
+        with monkeypatch.context() as kept:
+            kept.setattr(checkpoint.shutil, "rmtree", lambda *a, **k: None)  # a kill cleans nothing up
+            with pytest.raises(SystemExit):
+                fit(config(), run)
+        monkeypatch.setattr(checkpoint, moment, real)
+        assert any(path.name.startswith(".") for path in (run / "checkpoints").iterdir())
+        fit(None, run, resume=True)
+        assert losses(run) == losses(whole)
+        assert not any(path.name.startswith(".") for path in (run / "checkpoints").iterdir())
+
+
+def test_sigterm_saves_and_ends_well(tmp_path):
+    process = start(tmp_path / "run")
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not losses_so_far(tmp_path / "run"):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == 0
+    done = int(checkpoints(tmp_path / "run" / "checkpoints")[-1].name)
+    assert done > 0
+    if done < 40:
+        assert not (tmp_path / "run" / "model").exists()
+
+
+def losses_so_far(run):
+    try:
+        return losses(run)
+    except json.JSONDecodeError:
+        return {}
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    fit(config(keep=2), tmp_path / "run")
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["00000009", "00000012"]
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    from remanence.train import checkpoint
+
+    real, calls = checkpoint.write_tensors, []
+
+    def full(*args):
+        calls.append(1)
+        if len(calls) > 3:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        fit(config(), tmp_path / "run")
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["00000003"]
+    fit(None, tmp_path / "run", resume=True)
+    assert len(losses(tmp_path / "run")) == 12
+
+
+def test_parts_add_up_to_the_step(tmp_path):
+    """A batch in four parts is the batch at once, in the order that the source deals rows."""
+    one, four = config(), config(accumulate=4)
+    torch.manual_seed(0)
+    model = Model(one.model).double()
+    batches = [engine.SOURCES["recall"](four, 1, 0, 1).step(n) for n in range(4)]
+    together = batches[0]._replace(tokens=torch.cat([b.tokens for b in batches]), targets=torch.cat([b.targets for b in batches]))
+    grads = []
+    for parts in ([together], batches):
+        optimizer = engine.make_optimizer(model, one)
+        optimizer.step = lambda: None
+        engine.take_step(model, optimizer, one, parts, None, 0)
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert_close(grads[0], grads[1], 1e-12)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(tmp_path, monkeypatch):
+    real, bad = Model.logits, {4, 5}
+    calls = []
+
+    def sometimes(self, hidden):
+        calls.append(1)
+        return real(self, hidden) * (float("nan") if len(calls) in bad else 1.0)
+
+    monkeypatch.setattr(Model, "logits", sometimes)
+    fit(config(), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["skipped"] == 2
+    calls.clear()
+    bad.update(range(6, 100))
+    with pytest.raises(TrainingError, match="got 3 steps in a row without"):
+        fit(config(patience=3), tmp_path / "other")
+    assert (tmp_path / "other" / "bad-batch.safetensors").is_file()
+
+
+def test_documents_carry_their_memory_and_begin_anew(tmp_path, shards):
+    """Over pieces of documents, the carried loss is the loss of each document read whole."""
+    setting = config("lmm", data=DataConfig(kind="documents", path=shards, length=16), batch=2, carry=True)
+    source = engine.SOURCES["documents"](setting, 2, 0, 1)
+    torch.manual_seed(0)
+    model, state = Model(setting.model).double(), None
+    from remanence.data import Tokens
+
+    data = Tokens(shards)
+    whole = {
+        bytes(data[i][:3].astype("uint8")): model(torch.from_numpy(data[i].astype("int64"))[None])[0] for i in range(len(data))
+    }
+    read = ["", ""]
+    for n in range(8):
+        batch = source.step(n)
+        state = engine._renewed(model, state, batch)
+        seen = model.trace(batch.tokens, state, mask=batch.mask)
+        state = seen.state
+        for row in range(2):
+            inputs = batch.tokens[row][batch.mask[row]].tolist()
+            read[row] = inputs if batch.begins[row] else read[row] + inputs
+            expected = whole[bytes(token % 256 for token in read[row][:3])][0, len(read[row]) - len(inputs) : len(read[row])]
+            assert_close(model.logits(seen.hidden[row][batch.mask[row]]), expected, 1e-9)
+
+
+class TestConfigs:
+    def test_dotted_overrides(self):
+        changed = override(
+            config(),
+            {
+                "optimizer.lr": "3e-4",
+                "model.memory.chunk": "8",
+                "steps": "5",
+                "carry": "yes",
+                "data.path": "none",
+                "model.pattern": "mac,lmm",
+            },
+        )
+        assert (changed.optimizer.lr, changed.model.memory.chunk, changed.steps, changed.carry) == (3e-4, 8, 5, True)
+        assert changed.model.pattern == ("mac", "lmm") and changed.data.path is None
+        assert TrainConfig.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("optimzer.lr", "1", r"optimzer\.lr: field of TrainConfig: .* did you mean 'optimizer'"),
+            ("optimizer.lrr", "1", r"field of OptimizerConfig: .* did you mean 'lr'"),
+            ("steps", "many", "steps: expected int, got 'many'"),
+            ("precision", "half", "precision: expected one of float32, bfloat16, got 'half'"),
+            ("steps.more", "1", r"steps\.more: expected a field, got something inside 'steps'"),
+            ("optimizer.schedule", "cosin", "expected one of cosine, wsd, constant, got 'cosin'; did you mean 'cosine'"),
+            ("accumulate", "3", "accumulate: expected a divisor of batch=4, got 3"),
+        ],
+    )
+    def test_wrong_overrides(self, name, text, message):
+        with pytest.raises(ValueError, match=message):
+            override(config(), {name: text})
+
+    def test_schedules(self):
+        o = OptimizerConfig(lr=1.0, warmup=10, final=0.1)
+        assert o.rate(0, 100) == pytest.approx(0.1) and o.rate(9, 100) == pytest.approx(1.0)
+        assert o.rate(100, 100) == pytest.approx(0.1) and o.rate(55, 100) == pytest.approx(0.55)
+        wsd = OptimizerConfig(lr=1.0, warmup=10, schedule="wsd", decay=0.2, final=0.0)
+        assert wsd.rate(79, 100) == 1.0 and wsd.rate(90, 100) == pytest.approx(0.5)
+
+    def test_a_run_is_never_overwritten(self, tmp_path):
+        fit(config(steps=1), tmp_path / "run")
+        with pytest.raises(ValueError, match="out: expected a new or empty folder"):
+            fit(config(), tmp_path / "run")
+        with pytest.raises(ValueError, match="out: expected a run to resume"):
+            fit(None, tmp_path / "nowhere", resume=True)
+        with pytest.raises(ValueError, match=r"data\.kind: expected one of packed, documents, recall, got 'recal'; did you mean"):
+            fit(config(data=DataConfig(kind="recal")), tmp_path / "new")
