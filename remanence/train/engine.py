@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remanence.config import known
-from remanence.data import Batch
+from remanence.data import Batch, Tokens
 from remanence.device import resolve
 from remanence.files import read_json, write_json, write_tensors
 from remanence.model import Model, State, Trace
@@ -88,6 +88,8 @@ def fit(
     checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep)
     if progress.step == config.steps:
         model.save(out / "model")
+        if config.data.path is not None:  # the folder is then all that reading and generating need
+            Tokens(config.data.path).tokenizer.save(out / "model")
     return model
 
 

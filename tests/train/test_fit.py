@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from remanence import Model, ModelConfig
+from remanence import Model, ModelConfig, Session
 from remanence.data import prepare
 from remanence.testing import assert_close
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, TrainingError, engine, fit, override
@@ -69,6 +69,11 @@ def test_resuming_from_any_checkpoint_is_not_stopping(tmp_path, shards, kind):
         assert losses(part) == losses(whole)
         assert_close(weights(part), weights(whole), 0.0)
         shutil.rmtree(part)
+
+
+def test_what_was_trained_can_be_talked_to(tmp_path, shards):
+    fit(config(data=DataConfig(kind="packed", path=shards, length=24), steps=2), tmp_path / "run")
+    assert isinstance(Session(tmp_path / "run" / "model").generate("abc", max_tokens=3), str)
 
 
 RUN = """
