@@ -65,16 +65,17 @@ class DataConfig:
         kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" (generated).
         path: the shards' folder, where the kind reads one.
         length: tokens of a row.
-        pairs: of the recall task.
+        pairs, rounds: of the recall task: how many, and how often they come.
     """
 
     kind: str = "packed"
     path: str | None = None
     length: int = 256
     pairs: int = 8
+    rounds: int = 2
 
     def __post_init__(self) -> None:
-        _positive(length=self.length, pairs=self.pairs)
+        _positive(length=self.length, pairs=self.pairs, rounds=self.rounds)
 
 
 @dataclass(frozen=True, kw_only=True)

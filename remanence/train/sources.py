@@ -17,17 +17,22 @@ class Source(Protocol):
 
 
 class Recall:
-    """Pairs at the start, noise, then every key again in another order: its value is to be told.
+    """Rounds of the same pairs, each in another order, with noise in between; from the second on, values are to be told.
 
-    Tokens: keys, as many values, sixteen kinds of noise. The distance from a pair to its question is about the row's length.
+    Tokens: keys, as many values, sixteen kinds of noise. With two rounds, a pair and its question are about a row apart.
     """
 
     KEYS, NOISE = 32, 16
 
-    def __init__(self, length: int, batch: int, pairs: int, seed: int, rank: int = 0, world: int = 1) -> None:
-        if length < 4 * pairs or pairs > self.KEYS:
-            raise ValueError(f"length: expected at least {4 * pairs} for {pairs} pairs (at most {self.KEYS}), got {length}")
-        self.length, self.batch, self.pairs, self.seed, self.rank, self.world = length, batch, pairs, seed, rank, world
+    def __init__(self, length: int, batch: int, pairs: int, rounds: int, seed: int, rank: int = 0, world: int = 1) -> None:
+        if pairs > self.KEYS:
+            raise ValueError(f"pairs: expected at most {self.KEYS}, got {pairs}")
+        if rounds < 2 or length < 2 * pairs * rounds:
+            raise ValueError(f"length: expected at least {2 * pairs * rounds} for {rounds} rounds of {pairs} pairs, got {length}")
+        self.length, self.batch, self.pairs, self.rounds = length, batch, pairs, rounds
+        self.seed, self.rank, self.world = seed, rank, world
+        rest = length - 2 * pairs * rounds
+        self.starts = [turn * 2 * pairs + turn * rest // (rounds - 1) for turn in range(rounds)]
 
     @property
     def vocabulary(self) -> int:
@@ -39,13 +44,13 @@ class Recall:
         tokens = chance.integers(2 * self.KEYS, self.vocabulary, (rows, self.length))
         keys = chance.random((rows, self.KEYS)).argsort(1)[:, :n]
         values = chance.integers(self.KEYS, 2 * self.KEYS, (rows, n))
-        order = chance.random((rows, n)).argsort(1)
-        tokens[:, 0 : 2 * n : 2], tokens[:, 1 : 2 * n : 2] = keys, values
-        asked = self.length - 2 * n
-        tokens[:, asked::2] = np.take_along_axis(keys, order, 1)
-        tokens[:, asked + 1 :: 2] = np.take_along_axis(values, order, 1)
         targets = np.full_like(tokens, -100)
-        targets[:, asked::2] = tokens[:, asked + 1 :: 2]
+        for start in self.starts:
+            order, end = chance.random((rows, n)).argsort(1), start + 2 * n
+            tokens[:, start:end:2] = np.take_along_axis(keys, order, 1)
+            tokens[:, start + 1 : end : 2] = np.take_along_axis(values, order, 1)
+            if start:
+                targets[:, start:end:2] = tokens[:, start + 1 : end : 2]
         own = slice(self.rank * self.batch, (self.rank + 1) * self.batch)
         return Batch(torch.from_numpy(tokens[own]), torch.from_numpy(targets[own]), None, None, None)
 
@@ -60,7 +65,7 @@ def _shards(config: TrainConfig) -> Tokens:
 
 
 def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
-    source = Recall(config.data.length, batch, config.data.pairs, config.seed, rank, world)
+    source = Recall(config.data.length, batch, config.data.pairs, config.data.rounds, config.seed, rank, world)
     if config.model.vocabulary < source.vocabulary:
         raise ValueError(f"model.vocabulary: expected at least the task's {source.vocabulary}, got {config.model.vocabulary}")
     return source
