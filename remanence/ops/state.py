@@ -31,12 +31,9 @@ def _concat(nodes: Sequence[Any]) -> Any:
     first = nodes[0]
     if isinstance(first, Tensor):
         return torch.cat(list(nodes))
-    if isinstance(first, TensorTuple) and type(first).concat.__func__ is not TensorTuple.concat.__func__:  # type: ignore[attr-defined]
-        return type(first).concat(nodes)  # its own way
-    if first is None:
-        return None
-    children = [_concat(children) for children in zip(*nodes, strict=True)]
-    return type(first)(*children) if hasattr(first, "_fields") else tuple(children)
+    if isinstance(first, TensorTuple):
+        return type(first).concat(nodes)
+    return None if first is None else tuple(_concat(children) for children in zip(*nodes, strict=True))
 
 
 class TensorTuple:
@@ -76,7 +73,7 @@ class TensorTuple:
         """Several states as one, row after row."""
         if not states:
             raise ValueError("states: expected at least one state to concatenate, got none")
-        return _concat(states)
+        return cls(*[_concat(children) for children in zip(*states, strict=True)])
 
 
 def carry_on(past: Tensor, new: Tensor) -> Tensor:
