@@ -212,6 +212,21 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Export:
+    """Write a run's model as a folder of its own, for remanence and Hugging Face."""
+
+    run_folder: tyro.conf.Positional[Path]
+    """The run."""
+    out: Folder
+    """New folder to write."""
+
+    def run(self) -> None:
+        from remanence.commands import export_run
+
+        export_run(self.run_folder, self.out)
+
+
+@dataclass(frozen=True)
 class Presets:
     """Every preset and variant: its parameters, and the size of its state."""
 
@@ -256,6 +271,7 @@ Command = (
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Presets, tyro.conf.subcommand("presets")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )

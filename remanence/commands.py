@@ -262,6 +262,12 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
     print(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
 
 
+def export_run(run: Path, out: Path) -> None:
+    from remanence.train import export
+
+    print(f"{out}: the model of {export(run, out)}, for remanence and Hugging Face")
+
+
 def _recipe(path: Path) -> Any:
     """What a recipe's `recipe()` returns. A recipe is code: run your own, or ones you have read."""
     from remanence.train import TrainConfig

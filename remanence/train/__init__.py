@@ -1,6 +1,6 @@
 """Training: one function, `fit`, from a config to a run folder that can be killed at any moment and taken up again."""
 
 from remanence.train.config import DataConfig, OptimizerConfig, TrainConfig, override
-from remanence.train.engine import TrainingError, fit
+from remanence.train.engine import TrainingError, export, fit
 
-__all__ = ["DataConfig", "OptimizerConfig", "TrainConfig", "TrainingError", "fit", "override"]
+__all__ = ["DataConfig", "OptimizerConfig", "TrainConfig", "TrainingError", "export", "fit", "override"]

@@ -25,6 +25,7 @@ from remanence.model import Model, State, Trace
 from remanence.train import checkpoint
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
+from remanence.train.plots import plot
 from remanence.train.sources import SOURCES
 
 
@@ -49,7 +50,7 @@ def fit(
     resume: bool = False,
     log: Callable[[dict[str, Any]], None] | None = None,
 ) -> Model:
-    """Train a model in a new folder, or go on in one: ``out`` then holds config.json, metrics.jsonl, checkpoints/ and model/.
+    """Train a model in a new folder, or go on in one: ``out`` then holds config.json, metrics (.jsonl, .png), checkpoints, model.
 
     An existing run is never overwritten. With `resume` the run's own config counts, and `config` may be None. `log` gets each
     line of the metrics. SIGTERM saves a checkpoint and returns.
@@ -86,11 +87,32 @@ def fit(
             if progress.step % config.save_every == 0:
                 checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep)
     checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep)
+    if metrics.written:
+        plot(out)
     if progress.step == config.steps:
         model.save(out / "model")
-        if config.data.path is not None:  # the folder is then all that reading and generating need
-            Tokens(config.data.path).tokenizer.save(out / "model")
+        _save_tokenizer(config, out / "model")
     return model
+
+
+def export(run: str | Path, out: str | Path) -> Path:
+    """A run's model as a folder of its own, for `Model.load` and Hugging Face alike: the finished one, or its last checkpoint's."""
+    run, out = Path(run), Path(out)
+    config = _opened(None, run, resume=True)
+    found = [run / "model"] if (run / "model" / "config.json").is_file() else checkpoint.checkpoints(run / "checkpoints")[-1:]
+    if not found:
+        raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; nothing is ever overwritten")
+    Model.load(found[0]).save(out)
+    _save_tokenizer(config, out)
+    return found[0]
+
+
+def _save_tokenizer(config: TrainConfig, folder: Path) -> None:
+    """The data's tokenizer beside the model: the folder is then all that reading and generating need."""
+    if config.data.path is not None:
+        Tokens(config.data.path).tokenizer.save(folder)
 
 
 def _opened(config: TrainConfig | None, out: Path, resume: bool) -> TrainConfig:
@@ -167,6 +189,7 @@ class Metrics:
         self.path, self.log = path, log
         lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step] if path.exists() else []
         path.write_text("".join(line + "\n" for line in lines))
+        self.written = len(lines)
         self.start = time.perf_counter()
         self.before: tuple[float, int] | None = None
 
@@ -194,6 +217,7 @@ class Metrics:
         line = {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in line.items()}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
+        self.written += 1
         if self.log:
             self.log(line)
 

@@ -51,6 +51,7 @@ def test_it_learns(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {"surprise", "step_size", "momentum", "keep", "tokens_per_s", "gradient", "lr"} <= lines[-1].keys()
     assert lines[-1]["tokens"] == 60 * 4 * 24
+    assert (tmp_path / "run" / "metrics.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("kind", ["recall", "packed", "documents"])

@@ -1,0 +1,44 @@
+"""A run seen: its loss, and what its memories did, from metrics.jsonl to one picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from remanence.files import replacing
+
+PANELS = {
+    "loss": ("loss",),
+    "gradient's length": ("gradient",),
+    "surprise": ("surprise",),
+    "gates": ("step_size", "momentum", "keep"),
+}
+
+
+def plot(run: str | Path) -> Path:
+    """Write ``RUN/metrics.png`` and return its path."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    run = Path(run)
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    if not lines:
+        raise ValueError(f"{run / 'metrics.jsonl'}: expected at least one logged step, got none")
+    panels = {title: [name for name in names if name in lines[-1]] for title, names in PANELS.items()}
+    panels = {title: names for title, names in panels.items() if names}
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.2), layout="constrained", squeeze=False)
+    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
+        for name, colour in zip(names, ("#1b6ca8", "#e07a1f", "#3a8f5c"), strict=False):
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            axis.plot(*zip(*points, strict=True), label=name.replace("_", " "), color=colour, linewidth=1.5)
+        axis.set(title=title, xlabel="step")
+        axis.spines[["top", "right"]].set_visible(False)
+        if len(names) > 1:
+            axis.legend(frameon=False, fontsize=8, loc="center right")
+    with replacing(run / "metrics.png") as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+    plt.close(figure)
+    return run / "metrics.png"
