@@ -96,7 +96,7 @@ def fit(
 
 
 def export(run: str | Path, out: str | Path) -> Path:
-    """A run's model as a folder of its own, for `Model.load` and Hugging Face alike: the finished one, or its last checkpoint's."""
+    """A run's model as a folder of its own, for `Model.load` and Hugging Face: the finished one, or its last checkpoint's."""
     run, out = Path(run), Path(out)
     config = _opened(None, run, resume=True)
     found = [run / "model"] if (run / "model" / "config.json").is_file() else checkpoint.checkpoints(run / "checkpoints")[-1:]
