@@ -27,10 +27,10 @@ format: setup
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-all: lint
-	$(BIN)/python -m pytest -n 2 --slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --slow
 
 .venv/bench-ready: .venv/ready
 	$(PIP) install -c constraints.txt -e '.[bench]'
