@@ -22,7 +22,7 @@ from remanence.config import Mode, ModelConfig, known
 from remanence.layers import RMSNorm, SwiGLU
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.ops import Gates
-from remanence.ops.state import TensorTuple, Weights, take_back
+from remanence.ops.state import TensorTuple, Weights, take_back, where
 
 
 class Seen(NamedTuple):
@@ -178,7 +178,7 @@ class MAC(nn.Module):
             if any(begins):
                 state = self._anew(state, begins) if mode == "fresh" else state
                 now = tuple(weight.contiguous() for weight in self.memory.layer.settle(state.memory))
-                state = state._replace(weights=_where(begins, now, state.weights))
+                state = state._replace(weights=where(begins, now, state.weights))
             y, state, seen = self._step(cuts.take(x, part), state, opened, part.borders, mode)
             opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
             pieces.append(y)
@@ -188,7 +188,7 @@ class MAC(nn.Module):
     def _anew(self, state: MACState, rows: list[bool]) -> MACState:
         """These rows' memories as they were before anything was read; convolutions and segment go on."""
         fresh = self.memory.start(len(rows))._replace(conv=state.memory.conv)
-        return state._replace(memory=_where(rows, fresh, state.memory), weights=_where(rows, fresh.memory.weights, state.weights))
+        return state._replace(memory=where(rows, fresh, state.memory), weights=where(rows, fresh.memory.weights, state.weights))
 
     def _step(
         self, x: Tensor, state: MACState, opened: list[int], borders: list[int] | None, mode: Mode
@@ -202,18 +202,6 @@ class MAC(nn.Module):
         written = self.norm_written(x + y)
         m, memory, seen = self.memory(written, state.memory, borders, "frozen" if mode == "frozen" else "on")  # (24)
         return self.join(y, m), MACState(memory, state.weights, asked, segment), seen  # (25)
-
-
-def _where(rows: list[bool], new: Any, old: Any) -> Any:
-    """Each row from the one tree of tensors or the other."""
-    if all(rows):
-        return new
-    if isinstance(new, Tensor):
-        return torch.where(torch.tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1)), new, old)
-    if new is None:
-        return None
-    children = [_where(rows, a, b) for a, b in zip(new, old, strict=True)]
-    return type(new)(*children) if hasattr(new, "_fields") else tuple(children)
 
 
 class Join(nn.Module):
@@ -259,14 +247,14 @@ class Memory(nn.Module):
         lived = state.memory.position.tolist()
         old = [place > self.segment for place in lived]
         if any(old):
-            state = _where(old, self.start(len(lived))._replace(conv=state.conv), state)
+            state = where(old, self.start(len(lived))._replace(conv=state.conv), state)
             lived = state.memory.position.tolist()
         cuts = Cuts(x, offsets, [place % self.segment for place in lived], self.segment)
         pieces, noted = [], []
         for part in cuts:
             ended = [place == self.segment and n > 0 for place, n in zip(lived, part.counts, strict=True)]
             if any(ended):
-                state = _where(ended, self.start(len(lived))._replace(conv=state.conv), state)
+                state = where(ended, self.start(len(lived))._replace(conv=state.conv), state)
             lived = [(0 if over else place) + n for place, over, n in zip(lived, ended, part.counts, strict=True)]
             y, state, seen = self(cuts.take(x, part), state, part.borders, "on")
             pieces.append(y)

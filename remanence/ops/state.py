@@ -89,6 +89,18 @@ def take_back(past: Tensor, tokens: int) -> Tensor:
     return torch.cat([torch.zeros_like(past[:, :gone]), past[:, : past.shape[1] - gone]], 1)
 
 
+def where(rows: list[bool], new: Any, old: Any) -> Any:
+    """Each row from the one tree of tensors or the other."""
+    if all(rows):
+        return new
+    if isinstance(new, Tensor):
+        return torch.where(torch.tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1)), new, old)
+    if new is None:
+        return None
+    children = [where(rows, a, b) for a, b in zip(new, old, strict=True)]
+    return type(new)(*children) if hasattr(new, "_fields") else tuple(children)
+
+
 class _Gates(NamedTuple):
     log_step: Tensor
     log_momentum: Tensor | None = None

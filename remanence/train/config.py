@@ -120,6 +120,8 @@ class TrainConfig:
         known("precision", self.precision, ("float32", "bfloat16"))
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch={self.batch}, got {self.accumulate}")
+        if self.carry and (self.accumulate > 1 or self.data.kind != "documents"):
+            raise ValueError("carry: expected data.kind='documents' and accumulate=1, whose rows go on from step to step")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "model": self.model.to_dict()}

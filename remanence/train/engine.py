@@ -22,6 +22,7 @@ from remanence.data import Batch, Tokens
 from remanence.device import resolve
 from remanence.files import read_json, write_json, write_tensors
 from remanence.model import Model, State, Trace
+from remanence.ops.state import where
 from remanence.train import checkpoint
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
@@ -56,7 +57,7 @@ def fit(
     line of the metrics. SIGTERM saves a checkpoint and returns.
     """
     out = Path(out)
-    config = _opened(config, out, resume)
+    config = _config(config, out, resume)
     device = resolve(config.device)
     torch.manual_seed(config.seed)
     model = Model(config.model).to(device).train()
@@ -64,6 +65,9 @@ def fit(
     optimizer = make_optimizer(model, config)
     known("data.kind", config.data.kind, SOURCES)
     source = SOURCES[config.data.kind](config, config.batch // config.accumulate, 0, 1)
+    if not resume:  # only now: a config that cannot be run leaves nothing behind
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "config.json", config.to_dict())
     progress, carried = Progress(), None
     if found := checkpoint.checkpoints(out / "checkpoints"):
         progress, carried = checkpoint.load(found[-1], model, optimizer)
@@ -74,7 +78,8 @@ def fit(
             batches = [Batch._make(x.to(device) if isinstance(x, Tensor) else x for x in batch) for batch in batches]
             state = _renewed(model, carried, batches[0]) if config.carry else None
             step = take_step(model, optimizer, config, batches, state, progress.step)
-            carried = step.seen.state.detach() if config.carry else None
+            if config.carry and step.taken:
+                carried = step.seen.state.detach()
             in_a_row = 0 if step.taken else progress.skipped_in_a_row + 1
             progress = Progress(progress.step + 1, progress.tokens + step.tokens, progress.skipped + (not step.taken), in_a_row)
             if progress.step % config.log_every == 0 or progress.step == config.steps:
@@ -98,7 +103,7 @@ def fit(
 def export(run: str | Path, out: str | Path) -> Path:
     """A run's model as a folder of its own, for `Model.load` and Hugging Face: the finished one, or its last checkpoint's."""
     run, out = Path(run), Path(out)
-    config = _opened(None, run, resume=True)
+    config = _config(None, run, resume=True)
     found = [run / "model"] if (run / "model" / "config.json").is_file() else checkpoint.checkpoints(run / "checkpoints")[-1:]
     if not found:
         raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
@@ -115,8 +120,8 @@ def _save_tokenizer(config: TrainConfig, folder: Path) -> None:
         Tokens(config.data.path).tokenizer.save(folder)
 
 
-def _opened(config: TrainConfig | None, out: Path, resume: bool) -> TrainConfig:
-    """The run's config: written if the run is new, read if it goes on."""
+def _config(config: TrainConfig | None, out: Path, resume: bool) -> TrainConfig:
+    """The run's config: the one given if there is room for a new run, or the run's own if it goes on."""
     if resume:
         if not (out / "config.json").is_file():
             raise ValueError(f"out: expected a run to resume, with its config.json, got {out}")
@@ -125,8 +130,6 @@ def _opened(config: TrainConfig | None, out: Path, resume: bool) -> TrainConfig:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: expected a new or empty folder, got {out}; --resume goes on with a run that is there")
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "config.json", config.to_dict())
     return config
 
 
@@ -172,14 +175,7 @@ def _renewed(model: Model, carried: State | None, batch: Batch) -> State:
         return model.start(rows)
     if batch.begins is None or not bool(batch.begins.any()):
         return carried
-    new = iter(model.start(rows).tensors())
-    begins = batch.begins
-
-    def choose(old: Tensor) -> Tensor:
-        fresh = next(new)
-        return torch.where(begins.view(-1, *[1] * (old.dim() - 1)), fresh, old)
-
-    return carried.map(choose)
+    return where(batch.begins.tolist(), model.start(rows), carried)
 
 
 class Metrics:

@@ -258,12 +258,12 @@ class TestConfigs:
                 "optimizer.lr": "3e-4",
                 "model.memory.chunk": "8",
                 "steps": "5",
-                "carry": "yes",
+                "checkpointing": "yes",
                 "data.path": "none",
                 "model.pattern": "mac,lmm",
             },
         )
-        assert (changed.optimizer.lr, changed.model.memory.chunk, changed.steps, changed.carry) == (3e-4, 8, 5, True)
+        assert (changed.optimizer.lr, changed.model.memory.chunk, changed.steps, changed.checkpointing) == (3e-4, 8, 5, True)
         assert changed.model.pattern == ("mac", "lmm") and changed.data.path is None
         assert TrainConfig.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
 
@@ -277,6 +277,7 @@ class TestConfigs:
             ("steps.more", "1", r"steps\.more: expected a field, got something inside 'steps'"),
             ("optimizer.schedule", "cosin", "expected one of cosine, wsd, constant, got 'cosin'; did you mean 'cosine'"),
             ("accumulate", "3", "accumulate: expected a divisor of batch=4, got 3"),
+            ("carry", "yes", r"carry: expected data\.kind='documents' and accumulate=1"),
         ],
     )
     def test_wrong_overrides(self, name, text, message):
@@ -298,3 +299,6 @@ class TestConfigs:
             fit(None, tmp_path / "nowhere", resume=True)
         with pytest.raises(ValueError, match=r"data\.kind: expected one of packed, documents, recall, got 'recal'; did you mean"):
             fit(config(data=DataConfig(kind="recal")), tmp_path / "new")
+        with pytest.raises(ValueError, match="length: expected at least 16 for 2 rounds of 4 pairs, got 10"):
+            fit(config(data=DataConfig(kind="recall", pairs=4, length=10)), tmp_path / "new")
+        assert not (tmp_path / "new").exists(), "what cannot be run leaves nothing behind"
