@@ -172,25 +172,30 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Data:
-    """Turn texts (plain or jsonl, folders of them, .xz .gz .bz2 .zst) into token shards to train on. Goes on if interrupted."""
+    """Turn texts (plain, jsonl or parquet, folders of them, datasets of the hub) into token shards. Goes on if interrupted."""
 
     action: tyro.conf.Positional[Literal["prepare"]]
     """What to do."""
-    sources: tyro.conf.Positional[tuple[Path, ...]]
-    """Files and folders."""
+    sources: tyro.conf.Positional[tuple[str, ...]]
+    """Files and folders (also .xz .gz .bz2 .zst), and hf:NAME[@REVISION][:CONFIG[:SPLIT]], streamed (extra `data`)."""
     out: Path
     """Folder for the shards."""
     tokenizer: Path | None = None
     """A tokenizer.json (extra `hf`). Default: bytes."""
     field: str = "text"
-    """Where a line of jsonl has its text."""
+    """Where a line of jsonl, or a row of a table, has its text."""
     workers: int = 1
-    """Processes."""
+    """Processes. The shards do not depend on it."""
+    max_tokens: int | None = None
+    """Take only the first documents that have this many tokens together, with the marks of their ends."""
+    max_documents: int | None = None
+    """Take only the first documents."""
 
     def run(self) -> None:
         from remanence.commands import prepare_data
 
-        prepare_data(self.sources, self.out, self.tokenizer, self.field, self.workers)
+        limits = (self.max_tokens, self.max_documents)
+        prepare_data(self.sources, self.out, self.tokenizer, self.field, self.workers, *limits)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from remanence import memfile
 from remanence.blocks import BLOCKS
 from remanence.config import PRESETS, Mode, ModelConfig, preset
 from remanence.data import prepare
-from remanence.data.sources import files
 from remanence.device import resolve
 from remanence.generate import Generation, Sampling, Write
 from remanence.model import Model, matched
@@ -215,18 +214,47 @@ def chat(folder: Path, sampling: Sampling, memory: Path | None, write: Write, fo
             session.save(memory)
 
 
-def prepare_data(sources: Sequence[Path], out: Path, tokenizer: Path | None, field: str, workers: int) -> None:
-    """Texts to token shards, with a bar by bytes of the files."""
+def prepare_data(
+    sources: Sequence[str],
+    out: Path,
+    tokenizer: Path | None,
+    field: str,
+    workers: int,
+    max_tokens: int | None,
+    max_documents: int | None,
+) -> None:
+    """Texts to token shards, with a bar on a terminal and plain lines elsewhere: by tokens if they are limited, else by files."""
     if not sources:
-        raise ValueError("sources: expected at least one file or folder, got none")
-    if workers < 1:
-        raise ValueError(f"--workers: expected at least 1, got {workers}")
-    total = sum(path.stat().st_size for path in files(list(sources)))
+        raise ValueError("sources: expected at least one file or folder, or hf:NAME, got none")
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("preparing", total=total)
-        told = prepare(sources, out, tokenizer=tokenizer, field=field, workers=workers, done=lambda n: bar.advance(task, n))
-    print(f"{out}: {told['tokens']:,} tokens in {told['documents']:,} documents from {told['files']:,} files")
+    said = time.monotonic()
+    columns = (BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    with Progress("preparing", *columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("preparing", total=None, note="")
+
+        def done(finished: int, total: int, tokens: int) -> None:
+            nonlocal said
+            note = f"{tokens:,} tokens, {finished:,} of {total:,} files"
+            if max_tokens is None:
+                bar.update(task, completed=finished, total=total, note=note)
+            else:
+                bar.update(task, completed=tokens, total=max_tokens, note=note)
+            if not console.is_terminal and time.monotonic() - said > 30:
+                said = time.monotonic()
+                print(f"preparing: {note}", file=sys.stderr, flush=True)
+
+        told = prepare(
+            sources,
+            out,
+            tokenizer=tokenizer,
+            field=field,
+            workers=workers,
+            max_tokens=max_tokens,
+            max_documents=max_documents,
+            done=done,
+        )
+    without = f"; {told['nulls']:,} without a text passed over" if told["nulls"] else ""
+    print(f"{out}: {told['tokens']:,} tokens in {told['documents']:,} documents from {told['files']:,} files{without}")
 
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:

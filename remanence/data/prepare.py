@@ -1,18 +1,34 @@
-"""From texts to token shards: in parallel, one shard per file, and what is done already is not done again."""
+"""From texts to token shards: in parallel, and what is done already is not done again.
+
+A file makes one shard; each file of a streamed dataset makes shards of a bounded size. A shard depends on its source alone,
+so that any number of processes, interrupted any number of times, makes the same ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Event
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from remanence.data.shards import dtype_for, write_index, write_shard
-from remanence.data.sources import documents, files
+from remanence.data import streams
+from remanence.data.shards import Room, cut_shard, dtype_for, shard_is_there, write_index, write_shard
+from remanence.data.sources import File, files
 from remanence.files import read_json, write_json
 from remanence.tokens import ByteTokenizer, Tokenizer, read_tokenizer
+
+Done = Callable[[int, int, int], None]
+Shard = dict[str, Any]
 
 
 def prepare(
@@ -22,75 +38,229 @@ def prepare(
     tokenizer: str | Path | None = None,
     field: str = "text",
     workers: int = 1,
-    done: Any = None,
+    max_tokens: int | None = None,
+    max_documents: int | None = None,
+    shard_tokens: int = streams.FULL,
+    done: Done | None = None,
 ) -> dict[str, int]:
     """Write every document of the sources to `out` as tokens, each followed by the tokenizer's end mark.
 
-    Started again after an interruption it goes on: a file whose shard is there, made from the same size and time of change, is
-    passed over. `done(bytes)` is called as files are finished.
+    A source is a file, a folder, or ``hf:NAME[@REVISION][:CONFIG[:SPLIT]]``, a dataset of the hub. Rows whose text is null are
+    passed over, and counted. With a limit, the documents are the first ones, in order, as long as a whole one has room.
+
+    Started again after an interruption it goes on: a shard that is there, made from the same, is passed over, and a dataset is
+    read at the revision at which it was begun. So a limit can be raised or lowered later. `done(finished, sources, tokens)` is
+    called as shards are finished, with the number of files.
     """
     out = Path(out)
-    found = files([Path(source) for source in sources])
+    for name, value in (("workers", workers), ("max_tokens", max_tokens), ("max_documents", max_documents)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
     own = _tokenizer(tokenizer)
+    parts = _parts([str(source) for source in sources], out, shard_tokens)
     out.mkdir(parents=True, exist_ok=True)
+    for left in out.glob(".*.tmp"):  # by a run that was killed
+        left.unlink(missing_ok=True)
     own.save(out)
-    jobs = [(path, out, f"{number:05d}", tokenizer, field) for number, path in enumerate(found)]
-    shards: dict[str, dict[str, Any]] = {}
-    waiting = []
-    for job in jobs:
-        if (made := _made(job)) is not None:
-            shards[job[2]] = made
+    _pin(parts, out)
+    jobs = [_Job(part, number, out, tokenizer, field, dtype_for(own.vocabulary)) for number, part in enumerate(parts)]
+    room = Room(max_tokens, max_documents)
+    if workers > 1 and len(jobs) > 1:
+        _ahead(jobs, min(workers, len(jobs)), room, done)
+        done = None
+    shards: list[Shard] = []
+    begun = tokens = 0
+    for job in jobs:  # in order, which says where a limit falls; what is there already costs nothing
+        begun += 1
+        for shard in job.shards(room):
+            shards.append(shard)
+            room, tokens = room.after(shard), tokens + shard["tokens"]
             if done:
-                done(job[0].stat().st_size)
+                done(begun - (_stopped(shard) == "full"), len(jobs), tokens)
+        if room.used_up or _stopped(shards[-1]) == "room":
+            break
+    write_index(out, [{key: shard[key] for key in ("name", "tokens", "documents")} for shard in shards], own.vocabulary)
+    return {"files": begun, **{key: sum(shard.get(key, 0) for shard in shards) for key in ("documents", "tokens", "nulls")}}
+
+
+def _parts(sources: list[str], out: Path, full: int) -> list[File | streams.Part]:
+    """Everything to read, in order; sources of both kinds may stand beside each other."""
+    pinned = read_json(out / "sources.json") if (out / "sources.json").is_file() else {}
+    found: list[File | streams.Part] = []
+    for source in sources:
+        if source.startswith(streams.PREFIX):
+            found += streams.parts(source, pinned.get(source), full)
         else:
-            waiting.append(job)
-    if workers == 1:
-        for job in waiting:
-            shards[job[2]] = _shard(*job)
-            if done:
-                done(job[0].stat().st_size)
-    elif waiting:
-        with ProcessPoolExecutor(min(workers, len(waiting))) as pool:
-            running = {pool.submit(_shard, *job): job for job in waiting}
-            for future in as_completed(running):
-                shards[running[future][2]] = future.result()
-                if done:
-                    done(running[future][0].stat().st_size)
-    listed = [shards[name] for name in sorted(shards)]
-    write_index(out, [{key: shard[key] for key in ("name", "tokens", "documents")} for shard in listed], own.vocabulary)
-    return {"files": len(listed), **{key: sum(shard[key] for shard in listed) for key in ("documents", "tokens")}}
+            found += [File(path) for path in files([Path(source)])]
+    return found
+
+
+def _pin(parts: list[File | streams.Part], out: Path) -> None:
+    """Note the revisions of datasets, which may change on the hub before they are read to their end."""
+    pinned = {part.source: part.revision for part in parts if isinstance(part, streams.Part) and not part.local}
+    if pinned:
+        write_json(out / "sources.json", pinned)
 
 
 def _tokenizer(path: str | Path | None) -> Tokenizer:
     return ByteTokenizer() if path is None else read_tokenizer(Path(path))
 
 
-def _made_from(path: Path, tokenizer: str | Path | None, field: str) -> dict[str, Any]:
-    """What a shard depends on, as far as can be seen without reading."""
-    stat = path.stat()
-    made = {"source": path.name, "size": stat.st_size, "changed": stat.st_mtime_ns, "field": field}
-    return {**made, "tokenizer": None if tokenizer is None else Path(tokenizer).stat().st_size}
+@dataclass(frozen=True)
+class _Job:
+    """The shards of one source."""
+
+    part: File | streams.Part
+    number: int
+    out: Path
+    tokenizer: str | Path | None
+    field: str
+    dtype: np.dtype[Any]
+
+    def shards(self, room: Room) -> Iterator[Shard]:
+        """All of them, or those that have room: what is missing is made."""
+        row, documents, own = 0, None, _tokenizer(self.tokenizer)
+        for name in self.part.names(self.number):
+            shard, made_from = self._there(name, row), self._made_from(row)
+            if shard is not None and not room.holds(shard["tokens"], shard["documents"]):
+                self._distrust(name)
+                shard = self._note({**cut_shard(self.out, shard, self.dtype, room), "from": made_from, "room": room})
+            elif shard is None or shard.get("room", list(room)) != list(room):
+                self._distrust(name)
+                documents = documents or self._tokens(own, row)
+                made = write_shard(self.out, name, documents, self.dtype, end=own.end, full=self.part.full, room=room)
+                shard = self._note({**made, "from": made_from, **({"room": room} if made["stopped"] == "room" else {})})
+            else:
+                documents = None  # a stream that stands before what is there already
+            yield shard
+            if _stopped(shard) != "full" or (room := room.after(shard)).used_up:
+                return
+            row += shard["rows"]
+
+    def there(self) -> Iterator[Shard]:
+        """Those that are made already, up to the first that is not."""
+        row = 0
+        for name in self.part.names(self.number):
+            if (shard := self._there(name, row)) is None:
+                return
+            yield shard
+            if _stopped(shard) != "full":
+                return
+            row += shard["rows"]
+
+    def _made_from(self, row: int) -> dict[str, Any]:
+        """What a shard depends on."""
+        tokenizer = None if self.tokenizer is None else Path(self.tokenizer).stat().st_size
+        return {**self.part.made_from(), "field": self.field, "tokenizer": tokenizer, **({"row": row} if row else {})}
+
+    def _there(self, name: str, row: int) -> Shard | None:
+        note = self.out / f"{name}.json"
+        if not note.is_file():
+            return None
+        shard = read_json(note)
+        whole = shard.get("from") == self._made_from(row) and shard_is_there(self.out, shard, self.dtype)
+        return shard if whole else None
+
+    def _distrust(self, name: str) -> None:
+        """Before a shard is changed nothing may say any longer that it, or all of them, are whole."""
+        for path in (self.out / f"{name}.json", self.out / "tokens.json"):
+            path.unlink(missing_ok=True)
+
+    def _note(self, shard: Shard) -> Shard:
+        """Written last: it says that the shard is whole."""
+        write_json(self.out / f"{shard['name']}.json", shard)
+        return shard
+
+    def _tokens(self, own: Tokenizer, row: int) -> Iterator[Iterator[list[int]] | None]:
+        for document in self.part.documents(self.field, row):
+            if _halt is not None and _halt.is_set():
+                raise _HaltedError
+            yield None if document is None else own.stream(document)
 
 
-def _made(job: tuple[Path, Path, str, str | Path | None, str]) -> dict[str, Any] | None:
-    """The shard of a job, if it is there already."""
-    path, out, name, tokenizer, field = job
-    note = out / f"{name}.json"
-    if not note.is_file():
-        return None
-    shard = read_json(note)
-    return shard if shard.get("from") == _made_from(path, tokenizer, field) else None
+def _stopped(shard: Shard) -> str:
+    return str(shard.get("stopped", "end"))
 
 
-def _shard(path: Path, out: Path, name: str, tokenizer: str | Path | None, field: str) -> dict[str, Any]:
-    own = _tokenizer(tokenizer)
-    dtype = dtype_for(own.vocabulary)
-    end = [] if own.end is None else [own.end]
+class _HaltedError(Exception):
+    """Raised in a process that has nothing more to do."""
+
+
+_halt: Any = None
+"""In the processes of a pool: an event that ends what they do, when a limit is reached or another has failed."""
+
+
+def _ahead(jobs: list[_Job], workers: int, room: Room, done: Done | None) -> None:
+    """Make shards in several processes, until all are there, or as many as there is room for.
+
+    Each process reads a source of its own, and knows nothing of the others; so with a limit some shards may be made that are
+    not needed, or are too large. Going through them in order afterwards sets that right.
+    """
+    halt = Event()
+    there = {job.number: list(job.there()) for job in jobs}
+    waiting = deque(job for job in jobs if not _finished(there[job.number]))
+    running: dict[Future[list[Shard]], _Job] = {}
+    looked = time.monotonic()
+    if not waiting or _reached(there, room):
+        return
+    with ProcessPoolExecutor(workers, initializer=_start, initargs=(halt,)) as pool:
+        try:
+            while waiting or running:
+                while waiting and len(running) < 2 * workers:
+                    job = waiting.popleft()
+                    running[pool.submit(_work, job, room)] = job
+                for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:
+                    there[running.pop(future).number] = future.result()
+                if time.monotonic() - looked >= 1 or not running:
+                    there |= {job.number: list(job.there()) for job in running.values()}
+                    looked = time.monotonic()
+                    if done:
+                        tokens = sum(shard["tokens"] for shards in there.values() for shard in shards)
+                        done(sum(_finished(shards) for shards in there.values()), len(jobs), tokens)
+                    if _reached(there, room):
+                        return
+        except BrokenProcessPool:
+            raise OSError("--workers: a process was ended from outside, perhaps for want of memory; try fewer") from None
+        finally:
+            halt.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _finished(shards: list[Shard]) -> bool:
+    """Whether a source was read to its end."""
+    return bool(shards) and _stopped(shards[-1]) == "end"
+
+
+def _reached(there: dict[int, list[Shard]], room: Room) -> bool:
+    """Whether what is there in order, up to the first gap, is all that has room."""
+    for number in sorted(there):
+        for shard in there[number]:
+            if shard.get("room") == list(room):
+                return True
+            room = room.after(shard)
+            if room.used_up:
+                return True
+        if not _finished(there[number]):
+            return False
+    return False
+
+
+def _start(halt: Any) -> None:
+    global _halt
+    _halt = halt
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """A process whose parent was killed must not write beside the one that is started next."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _work(job: _Job, room: Room) -> list[Shard]:
     made = []
-    for text in documents(path, field):
-        tokens = [token for piece in own.stream([text]) for token in piece]
-        if tokens:
-            made.append(np.array(tokens + end, dtype))
-    shard = {**write_shard(out, name, made, dtype), "from": _made_from(path, tokenizer, field)}
-    write_json(out / f"{name}.json", shard)  # last: it says that the shard is whole
-    return shard
+    with suppress(_HaltedError):
+        for shard in job.shards(room):
+            made.append(shard)
+    return made

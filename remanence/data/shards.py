@@ -1,9 +1,12 @@
-"""Tokens on disk, one pair of files per text file: the tokens behind one another, and where each document ends. Memory-mapped."""
+"""Tokens on disk, in pairs of files: the tokens behind one another, and where each document ends. Memory-mapped."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,14 +20,102 @@ def dtype_for(vocabulary: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
-def write_shard(folder: Path, name: str, documents: list[np.ndarray], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """A shard that is whole or not there; returns what the index says of it."""
-    tokens = np.concatenate([*documents, np.empty(0, dtype)]).astype(dtype)
-    ends = np.cumsum([len(document) for document in documents], dtype="<i8")
-    for suffix, array in ((".bin", tokens), (".ends", ends)):
-        with replacing(folder / f"{name}{suffix}") as temporary:
-            array.tofile(temporary)
-    return {"name": name, "tokens": int(tokens.size), "documents": len(documents)}
+class Room(NamedTuple):
+    """How much may still be written; None is without limit."""
+
+    tokens: int | None = None
+    documents: int | None = None
+
+    def holds(self, tokens: int, documents: int) -> bool:
+        return (self.tokens is None or tokens <= self.tokens) and (self.documents is None or documents <= self.documents)
+
+    def after(self, shard: dict[str, Any]) -> Room:
+        """What is left behind a shard; below zero where it was too large."""
+        return Room(
+            None if self.tokens is None else self.tokens - shard["tokens"],
+            None if self.documents is None else self.documents - shard["documents"],
+        )
+
+    @property
+    def used_up(self) -> bool:
+        return not self.holds(1, 1)
+
+
+NO_LIMIT = Room()
+
+
+def write_shard(
+    folder: Path,
+    name: str,
+    documents: Iterable[Iterable[Sequence[int]] | None],
+    dtype: np.dtype[Any],
+    *,
+    end: int | None = None,
+    full: int | None = None,
+    room: Room = NO_LIMIT,
+) -> dict[str, Any]:
+    """A shard that is whole or not there; returns what there is to say of it.
+
+    Documents, each a text's tokens in pieces, are written as they come, so that no more than a piece is in memory; None is a
+    row without a text, and counted. An `end` is put behind each, and one without tokens leaves no trace. The shard stops
+    ("stopped") at the end of the documents, behind the one with which it has `full` tokens, or before the first that has
+    no more `room`.
+    """
+    tokens = written = rows = nulls = 0
+    closing = [] if end is None else [end]
+    stopped = "end"
+    with (
+        replacing(folder / f"{name}.bin") as bin_path,
+        replacing(folder / f"{name}.ends") as ends_path,
+        open(bin_path, "wb") as bin_file,
+        open(ends_path, "wb") as ends_file,
+    ):
+        for document in documents:
+            rows += 1
+            if document is None:
+                nulls += 1
+                continue
+            size = 0
+            for piece in document:
+                size += len(piece)
+                if not room.holds(tokens + size + len(closing), written + 1):
+                    stopped = "room"
+                    break
+                bin_file.write(np.asarray(piece, dtype).tobytes())
+            if stopped == "room":
+                bin_file.seek(tokens * dtype.itemsize)
+                bin_file.truncate()
+                break
+            if not size:
+                continue
+            bin_file.write(np.asarray(closing, dtype).tobytes())
+            tokens, written = tokens + size + len(closing), written + 1
+            ends_file.write(tokens.to_bytes(8, "little"))
+            if full is not None and tokens >= full:
+                stopped = "full"
+                break
+    return {"name": name, "tokens": tokens, "documents": written, "rows": rows, "nulls": nulls, "stopped": stopped}
+
+
+def cut_shard(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any], room: Room) -> dict[str, Any]:
+    """The same shard as if it had been written with this room, which is too small for it."""
+    name = shard["name"]
+    ends = np.fromfile(folder / f"{name}.ends", "<i8")[: room.documents]
+    if room.tokens is not None:
+        ends = ends[: np.searchsorted(ends, room.tokens, "right")]
+    tokens = int(ends[-1]) if len(ends) else 0
+    for suffix, size in ((".bin", tokens * dtype.itemsize), (".ends", len(ends) * 8)):
+        with replacing(folder / f"{name}{suffix}") as temporary:  # a copy, as the old file may be open as a memory map
+            shutil.copyfile(folder / f"{name}{suffix}", temporary)
+            os.truncate(temporary, size)
+    return {**shard, "tokens": tokens, "documents": len(ends), "stopped": "room"}
+
+
+def shard_is_there(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any]) -> bool:
+    """Whether both files have the size that their note tells."""
+    sizes = {".bin": shard["tokens"] * dtype.itemsize, ".ends": shard["documents"] * 8}
+    paths = {folder / f"{shard['name']}{suffix}": size for suffix, size in sizes.items()}
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
 def write_index(folder: Path, shards: list[dict[str, Any]], vocabulary: int) -> None:

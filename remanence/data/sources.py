@@ -1,16 +1,27 @@
-"""Where documents come from: text files, jsonl, folders of them, compressed or not."""
+"""Where documents come from: text files, jsonl, parquet, folders of them, compressed or not."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
-from collections.abc import Callable, Iterator
+import sys
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-PLAIN, LINES = (".txt", ".md", ".text"), (".jsonl", ".ndjson")
+PLAIN, LINES, TABLE = (".txt", ".md", ".text"), (".jsonl", ".ndjson"), ".parquet"
+PIECE = 1 << 18
+"""Bytes of a file that are read at a time."""
+ROWS = 1024
+"""Rows of a parquet file that are read at a time."""
+
+Document = Iterable[bytes]
+"""A text as UTF-8, in pieces cut anywhere."""
 
 
 def _zstd(path: Path) -> IO[bytes]:
@@ -18,7 +29,47 @@ def _zstd(path: Path) -> IO[bytes]:
         import zstandard  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise ValueError(f"{path}: reading .zst needs the extra 'data'; pip install 'remanence[data]'") from None
-    return zstandard.open(path, "rb")
+    return io.BufferedReader(_Frames(path, zstandard.ZstdDecompressor()))
+
+
+class _Frames(io.RawIOBase):
+    """A .zst file unpacked: all its frames, and an error if the last is cut off. The library's own reader knows neither."""
+
+    def __init__(self, path: Path, unpacker: Any) -> None:
+        self.pieces, self.held = self._unpacked(path, unpacker), memoryview(b"")
+
+    def _unpacked(self, path: Path, unpacker: Any) -> Generator[bytes, None, None]:
+        with open(path, "rb") as file:
+            frame, data = None, file.read(PIECE)
+            while data:
+                frame = frame or unpacker.decompressobj()
+                yield frame.decompress(data)
+                data = frame.unused_data or file.read(PIECE)
+                frame = None if frame.eof else frame
+            if frame:
+                raise EOFError("it ends in the middle")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.held and (piece := next(self.pieces, None)) is not None:
+            self.held = memoryview(piece)
+        size = min(len(buffer), len(self.held))
+        buffer[:size], self.held = self.held[:size], self.held[size:]
+        return size
+
+    def close(self) -> None:
+        self.pieces.close()
+        super().close()
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise ValueError(f"{path}: reading .parquet needs the extra 'data'; pip install 'remanence[data]'") from None
+    return pyarrow
 
 
 OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstd}
@@ -27,7 +78,7 @@ OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".xz": lzma.open,
 def kind(path: Path) -> str | None:
     """The suffix that says what a file holds, a compression's set aside; None for a file that is not ours to read."""
     inner = Path(path.stem) if path.suffix in OPENERS else path
-    return inner.suffix if inner.suffix in (*PLAIN, *LINES) else None
+    return inner.suffix if inner.suffix in (*PLAIN, *LINES, TABLE) else None
 
 
 def files(sources: list[Path]) -> list[Path]:
@@ -37,9 +88,10 @@ def files(sources: list[Path]) -> list[Path]:
         if source.is_dir():
             inside = sorted(path for path in source.rglob("*") if path.is_file() and kind(path))
             if not inside:
-                raise ValueError(
-                    f"{source}: expected text or jsonl files ({', '.join((*PLAIN, *LINES))}, also compressed), got none"
-                )
+                suffixes = ", ".join((*PLAIN, *LINES, TABLE))
+                raise ValueError(f"{source}: expected text, jsonl or parquet files ({suffixes}, also compressed), got none")
+            if any(kind(path) == TABLE for path in inside):  # then a README tells of the dataset, and is no document of it
+                inside = [path for path in inside if path.name != "README.md"]
             found += inside
         elif source.is_file():
             found.append(source)
@@ -48,26 +100,89 @@ def files(sources: list[Path]) -> list[Path]:
     return found
 
 
-def documents(path: Path, field: str = "text") -> Iterator[bytes]:
-    """The documents of one file as UTF-8: each line's `field` of jsonl, the whole of any other."""
+@dataclass(frozen=True)
+class File:
+    """A file to read, whose documents make one shard."""
+
+    path: Path
+
+    full = None
+    """Tokens after which a shard is full: never."""
+
+    def names(self, number: int) -> Iterator[str]:
+        """Of the shards it makes, as the source of this number."""
+        yield f"{number:05d}"
+
+    def made_from(self) -> dict[str, Any]:
+        """What its shard depends on, as far as can be seen without reading."""
+        stat = self.path.stat()
+        return {"source": self.path.name, "size": stat.st_size, "changed": stat.st_mtime_ns}
+
+    def documents(self, field: str, skip: int = 0) -> Iterator[Document | None]:
+        assert not skip, "a file makes one shard, which begins at its beginning"
+        return documents(self.path, field)
+
+
+def documents(path: Path, field: str = "text") -> Iterator[Document | None]:
+    """The documents of one file: each line's or row's `field` of jsonl and parquet, the whole of any other.
+
+    None stands for a line or row whose field is null. A document must be read to its end before the next.
+    """
+    if kind(path) == TABLE:
+        yield from _rows(path, field)
+        return
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
-        try:
-            if kind(path) in LINES:
-                yield from _lines(path, file, field)
-            else:
-                yield file.read()
-        except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
-            raise ValueError(f"{path}: damaged ({error})") from None
+        if kind(path) in LINES:
+            yield from _lines(path, _read(path, file.readline), field)
+        else:
+            yield _read(path, lambda: file.read(PIECE))
 
 
-def _lines(path: Path, file: IO[bytes], field: str) -> Iterator[bytes]:
-    for number, line in enumerate(file, 1):
+def _read(path: Path, read: Callable[[], bytes]) -> Iterator[bytes]:
+    """What `read` gives until the file ends; a compressed file that cannot be unpacked is told by its name."""
+    damage: list[type[Exception]] = [lzma.LZMAError, zlib.error, EOFError, OSError]
+    if "zstandard" in sys.modules:
+        damage.append(sys.modules["zstandard"].ZstdError)
+    try:
+        while data := read():
+            yield data
+    except tuple(damage) as error:
+        raise ValueError(f"{path}: damaged ({error})") from None
+
+
+def _lines(path: Path, lines: Iterable[bytes], field: str) -> Iterator[Document | None]:
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             entry: Any = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise ValueError(f"{path}: line {number}: expected a JSON object, got {line[:40]!r}") from None
-        if not isinstance(entry, dict) or not isinstance(entry.get(field), str):
+        if not isinstance(entry, dict) or not isinstance(entry.get(field, 0), str | None):
             raise ValueError(f"{path}: line {number}: expected a text in {field!r}; --field names another")
-        yield entry[field].encode("utf-8", "surrogatepass")
+        yield None if entry[field] is None else [entry[field].encode("utf-8", "surrogatepass")]
+
+
+def _rows(path: Path, field: str) -> Iterator[Document | None]:
+    """A parquet file's column of texts, a few rows at a time; bytes that are no UTF-8 come as they are."""
+    if path.suffix != TABLE:
+        raise ValueError(f"{path}: expected a parquet file as it is, got a compressed one; unpack it first")
+    arrow = _parquet(path)
+    with open(path, "rb") as file:
+        try:
+            table = arrow.parquet.ParquetFile(file, buffer_size=PIECE)  # else a whole row group is read at once
+            column = _column(path, table.schema_arrow, field, arrow)
+            for batch in table.iter_batches(ROWS, columns=[column], use_threads=False):
+                yield from ([text] if text is not None else None for text in batch.column(0).cast("large_binary").to_pylist())
+        except (arrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: damaged, or not a parquet file ({' '.join(str(error).split())})") from None
+
+
+def _column(path: Path, schema: Any, field: str, arrow: Any) -> str:
+    if field not in schema.names:
+        raise ValueError(f"{path}: expected a column {field!r}, got {', '.join(schema.names)}; --field names another")
+    type_ = schema.field(field).type
+    types = arrow.types
+    if not (types.is_string(type_) or types.is_large_string(type_)):
+        raise ValueError(f"{path}: column {field!r}: expected texts, got {type_}; --field names another")
+    return field

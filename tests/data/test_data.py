@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from remanence.data import Documents, Packed, Tokens, prepare
+from remanence.data.sources import File
 from remanence.tokens import ByteTokenizer
 
 TEXTS = ["Call me Ishmael.", "é" * 40, "x", "It was the best of times, it was the worst of times. " * 6, "end\n"]
@@ -36,7 +37,7 @@ def read_all(data):
 def test_every_document_comes_through(corpus, tmp_path, workers):
     told = prepare([corpus], tmp_path / "out", workers=workers)
     data = Tokens(tmp_path / "out")
-    assert told == {"files": 5, "documents": 5, "tokens": sum(len(text.encode()) + 1 for text in TEXTS)}
+    assert told == {"files": 5, "documents": 5, "tokens": sum(len(text.encode()) + 1 for text in TEXTS), "nulls": 0}
     assert read_all(data) == sorted(TEXTS)
     assert all(data[i][-1] == 256 for i in range(5)), "each ends with the end of a document"
     assert data.lengths.sum() == told["tokens"]
@@ -44,33 +45,34 @@ def test_every_document_comes_through(corpus, tmp_path, workers):
 
 def test_an_interrupted_preparation_goes_on(corpus, tmp_path, monkeypatch):
     out, calls = tmp_path / "out", []
-    from remanence.data import prepare as room
+    real = File.documents
 
-    module = __import__("remanence.data.prepare", fromlist=["_shard"])
-    real = module._shard
-
-    def stopping(path, *rest):
-        calls.append(path.name)
+    def stopping(file, *rest):
+        calls.append(file.path.name)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return real(path, *rest)
+        return real(file, *rest)
 
-    monkeypatch.setattr(module, "_shard", stopping)
+    monkeypatch.setattr(File, "documents", stopping)
     with pytest.raises(KeyboardInterrupt):
-        room([corpus], out)
+        prepare([corpus], out)
     assert not (out / "tokens.json").exists(), "nothing says that it is whole"
-    room([corpus], out)
+    prepare([corpus], out)
     assert len(calls) == 3 + 3, "two were done already"
     assert read_all(Tokens(out)) == sorted(TEXTS)
     (corpus / "a.txt").write_text("changed")
-    room([corpus], out)
+    prepare([corpus], out)
     assert len(calls) == 7 and "changed" in read_all(Tokens(out)), "only what changed is done again"
+    (out / "00001.bin").unlink()
+    prepare([corpus], out)
+    assert len(calls) == 8 and len(read_all(Tokens(out))) == 5, "and what is lost"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"text": "a"}\n{"txt": "b"}\n', r"c\.jsonl: line 2: expected a text in 'text'"),
+        ('{"text": "a"}\n{"text": 3}\n', r"c\.jsonl: line 2: expected a text in 'text'"),
         ('{"text": "a"}\n{broken\n', r"c\.jsonl: line 2: expected a JSON object"),
     ],
 )
@@ -84,7 +86,7 @@ def test_bad_sources_and_damaged_shards(corpus, tmp_path):
     with pytest.raises(ValueError, match="nowhere: no such file or folder"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="expected text or jsonl files"):
+    with pytest.raises(ValueError, match="expected text, jsonl or parquet files"):
         prepare([tmp_path / "empty"], tmp_path / "out")
     (tmp_path / "x.txt.xz").write_bytes(lzma.compress(b"abc" * 100)[:-9])
     with pytest.raises(ValueError, match=r"x\.txt\.xz: damaged"):
@@ -108,8 +110,14 @@ def test_bad_sources_and_damaged_shards(corpus, tmp_path):
 def test_zstandard(tmp_path):
     zstandard = pytest.importorskip("zstandard")
     (tmp_path / "z.txt.zst").write_bytes(zstandard.compress(b"abc"))
-    prepare([tmp_path], tmp_path / "out")
+    prepare([tmp_path / "z.txt.zst"], tmp_path / "out")
     assert Tokens(tmp_path / "out")[0].tolist() == [97, 98, 99, 256]
+    lines = [zstandard.compress(b'{"text": "a"}\n' * count) for count in (3, 40_000)]
+    (tmp_path / "z.jsonl.zst").write_bytes(b"".join(lines))
+    assert prepare([tmp_path / "z.jsonl.zst"], tmp_path / "lines")["documents"] == 40_003, "of both frames"
+    (tmp_path / "z.jsonl.zst").write_bytes(b"".join(lines)[:-3])
+    with pytest.raises(ValueError, match=r"z\.jsonl\.zst: damaged \(it ends in the middle\)"):
+        prepare([tmp_path / "z.jsonl.zst"], tmp_path / "lines")
 
 
 def test_invalid_utf8_is_read_as_bytes(tmp_path):

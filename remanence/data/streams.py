@@ -1,0 +1,143 @@
+"""Datasets of the Hugging Face hub, read as a stream: nothing is downloaded beforehand, and no code of theirs is run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from remanence.data.sources import Document
+
+PREFIX = "hf:"
+FULL = 1 << 25
+"""Tokens after which a stream's shard is full: what a kill can cost each process."""
+PATIENCE = 10.0
+"""Seconds that the hub has for its first answer."""
+
+
+class Name(NamedTuple):
+    """``hf:NAME[@REVISION][:CONFIG[:SPLIT]]``. The name may be a local folder in the hub's layout."""
+
+    dataset: str
+    revision: str | None
+    config: str | None
+    split: str
+
+    @property
+    def folder(self) -> Path | None:
+        return Path(self.dataset) if Path(self.dataset).is_dir() else None
+
+
+def read_name(source: str) -> Name:
+    dataset, *rest = source.removeprefix(PREFIX).split(":")
+    name, _, revision = dataset.partition("@")
+    if not name or len(rest) > 2:
+        raise ValueError(f"{source}: expected hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+    config, split = (*rest, "", "")[:2]
+    return Name(name, revision or None, config or None, split or "train")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the files that make up a dataset, read as a stream. Its shards do not depend on who reads the other files."""
+
+    source: str
+    revision: str
+    number: int
+    of: int
+    rows: Any
+    full: int
+
+    @property
+    def local(self) -> bool:
+        return read_name(self.source).folder is not None
+
+    def names(self, number: int) -> Iterator[str]:
+        """Of the shards it makes, as the source of this number; how many is known only at its end."""
+        return (f"{number:05d}-{shard:05d}" for shard in count())
+
+    def made_from(self) -> dict[str, Any]:
+        return {"source": self.source, "revision": self.revision, "part": [self.number, self.of], "full": self.full}
+
+    def documents(self, field: str, skip: int = 0) -> Iterator[Document | None]:
+        """From the row `skip` on. The rows before it are read again and dropped, as they are not kept anywhere."""
+        rows = iter(self.rows.skip(skip) if skip else self.rows)
+        for number in count(skip + 1):
+            try:
+                row = next(rows, None)
+            except Exception as error:  # of the network, the file's format, or any other library below
+                raise ValueError(
+                    f"{self.source}: reading stopped at row {number} of file {self.number + 1} of {self.of} "
+                    f"({_line(error)}); the same command goes on from here"
+                ) from None
+            if row is None:
+                return
+            if field not in row:
+                raise ValueError(f"{self.source}: expected a column {field!r}, got {', '.join(row)}; --field names another")
+            text = row[field]
+            if not isinstance(text, str | None):
+                got = type(text).__name__
+                raise ValueError(f"{self.source}: column {field!r}: expected texts, got {got}; --field names another")
+            yield None if text is None else [text.encode("utf-8", "surrogatepass")]
+
+
+def parts(source: str, revision: str | None = None, full: int = FULL) -> list[Part]:
+    """The files of a dataset, at the given revision, else the one its name gives, else the newest."""
+    name = read_name(source)
+    try:
+        import datasets  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise ValueError(f"{source}: reading datasets needs the extra 'data'; pip install 'remanence[data]'") from None
+    if Path(name.dataset).is_file():
+        raise ValueError(f"{source}: expected a dataset's name or a folder, got a file, which is given without {PREFIX!r}")
+    if name.folder is None and name.dataset.startswith((".", "/", "~")):
+        raise ValueError(f"{source}: no such folder")
+    pinned = revision or name.revision
+    fixed = _fingerprint(name.folder) if name.folder else _ask_hub(source, name.dataset, pinned)
+    try:
+        rows = datasets.load_dataset(
+            str(name.folder) if name.folder else name.dataset,
+            name.config,
+            split=name.split,
+            streaming=True,
+            revision=None if name.folder else fixed,
+        )
+        total = rows.num_shards
+        return [Part(source, fixed, number, total, rows.shard(total, number), full) for number in range(total)]
+    except Exception as error:  # a wrong config or split, a format it does not know, a hub that fails half-way
+        raise ValueError(f"{source}: expected hf:NAME:CONFIG:SPLIT of a dataset that can be read ({_line(error)})") from None
+
+
+def _ask_hub(source: str, dataset: str, revision: str | None) -> str:
+    """The revision's full name. It is asked once and briefly, as `datasets` would try a hub that cannot be reached for long."""
+    from huggingface_hub import HfApi, errors
+
+    try:
+        return str(HfApi().dataset_info(dataset, revision=revision, timeout=PATIENCE).sha)
+    except errors.GatedRepoError:
+        raise ValueError(f"{source}: its owner asks for consent; give it on the dataset's page, then `hf auth login`") from None
+    except errors.RepositoryNotFoundError:
+        raise ValueError(f"{source}: no such dataset or folder, or a private one: then `hf auth login` first") from None
+    except errors.RevisionNotFoundError:
+        raise ValueError(f"{source}: no such revision: {revision}") from None
+    except errors.HFValidationError as error:
+        raise ValueError(f"{source}: no such folder, and not a dataset's name ({_line(error)})") from None
+    except Exception as error:  # of the network, whose library is the hub's own choice
+        raise ValueError(
+            f"{source}: the hub cannot be reached ({_line(error)}); where it can, run "
+            f"`hf download {dataset} --repo-type dataset --local-dir FOLDER`, and give FOLDER instead"
+        ) from None
+
+
+def _fingerprint(folder: Path) -> str:
+    """Changes with any file's name, size or time, as a revision does."""
+    inside = sorted(path for path in folder.rglob("*") if path.is_file())
+    told = [f"{path.relative_to(folder).as_posix()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in inside]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
