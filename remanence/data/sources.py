@@ -170,7 +170,8 @@ def _rows(path: Path, field: str) -> Iterator[Document | None]:
     arrow = _parquet(path)
     with open(path, "rb") as file:
         try:
-            table = arrow.parquet.ParquetFile(file, buffer_size=PIECE)  # else a whole row group is read at once
+            # without these two a whole row group, which may be the whole file, is held as it is on disk
+            table = arrow.parquet.ParquetFile(file, buffer_size=PIECE, pre_buffer=False)
             column = _column(path, table.schema_arrow, field, arrow)
             for batch in table.iter_batches(ROWS, columns=[column], use_threads=False):
                 yield from ([text] if text is not None else None for text in batch.column(0).cast("large_binary").to_pylist())

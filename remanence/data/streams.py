@@ -1,4 +1,7 @@
-"""Datasets of the Hugging Face hub, read as a stream: nothing is downloaded beforehand, and no code of theirs is run."""
+"""Datasets of the Hugging Face hub, read as a stream: nothing is downloaded beforehand, and no code of theirs is run.
+
+`datasets` holds as much as it reads at once, of parquet a row group: a thousand rows in FineWeb.
+"""
 
 from __future__ import annotations
 

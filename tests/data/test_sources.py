@@ -12,6 +12,7 @@ import threading
 import time
 import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from urllib.parse import unquote, urlparse
 
 import numpy as np
@@ -189,10 +190,10 @@ class TestLimits:
         texts, sizes = flat(TEXTS), np.cumsum([len(text.encode()) + 1 for text in flat(TEXTS)])
         for source in (str(dataset), f"hf:{dataset}"):
             kept = tmp_path / f"kept-{source[:2]}"
-            for tokens, count in ((900, None), (2000, 12), (int(sizes[40]), 99), (int(sizes[40]) - 1, None)):
-                limits = {"max_tokens": tokens, "max_documents": count, "shard_tokens": 250}
-                fresh = tmp_path / f"{source[:2]}-{tokens}-{count}"
-                room = min(int(np.searchsorted(sizes, tokens or 10**9, "right")), count or 10**9)
+            for tokens, number in ((900, None), (2000, 12), (int(sizes[40]), 99), (int(sizes[40]) - 1, None)):
+                limits = {"max_tokens": tokens, "max_documents": number, "shard_tokens": 250}
+                fresh = tmp_path / f"{source[:2]}-{tokens}-{number}"
+                room = min(int(np.searchsorted(sizes, tokens or 10**9, "right")), number or 10**9)
                 for out in (fresh, kept):
                     assert prepare([source], out, workers=workers, **limits)["documents"] == room
                 assert content(fresh) == content(kept) and documents(fresh) == texts[:room]
@@ -236,9 +237,9 @@ def test_killed_at_any_moment_it_goes_on_to_the_same(tmp_path, prefix, workers):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a dataset needs: what it is, which files it has, and their bytes."""
+    """As much of the hub as a dataset needs: its revision, newer whenever it is asked for, its files, and their bytes."""
 
-    folder, revision = None, "1" * 40
+    folder, revisions = None, count(1)
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
@@ -247,7 +248,7 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(urlparse(self.path).path)
         if found := re.fullmatch(r"/api/datasets/some/set(?:/revision/(\w+))?", path):
-            self.answer({"id": "some/set", "sha": found[1] or self.revision, "siblings": [], "tags": []})
+            self.answer({"id": "some/set", "sha": found[1] or f"{next(self.revisions):040d}", "siblings": [], "tags": []})
         elif found := re.fullmatch(r"/api/datasets/some/set/tree/\w+/?(.*)", path):
             inside = (self.folder / found[1]).glob("**/*" if "recursive=true" in self.path.lower() else "*")
             self.answer([self.entry(path) for path in sorted(inside)])
@@ -289,12 +290,11 @@ def hub(dataset, tmp_path):
         "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: data/**\n"
         "- config_name: large\n  data_files:\n  - split: train\n    path: data/**\n---\n"
     )
-    kind = type("OneHub", (Hub,), {"folder": dataset})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OneHub", (Hub,), {"folder": dataset, "revisions": count(1)}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     own = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
 
-    def run(*sources, **changed):
+    def run(*sources):
         """Several preparations in one process, as each start takes seconds: what they print, or their errors."""
         code = (
             "import sys\nfrom remanence import cli\n"
@@ -303,30 +303,26 @@ def hub(dataset, tmp_path):
             "    except SystemExit as stop:\n        print('code', stop.code, flush=True)\n"
         )
         command = [sys.executable, "-c", code, str(tmp_path / "out"), *sources]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own, **changed}, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own}, timeout=120)
         assert "Traceback" not in done.stderr, done.stderr
         return done.stdout.splitlines(), done.stderr.splitlines()
 
-    yield run, kind
+    yield run
     server.shutdown()
     server.server_close()
 
 
 def test_a_dataset_of_the_hub(hub, dataset, tmp_path):
-    run, kind = hub
-    said, errors = run("hf:some/set:small", "hf:some/set", "hf:some/set:small:test", "hf:other/set")
-    assert "from 3 files" in said[0] and said[1:] == ["code 2"] * 3, errors
+    said, errors = hub("hf:some/set:small", "hf:some/set", "hf:some/set:small:test", "hf:other/set", "hf:some/set:small")
+    assert "from 3 files" in said[0] and said[1:] == ["code 2"] * 3 + said[:1], errors
     assert documents(tmp_path / "out") == flat(TEXTS)
     assert "Config name is missing. Please pick one among the available configs: ['small', 'large']" in errors[0]
     assert "Bad split: test. Available splits: ['train']" in errors[1]
     assert errors[2] == "remanence: error: hf:other/set: no such dataset or folder, or a private one: then `hf auth login` first"
     assert len(errors) == 3
-    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("0*")}
-    kind.revision = "2" * 40
-    assert "from 3 files" in run("hf:some/set:small")[0][0]
-    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("0*")}
-    assert before == after, "the hub has a newer revision, but this was begun with the old one"
-    assert json.loads((tmp_path / "out" / "sources.json").read_text()) == {"hf:some/set:small": "1" * 40}
+    assert json.loads((tmp_path / "out" / "sources.json").read_text()) == {"hf:some/set:small": f"{1:040d}"}
+    notes = [json.loads(path.read_text())["from"]["revision"] for path in (tmp_path / "out").glob("0*.json")]
+    assert notes == [f"{1:040d}"] * 3, "the hub has newer revisions, but this was begun with the first"
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path, monkeypatch, capsys):
