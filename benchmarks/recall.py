@@ -38,7 +38,7 @@ def right(logits: Tensor, targets: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="mac")
-    parser.add_argument("--forget", type=float, default=-8.0, help="bias of the forget gate")
+    parser.add_argument("--forget", type=float, default=-10.0, help="bias of the forget gate")
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -29,7 +29,7 @@ def error(variant: str, depth: int, tokens: int, seed: int, **memory: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", default=["lmm", "mag", "mac"])
-    parser.add_argument("--forget", nargs="+", type=float, default=[-3, -5, -6, -7, -8, -10])
+    parser.add_argument("--forget", nargs="+", type=float, default=[-3, -5, -8, -10, -12])
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--seeds", type=int, default=2)

@@ -71,7 +71,8 @@ class MemoryConfig:
         anchor: change to that entry. Default: "token" (exact) for a net linear in its weights, else the rule's own.
         chunk: tokens that share the gradient's anchor.
         conv: kernel of the causal depthwise convolution on q, k and v; 0 for none.
-        step_bias, momentum_bias, forget_bias: where the gates start, before the sigmoid.
+        step_bias, momentum_bias, forget_bias: where the gates start, before the sigmoid. Default of the first: a step of about
+            1 / (10 depth), as every layer of the net adds its own.
     """
 
     dim: int
@@ -86,9 +87,9 @@ class MemoryConfig:
     anchor: Literal["chunk", "token"] | None = None
     chunk: int = 16
     conv: int = 4
-    step_bias: float = -4.0
+    step_bias: float | None = None
     momentum_bias: float = 0.0
-    forget_bias: float = -8.0
+    forget_bias: float = -10.0
 
     def __post_init__(self) -> None:
         _whole(1, dim=self.dim, heads=self.heads, head_dim=self.head_dim, chunk=self.chunk, depth=self.depth)
@@ -104,7 +105,8 @@ class MemoryConfig:
         if self.expansion is not None and not (_number(self.expansion) and self.expansion > 0):
             raise ValueError(f"expansion: expected a number above 0, got {self.expansion!r}")
         for name in ("step_bias", "momentum_bias", "forget_bias"):
-            if not _number(getattr(self, name)):
+            value = getattr(self, name)
+            if not (_number(value) or (name == "step_bias" and value is None)):
                 raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)!r}")
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import log
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +125,8 @@ class NeuralMemory(nn.Module):
         self.heads, self.head_dim = c.shape
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(c.dim, c.inner, bias=False) for _ in range(4))
         self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv, c.chunk - 1) for _ in range(3))
-        biases = {"step": c.step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
+        step_bias = -log(10 * getattr(self.net, "depth", 2)) if c.step_bias is None else c.step_bias
+        biases = {"step": step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
         self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * self.rule.forget]
         self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
         self.norm = RMSNorm(self.head_dim)

@@ -54,16 +54,19 @@ class Leash:
     exceeds all that came in (the absolute sum of the outputs' gradients so far, times the largest query where that is above 1) by
     1 / eps, rounding has replaced its last digit; beyond that it is scaled down as a whole, so that it stays finite. Below that
     it is untouched. Deep nets are held after every chunk, a user's own net after every stretch.
+
+    What came in may itself have grown in a call after this one (MAC makes one for every segment), so there is an end to it
+    that does not depend on it: a number whose square can be summed a billion billion times, as a gradient's length needs.
     """
 
     def __init__(self, g_end: tuple[Tensor, ...], dtype: torch.dtype) -> None:
         self.came: Tensor | int = sum(g.abs().flatten(1).sum(1) for g in g_end)
-        self.reach = 1.0 / torch.finfo(dtype).eps
+        self.reach, self.end = 1.0 / torch.finfo(dtype).eps, torch.finfo(dtype).max ** 0.5 * 1e-9
 
     def hold(self, g_state: list[Tensor], came: Tensor) -> None:
         """Shorten g_state ``[m ...]`` in place, after outputs brought in gradients of this much ``[m]``."""
         self.came = self.came + came
-        limit = self.came * self.reach
+        limit = (self.came * self.reach).clamp(max=self.end)
         size = torch.stack([g.flatten(1).abs().amax(1) for g in g_state]).amax(0)
         factor = (limit / size).clamp_(max=1.0).nan_to_num_(1.0)
         for g in g_state:

@@ -78,11 +78,13 @@ class MLP:
         return [(a + self.bias, b) for a, b in pairwise(widths)]
 
     def init(self, heads: int, width: int, generator: torch.Generator | None = None) -> Weights:
-        """Normal, variance 1 / inputs: each layer keeps its input's scale. A zero last layer would meet LN's 1/sqrt(eps)."""
+        """Normal, such that each layer keeps its input's scale: variance 1 / inputs, and 4 / inputs after an activation, which
+        halves what is small. Anything that shrinks from layer to layer would meet LN at up to 1/sqrt(eps) times the gradient.
+        """
         weights = []
-        for rows, columns in self.shapes(width):
+        for layer, (rows, columns) in enumerate(self.shapes(width)):
             inputs = rows - self.bias
-            weight = torch.randn(heads, rows, columns, generator=generator) / math.sqrt(inputs)
+            weight = torch.randn(heads, rows, columns, generator=generator) * ((2.0 if layer else 1.0) / math.sqrt(inputs))
             if self.bias:
                 weight[:, -1] = 0.0
             weights.append(weight)

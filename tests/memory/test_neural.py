@@ -183,9 +183,9 @@ def test_finite_in_bf16_over_16k_tokens(depth, kind):
 def test_gates_start_where_the_config_says():
     memory = layer(dtype=torch.float32)
     gates = memory.trace(torch.zeros(1, 1, 12)).gates
-    assert_close(gates.log_step.exp(), torch.full((1, 1, 2), 0.01799), 1e-4)
+    assert_close(gates.log_step.exp(), torch.full((1, 1, 2), 1 / 21), 1e-4)
     assert_close(gates.log_momentum.exp(), torch.full((1, 1, 2), 0.5), 1e-4)
-    assert_close(1 - gates.log_keep.exp(), torch.full((1, 1, 2), 0.000335), 1e-6)
+    assert_close(1 - gates.log_keep.exp(), torch.full((1, 1, 2), 4.54e-5), 1e-6)
 
 
 def _resets(module):
