@@ -66,6 +66,7 @@ class DataConfig:
         path: the shards' folder, where the kind reads one.
         length: tokens of a row.
         pairs, rounds: of the recall task: how many, and how often they come.
+        keys, noise: of the recall task: how many different keys there are, and as many values; how many kinds of noise.
     """
 
     kind: str = "packed"
@@ -73,9 +74,11 @@ class DataConfig:
     length: int = 256
     pairs: int = 8
     rounds: int = 2
+    keys: int = 32
+    noise: int = 16
 
     def __post_init__(self) -> None:
-        _positive(length=self.length, pairs=self.pairs, rounds=self.rounds)
+        _positive(length=self.length, pairs=self.pairs, rounds=self.rounds, keys=self.keys, noise=self.noise)
 
 
 @dataclass(frozen=True, kw_only=True)

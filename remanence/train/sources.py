@@ -19,31 +19,41 @@ class Source(Protocol):
 class Recall:
     """Rounds of the same pairs, each in another order, with noise in between; from the second on, values are to be told.
 
-    Tokens: keys, as many values, sixteen kinds of noise. With two rounds, a pair and its question are about a row apart.
+    Tokens: keys, as many values, kinds of noise. With two rounds, a pair and its question are about a row apart.
     """
 
-    KEYS, NOISE = 32, 16
-
-    def __init__(self, length: int, batch: int, pairs: int, rounds: int, seed: int, rank: int = 0, world: int = 1) -> None:
-        if pairs > self.KEYS:
-            raise ValueError(f"pairs: expected at most {self.KEYS}, got {pairs}")
+    def __init__(
+        self,
+        length: int,
+        batch: int,
+        pairs: int,
+        rounds: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        keys: int = 32,
+        noise: int = 16,
+    ) -> None:
+        if pairs > keys:
+            raise ValueError(f"pairs: expected at most {keys}, the number of keys, got {pairs}")
         if rounds < 2 or length < 2 * pairs * rounds:
             raise ValueError(f"length: expected at least {2 * pairs * rounds} for {rounds} rounds of {pairs} pairs, got {length}")
         self.length, self.batch, self.pairs, self.rounds = length, batch, pairs, rounds
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world, self.keys, self.noise = seed, rank, world, keys, noise
         rest = length - 2 * pairs * rounds
         self.starts = [turn * 2 * pairs + turn * rest // (rounds - 1) for turn in range(rounds)]
 
     @property
     def vocabulary(self) -> int:
-        return 2 * self.KEYS + self.NOISE
+        return 2 * self.keys + self.noise
 
     def step(self, number: int) -> Batch:
         chance = np.random.Generator(np.random.Philox(key=[self.seed, number]))
         rows, n = self.batch * self.world, self.pairs
-        tokens = chance.integers(2 * self.KEYS, self.vocabulary, (rows, self.length))
-        keys = chance.random((rows, self.KEYS)).argsort(1)[:, :n]
-        values = chance.integers(self.KEYS, 2 * self.KEYS, (rows, n))
+        tokens = chance.integers(2 * self.keys, self.vocabulary, (rows, self.length))
+        keys = chance.random((rows, self.keys)).argsort(1)[:, :n]
+        values = chance.integers(self.keys, 2 * self.keys, (rows, n))
         targets = np.full_like(tokens, -100)
         for start in self.starts:
             order, end = chance.random((rows, n)).argsort(1), start + 2 * n
@@ -65,7 +75,9 @@ def _shards(config: TrainConfig) -> Tokens:
 
 
 def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
-    source = Recall(config.data.length, batch, config.data.pairs, config.data.rounds, config.seed, rank, world)
+    data = config.data
+    kinds = {"keys": data.keys, "noise": data.noise}
+    source = Recall(data.length, batch, data.pairs, data.rounds, config.seed, rank, world, **kinds)
     if config.model.vocabulary < source.vocabulary:
         raise ValueError(f"model.vocabulary: expected at least the task's {source.vocabulary}, got {config.model.vocabulary}")
     return source

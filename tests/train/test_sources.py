@@ -1,24 +1,29 @@
 """The recall task asks only what was told, with noise in every gap, and deals rows alike to any number of processes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from remanence.train.sources import Recall
+from remanence.config import ModelConfig
+from remanence.train import DataConfig, TrainConfig
+from remanence.train.sources import SOURCES, Recall
 
 
-@pytest.mark.parametrize("rounds", [2, 3, 5])
-def test_every_question_has_one_answer_that_was_told(rounds):
-    source = Recall(length=160, batch=6, pairs=8, rounds=rounds, seed=1)
+@pytest.mark.parametrize(("rounds", "keys", "noise"), [(2, 32, 16), (3, 32, 16), (5, 32, 16), (3, 16, 4)])
+def test_every_question_has_one_answer_that_was_told(rounds, keys, noise):
+    source = Recall(length=160, batch=6, pairs=8, rounds=rounds, seed=1, keys=keys, noise=noise)
+    assert source.vocabulary == 2 * keys + noise
     batch = source.step(4)
     for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
         told = {tokens[i]: tokens[i + 1] for i in range(0, 16, 2)}
-        assert len(told) == 8 and all(key < 32 <= value < 64 for key, value in told.items())
+        assert len(told) == 8 and all(key < keys <= value < 2 * keys for key, value in told.items())
         asked = [i for i, target in enumerate(targets) if target >= 0]
         assert len(asked) == 8 * (rounds - 1) and asked[0] >= 16
         for i in asked:
             assert targets[i] == told[tokens[i]] == tokens[i + 1]
         others = [token for i, token in enumerate(tokens) if i >= 16 and i not in asked and i - 1 not in asked]
-        assert all(64 <= token < 80 for token in others), "the rest is noise"
+        assert all(2 * keys <= token < source.vocabulary for token in others), "the rest is noise"
 
 
 def test_steps_are_made_again_and_dealt_to_processes():
@@ -32,5 +37,15 @@ def test_steps_are_made_again_and_dealt_to_processes():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="length: expected at least 48 for 3 rounds of 8 pairs, got 47"):
         Recall(47, 1, 8, 3, 0)
-    with pytest.raises(ValueError, match="pairs: expected at most 32, got 33"):
+    with pytest.raises(ValueError, match="pairs: expected at most 32, the number of keys, got 33"):
         Recall(999, 1, 33, 2, 0)
+
+
+def test_a_run_says_how_many_keys_and_kinds_of_noise():
+    data = DataConfig(kind="recall", length=64, pairs=4, keys=5, noise=3)
+    config = TrainConfig(model=ModelConfig(vocabulary=13, dim=16, depth=1), data=data, batch=2)
+    assert int(SOURCES["recall"](config, 2, 0, 1).step(0).tokens.max()) == 12
+    with pytest.raises(ValueError, match=r"model.vocabulary: expected at least the task's 14, got 13"):
+        SOURCES["recall"](replace(config, data=replace(data, noise=4)), 2, 0, 1)
+    with pytest.raises(ValueError, match="keys: expected a number above 0, got 0"):
+        DataConfig(keys=0)
