@@ -53,7 +53,7 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
     if bool(state.diverged.any()):
         raise ValueError("state: expected finite numbers, got a memory that has diverged; it was not saved")
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named(state)}
-    _fit("state", model, tensors)
+    fitted("state", model, tensors)
     header = {
         "format": FORMAT,
         "schema": str(SCHEMA),
@@ -78,7 +78,7 @@ def load(path: str | Path, model: Model, *, force: bool = False) -> State:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
     if header["fingerprint"][1] != fingerprint(model).weights and not force:
         raise ValueError(f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway")
-    state = _fit(str(path), model, tensors)
+    state = fitted(str(path), model, tensors)
     if state.position.tolist() != header["tokens"]:
         raise ValueError(f"{path}: position: expected the header's {header['tokens']} tokens, got {state.position.tolist()}")
     return state
@@ -112,7 +112,7 @@ def peek(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {**data, "schema": schema}, stored.tensors
 
 
-def _fit(what: str, model: Model, tensors: dict[str, Tensor]) -> State:
+def fitted(what: str, model: Model, tensors: dict[str, Tensor]) -> State:
     """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes sense."""
     template = model.start(1)
     wanted = dict(named(template))

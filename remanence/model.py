@@ -168,10 +168,11 @@ class Model(nn.Module):
     ) -> Trace:
         """`forward` up to the logits, with what each memory did beside it."""
         self._check(tokens, state, mask, offsets)
-        if mask is not None and bool(mask.all()):
-            mask = None
-        if mask is not None:
+        if mask is not None and not bool(mask.all()):
             return self._trace_masked(tokens, state, mask, memory)
+        return self._trace(tokens, state, offsets, memory)
+
+    def _trace(self, tokens: Tensor, state: State | None, offsets: Tensor | Sequence[int] | None, memory: Mode | None) -> Trace:
         mode = self._memory if memory is None else self._mode(memory)
         rows = tokens.shape[0] if offsets is None else documents(offsets)
         borders = check_offsets(offsets, tokens.shape[0], tokens.shape[1], rows if state is None else len(state.position))
@@ -194,9 +195,8 @@ class Model(nn.Module):
 
     def _trace_masked(self, tokens: Tensor, state: State | None, mask: Tensor, memory: Mode | None) -> Trace:
         """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or window."""
-        state = self.start(tokens.shape[0]) if state is None else state
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
-        inside = self.trace(tokens[mask].unsqueeze(0), state, offsets=borders, memory=memory)
+        inside = self._trace(tokens[mask].unsqueeze(0), state, borders, memory)
 
         def spread(seen: Seen | None) -> Seen | None:
             return seen and Seen(repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask)))

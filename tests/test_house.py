@@ -32,7 +32,7 @@ ROOMS = {
     "hf": {"model", "config", "files"},
     "commands": {"", "blocks", "config", "data", "device", "files", "generate", "memfile", "model", "session", "tokens", "train"},
     "data": {"files", "tokens"},
-    "train": {"", "config", "data", "device", "files", "memfile", "model", "ops"},
+    "train": {"", "config", "data", "device", "files", "generate", "memfile", "model", "ops"},
     "testing": set(),
     "demo": {"device", "layers", "memory", "ops"},
     "cli": {"", "commands", "demo", "device", "generate", "ops"},

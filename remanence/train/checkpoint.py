@@ -1,9 +1,14 @@
-"""A run's checkpoints: folders that are whole or not there, the last few of them kept. Only safetensors and JSON."""
+"""A run's checkpoints: folders that are whole or not there, the last few of them kept. Only safetensors and JSON.
+
+One process writes a folder that is a model's, with the optimizer beside it. Several write their own parts of everything at
+once, with torch's distributed checkpoints in safetensors. Each kind can be taken up by any number of processes.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +17,11 @@ from torch import Tensor
 
 from remanence import memfile
 from remanence.files import read_json, read_tensors, write_json, write_tensors
-from remanence.model import Model, State
+from remanence.model import Model, State, describe, read_config
+from remanence.train.distributed import World, spread
+
+PARTS = "parts"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Progress(NamedTuple):
@@ -25,28 +34,56 @@ class Progress(NamedTuple):
 
 
 def save(
-    folder: Path, model: Model, optimizer: torch.optim.Optimizer, progress: Progress, carried: State | None, keep: int
+    folder: Path,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    carried: State | None,
+    keep: int,
+    world: World,
 ) -> None:
     """Write a checkpoint under a temporary name and rename it; then remove all but the last `keep`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".*.tmp"):
-        shutil.rmtree(left)
     target, temporary = folder / f"{progress.step:08d}", folder / f".{progress.step:08d}.tmp"
-    if target.exists():
-        return
-    try:
-        model.save(temporary)
-        write_tensors(temporary / "optimizer.safetensors", _moments(model, optimizer), {})
+
+    def make_room() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".*.tmp"):
+            shutil.rmtree(left)
+        if not target.exists():
+            temporary.mkdir()
+
+    def finish() -> None:
+        if target.exists():
+            return
         write_tensors(temporary / "random.safetensors", {"cpu": torch.get_rng_state()}, {})
-        if carried is not None:
-            memfile.save(temporary / "carried.mem", model, carried)
         write_json(temporary / "progress.json", progress._asdict())
         os.replace(temporary, target)
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+
+    try:
+        world.one(make_room)
+        if not target.exists():
+            world.all(lambda: _write(temporary, model, optimizer, carried, world))
+        world.one(finish)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+
+
+def _write(temporary: Path, model: Model, optimizer: torch.optim.Optimizer, carried: State | None, world: World) -> None:
+    if world.size == 1:
+        model.save(temporary)
+        write_tensors(temporary / "optimizer.safetensors", _moments(model, optimizer), {})
+    else:
+        import torch.distributed.checkpoint as dcp
+
+        if world.first:
+            write_json(temporary / "config.json", describe(model.config, torch.float32))
+        writer = dcp.HuggingFaceStorageWriter(str(temporary / PARTS), save_distributed=True)
+        dcp.save({**_weights(model), **_moments(model, optimizer)}, storage_writer=writer)
+    if carried is not None:
+        write_tensors(temporary / f"carried-{world.rank:05d}.safetensors", dict(memfile.named(carried)), {})
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -54,24 +91,67 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("[0-9]*") if (path / "progress.json").is_file())
 
 
-def load(path: Path, model: Model, optimizer: torch.optim.Optimizer) -> tuple[Progress, State | None]:
+def load(path: Path, model: Model, optimizer: torch.optim.Optimizer, world: World) -> tuple[Progress, State | None]:
     """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood."""
-    saved = Model.load(path)
-    model.load_state_dict(saved.state_dict())
-    moments = read_tensors(path / "optimizer.safetensors").tensors
-    for name, parameter in model.named_parameters():
-        kept = {key.removeprefix(f"{name}:"): tensor for key, tensor in moments.items() if key.startswith(f"{name}:")}
-        if kept:
-            place = {key: tensor if key == "step" else tensor.to(parameter.device) for key, tensor in kept.items()}
-            optimizer.state[parameter] = place
+    progress = Progress(**read_json(path / "progress.json"))
+    parameters = dict(model.named_parameters())
+    moments = {f"{key}.{name}": torch.zeros_like(parameter.detach()) for name, parameter in parameters.items() for key in MOMENTS}
+    _read(path, {**_weights(model), **moments}, world)
+    taken = progress.step - progress.skipped
+    for name, parameter in parameters.items() if taken else ():
+        own = {key: moments[f"{key}.{name}"] for key in MOMENTS}
+        fused = parameter.device.type == "cuda"  # whose fused step counts on the device
+        count = torch.tensor(float(taken), device=parameter.device if fused else "cpu")
+        optimizer.state[parameter] = {"step": count, **own}
     torch.set_rng_state(read_tensors(path / "random.safetensors").tensors["cpu"])
-    carried = memfile.load(path / "carried.mem", model) if (path / "carried.mem").is_file() else None
-    return Progress(**read_json(path / "progress.json")), carried
+    return progress, _carried(path, model, world)
+
+
+def load_model(path: Path) -> Model:
+    """Only the model, whole, of a checkpoint of either kind."""
+    if not (path / PARTS).is_dir():
+        return Model.load(path)
+    with torch.device("meta"):
+        model = Model(read_config(path))
+    model = model.to_empty(device="cpu")
+    _read(path, _weights(model), World(torch.device("cpu")))
+    return model
+
+
+def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
+    """Fill tensors in place, whatever number of processes wrote them."""
+    if (path / PARTS).is_dir():
+        import torch.distributed.checkpoint as dcp
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group, which is so
+            reader = dcp.HuggingFaceStorageReader(str(path / PARTS))
+            dcp.load(into, storage_reader=reader, no_dist=world.size == 1)
+        return
+    found = read_tensors(path / "model.safetensors").tensors | read_tensors(path / "optimizer.safetensors").tensors
+    for name, tensor in into.items():
+        if name in found:
+            tensor.copy_(spread(found[name], tensor))
+
+
+def _weights(model: Model) -> dict[str, Tensor]:
+    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def _moments(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         state: dict[str, Any] = optimizer.state.get(parameter, {})
-        named |= {f"{name}:{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+        named |= {f"{key}.{name}": state[key] for key in MOMENTS if key in state}
     return named
+
+
+def _carried(path: Path, model: Model, world: World) -> State | None:
+    """This process's rows of the memories that were carried, of whatever processes wrote them."""
+    parts = sorted(path.glob("carried-*.safetensors"))
+    if not parts:
+        return None
+    states = [memfile.fitted(str(part), model, read_tensors(part).tensors) for part in parts]
+    rows = State.concat(states)
+    own = len(rows.position) // world.size
+    return rows.rows(slice(world.rank * own, (world.rank + 1) * own))

@@ -92,9 +92,12 @@ class TrainConfig:
         carry: whether rows carry their memory from step to step (kind "documents"), without gradient across the border.
         precision: "float32", or "bfloat16" by autocast; parameters and memories stay float32.
         checkpointing: recompute activations in backward.
+        compile: torch.compile of the feed-forward nets.
         seed: of weights and batches.
         save_every, keep: steps between checkpoints, and how many of the last to keep.
         log_every: steps between lines of the log.
+        trackers: where metrics go beside metrics.jsonl: "tensorboard", "wandb".
+        prompt, sample_tokens: of a sample, taken when the run gets SIGUSR1.
         patience: steps with a non-finite loss or gradient, which are skipped, before the run stops.
         device: "auto", "cpu", "cuda" or "mps".
     """
@@ -108,15 +111,19 @@ class TrainConfig:
     carry: bool = False
     precision: Literal["float32", "bfloat16"] = "float32"
     checkpointing: bool = False
+    compile: bool = False
     seed: int = 0
     save_every: int = 200
     keep: int = 2
     log_every: int = 10
+    trackers: tuple[str, ...] = ()
+    prompt: str = "The "
+    sample_tokens: int = 128
     patience: int = 10
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "save_every", "keep", "log_every", "patience"):
+        for name in ("steps", "batch", "accumulate", "save_every", "keep", "log_every", "patience", "sample_tokens"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +18,15 @@ from torch import Tensor, nn
 
 from remanence.config import known
 from remanence.data import Batch, Tokens
-from remanence.device import resolve
 from remanence.files import read_json, write_json, write_tensors
+from remanence.generate import Generation, Sampling
 from remanence.model import Model, State, Trace
 from remanence.ops.state import where
 from remanence.train import checkpoint
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
+from remanence.train.distributed import World, full, joined, shard, whole
+from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
 from remanence.train.sources import SOURCES
 
@@ -35,7 +36,7 @@ class TrainingError(ValueError):
 
 
 class Step(NamedTuple):
-    """What one step came to."""
+    """What one step came to, of all processes together; `seen` is this one's."""
 
     loss: float
     gradient: float
@@ -49,55 +50,103 @@ def fit(
     out: str | Path,
     *,
     resume: bool = False,
-    log: Callable[[dict[str, Any]], None] | None = None,
+    log: Callable[[Line], None] | None = None,
 ) -> Model:
     """Train a model in a new folder, or go on in one: ``out`` then holds config.json, metrics (.jsonl, .png), checkpoints, model.
 
     An existing run is never overwritten. With `resume` the run's own config counts, and `config` may be None. `log` gets each
-    line of the metrics. SIGTERM saves a checkpoint and returns.
+    line of the metrics. SIGTERM saves a checkpoint and returns; SIGUSR1 writes a sample to samples.jsonl. Started by `torchrun`,
+    the processes share the rows and the weights (FSDP2); the result is the same up to rounding.
     """
     out = Path(out)
     config = _config(config, out, resume)
-    device = resolve(config.device)
-    torch.manual_seed(config.seed)
-    model = Model(config.model).to(device).train()
-    model.checkpointing = config.checkpointing
-    optimizer = make_optimizer(model, config)
+    with joined(config.device) as world:
+        if not resume:
+            world.one(lambda: _room(out))
+        return _fit(config, out, resume, log, world)
+
+
+def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], None] | None, world: World) -> Model:
+    shares = config.accumulate * world.size
+    if config.batch % shares:
+        raise ValueError(f"batch: expected a multiple of accumulate x processes = {shares}, got {config.batch}")
     known("data.kind", config.data.kind, SOURCES)
-    source = SOURCES[config.data.kind](config, config.batch // config.accumulate, 0, 1)
-    if not resume:  # only now: a config that cannot be run leaves nothing behind
+    check_trackers(config.trackers)
+    source = SOURCES[config.data.kind](config, config.batch // shares, world.rank, world.size)
+    torch.manual_seed(config.seed)
+    model = shard(Model(config.model).to(world.device).train(), world)
+    model.checkpointing = config.checkpointing
+    if config.compile:
+        compile_parts(model)
+    optimizer = make_optimizer(model, config)
+
+    def begin() -> None:  # only now: a config that cannot be run leaves nothing behind
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "config.json", config.to_dict())
+
+    if not resume:
+        world.one(begin)
     progress, carried = Progress(), None
     if found := checkpoint.checkpoints(out / "checkpoints"):
-        progress, carried = checkpoint.load(found[-1], model, optimizer)
-    metrics = Metrics(out / "metrics.jsonl", progress.step, log)
-    with _terminated() as asked, metrics:
-        while progress.step < config.steps and not asked:
+        progress, carried = checkpoint.load(found[-1], model, optimizer, world)
+    metrics = Metrics(out, config, progress.step, log, world.device) if world.first else None
+
+    def save() -> None:
+        checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep, world)
+
+    with _signals() as asked, metrics or nullcontext():
+        while progress.step < config.steps:
+            ended, samples = world.total("SIGTERM" in asked, "SIGUSR1" in asked)
+            if ended:
+                break
+            if samples:
+                asked.discard("SIGUSR1")
+                sample(model, config, progress.step, out, world)
             batches = [source.step(progress.step * config.accumulate + part) for part in range(config.accumulate)]
-            batches = [Batch._make(x.to(device) if isinstance(x, Tensor) else x for x in batch) for batch in batches]
             state = _renewed(model, carried, batches[0]) if config.carry else None
-            step = take_step(model, optimizer, config, batches, state, progress.step)
+            step = take_step(model, optimizer, config, batches, state, progress.step, world)
             if config.carry and step.taken:
                 carried = step.seen.state.detach()
             in_a_row = 0 if step.taken else progress.skipped_in_a_row + 1
             progress = Progress(progress.step + 1, progress.tokens + step.tokens, progress.skipped + (not step.taken), in_a_row)
-            if progress.step % config.log_every == 0 or progress.step == config.steps:
-                metrics.write(config, progress, step)
+            if metrics and (progress.step % config.log_every == 0 or progress.step == config.steps):
+                metrics.write(progress, step, world.size)
             if in_a_row >= config.patience:
-                write_tensors(out / "bad-batch.safetensors", {"tokens": batches[0].tokens, "targets": batches[0].targets}, {})
-                raise TrainingError(
-                    f"loss: expected finite numbers, got {in_a_row} steps in a row without; see {out}/bad-batch.safetensors"
-                )
+                bad = out / f"bad-batch{f'-{world.rank}' if world.size > 1 else ''}.safetensors"
+                write_tensors(bad, {"tokens": batches[0].tokens, "targets": batches[0].targets}, {})
+                raise TrainingError(f"loss: expected finite numbers, got {in_a_row} steps in a row without; see {bad}")
             if progress.step % config.save_every == 0:
-                checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep)
-    checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep)
-    if metrics.written:
+                save()
+    save()
+    if metrics and metrics.written:
         plot(out)
     if progress.step == config.steps:
-        model.save(out / "model")
-        _save_tokenizer(config, out / "model")
+        finished = whole(model, world)
+        if finished is not None:
+            finished.save(out / "model")
+            _save_tokenizer(config, out / "model")
     return model
+
+
+def compile_parts(model: Model) -> None:
+    """Compile what is the same for every call: the feed-forward nets. A memory's loop over chunks would be unrolled."""
+    for block in model.blocks:
+        block.ffn.compile(dynamic=True)  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def sample(model: Model, config: TrainConfig, step: int, out: Path, world: World) -> None:
+    """One more line of samples.jsonl: what the model says now. All processes take part, as each holds a part of the weights."""
+    if config.data.path is None:
+        return  # generated tasks have no tokenizer
+    model.eval()
+    sampling = Sampling(max_tokens=config.sample_tokens, temperature=0.8, seed=step)
+    told = Generation(model, [config.prompt], sampling, tokenizer=Tokens(config.data.path).tokenizer).run()
+    model.train()
+    if world.first:
+        line = {"step": step, "prompt": config.prompt, "text": told.texts[0]}
+        with (out / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def export(run: str | Path, out: str | Path) -> Path:
@@ -109,7 +158,7 @@ def export(run: str | Path, out: str | Path) -> Path:
         raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; nothing is ever overwritten")
-    Model.load(found[0]).save(out)
+    checkpoint.load_model(found[0]).save(out)
     _save_tokenizer(config, out)
     return found[0]
 
@@ -128,9 +177,12 @@ def _config(config: TrainConfig | None, out: Path, resume: bool) -> TrainConfig:
         return TrainConfig.from_dict(read_json(out / "config.json"))
     if config is None:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
+    return config
+
+
+def _room(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: expected a new or empty folder, got {out}; --resume goes on with a run that is there")
-    return config
 
 
 def make_optimizer(model: Model, config: TrainConfig) -> torch.optim.AdamW:
@@ -140,116 +192,71 @@ def make_optimizer(model: Model, config: TrainConfig) -> torch.optim.AdamW:
     others = [parameter for parameter in model.parameters() if id(parameter) not in kept]
     o = config.optimizer
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=model.embed.weight.is_cuda or None)
+    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=model.embed.weight.device.type == "cuda" or None)
 
 
 def take_step(
-    model: Model, optimizer: torch.optim.Optimizer, config: TrainConfig, batches: list[Batch], state: State | None, number: int
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    batches: list[Batch],
+    state: State | None,
+    number: int,
+    world: World | None = None,
 ) -> Step:
     """Forward and backward of every part, then the update; skipped if the loss or the gradient is not finite."""
-    count = sum(int((batch.targets >= 0).sum()) for batch in batches)
+    world = world or World(model.embed.weight.device)
+    own = sum(int((batch.targets >= 0).sum()) for batch in batches), sum(batch.tokens.numel() for batch in batches)
+    count, tokens = world.total(*own)
     optimizer.zero_grad(set_to_none=True)
-    device = batches[0].tokens.device.type
-    total = 0.0
+    loss_here = 0.0
     for batch in batches:
-        with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bfloat16"):
+        batch = Batch._make(x.to(world.device, non_blocking=True) if isinstance(x, Tensor) else x for x in batch)
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
             seen = model.trace(batch.tokens, state, mask=batch.mask, offsets=batch.offsets)
             asked = batch.targets >= 0
             logits = model.logits(seen.hidden[asked])
             loss = F.cross_entropy(logits.float(), batch.targets[asked], reduction="sum") / max(1, count)
-        loss.backward()
-        total += float(loss.detach())
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
-    taken = isfinite(total) and isfinite(norm)
+        (loss * world.size).backward()  # FSDP takes the mean over processes, of what is a share of the sum
+        loss_here += float(loss.detach())
+    loss_total = world.total(loss_here)[0]
+    norm = float(full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)))
+    taken = isfinite(loss_total) and isfinite(norm)
     if taken:
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.rate(number, config.steps)
         optimizer.step()
-    return Step(total, norm, taken, sum(batch.tokens.numel() for batch in batches), seen)
+    return Step(loss_total, norm, taken, int(tokens), seen)
 
 
 def _renewed(model: Model, carried: State | None, batch: Batch) -> State:
-    """The state that rows carry into a step: what they had, or a new one where a document begins."""
-    rows = batch.tokens.shape[0]
+    """The state that rows carry into a step: what they had, or a new one where a document begins or a memory has diverged.
+
+    The new one is made and is part of the graph in any case: with sharded weights both are collective calls.
+    """
+    fresh = model.start(batch.tokens.shape[0])
     if carried is None:
-        return model.start(rows)
-    if batch.begins is None or not bool(batch.begins.any()):
-        return carried
-    return where(batch.begins.tolist(), model.start(rows), carried)
-
-
-class Metrics:
-    """One line of JSON for each logged step. Lines beyond the checkpoint a run resumes from are taken back first."""
-
-    def __init__(self, path: Path, step: int, log: Callable[[dict[str, Any]], None] | None) -> None:
-        self.path, self.log = path, log
-        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step] if path.exists() else []
-        path.write_text("".join(line + "\n" for line in lines))
-        self.written = len(lines)
-        self.start = time.perf_counter()
-        self.before: tuple[float, int] | None = None
-
-    def __enter__(self) -> Metrics:
-        self.file = self.path.open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def write(self, config: TrainConfig, progress: Progress, step: Step) -> None:
-        now = time.perf_counter()
-        first, tokens = self.before or (self.start, progress.tokens - step.tokens)
-        line: dict[str, Any] = {
-            "step": progress.step,
-            "loss": step.loss,
-            "lr": config.optimizer.rate(progress.step - 1, config.steps),
-            "gradient": step.gradient,
-            "tokens": progress.tokens,
-            "tokens_per_s": round((progress.tokens - tokens) / max(now - first, 1e-9), 1),
-            "skipped": progress.skipped,
-            **_memory_facts(step.seen),
-        }
-        self.before = now, progress.tokens
-        line = {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in line.items()}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
-        self.written += 1
-        if self.log:
-            self.log(line)
-
-
-def _step_of(line: str) -> float:
-    """The step a line tells of; a line cut short by a kill belongs to none."""
-    try:
-        return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")
-
-
-@torch.no_grad()
-def _memory_facts(seen: Trace) -> dict[str, float]:
-    """Mean surprise and mean gates over layers, heads and tokens."""
-    present = [each for each in seen.seen if each is not None]
-    if not present:
-        return {}
-    facts = {"surprise": float(torch.stack([each.surprise.mean() for each in present]).mean())}
-    for name, field in (("step_size", "log_step"), ("momentum", "log_momentum"), ("keep", "log_keep")):
-        gates = [getattr(each.gates, field) for each in present if getattr(each.gates, field) is not None]
-        if gates:
-            facts[name] = float(torch.stack([gate.exp().mean() for gate in gates]).mean())
-    return facts
+        return fresh
+    anew = carried.diverged if batch.begins is None else carried.diverged | batch.begins.to(carried.position.device)
+    return where(anew.tolist(), fresh, carried)
 
 
 @contextmanager
-def _terminated() -> Iterator[list[int]]:
-    """A list that is no longer empty once SIGTERM has come."""
-    asked: list[int] = []
+def _signals() -> Iterator[set[str]]:
+    """The names of the signals that have come: SIGTERM, and SIGUSR1 where there is one."""
+    asked: set[str] = set()
+    names = [name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+    def note(number: int, _: object) -> None:
+        asked.add(signal.Signals(number).name)
+
     try:
-        before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+        before = {name: signal.signal(getattr(signal, name), note) for name in names}
     except ValueError:  # not in the main thread, where signals do not come
         yield asked
         return
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)

@@ -11,37 +11,12 @@ import time
 
 import pytest
 import torch
+from runs import config, losses, weights
 
-from remanence import Model, ModelConfig, Session
-from remanence.data import prepare
+from remanence import Model, Session
 from remanence.testing import assert_close
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, TrainingError, engine, fit, override
 from remanence.train.checkpoint import checkpoints
-
-MODEL = {"vocabulary": 257, "dim": 16, "depth": 1, "heads": 2, "window": 8, "segment": 8, "persistent": 2}
-
-
-def config(variant="lmm", **fields):
-    model = ModelConfig(**MODEL, pattern=(variant,), memory={"heads": 2, "chunk": 4, "expansion": 1.0})
-    own = {"data": DataConfig(kind="recall", length=24, pairs=4), "steps": 12, "batch": 4, "save_every": 3, "log_every": 1}
-    return TrainConfig(**{**own, "model": model, "optimizer": OptimizerConfig(lr=1e-2, warmup=3), "device": "cpu", **fields})
-
-
-def losses(run):
-    return {line["step"]: line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
-
-
-def weights(run):
-    return Model.load(run / "model").state_dict()
-
-
-@pytest.fixture
-def shards(tmp_path):
-    chance = random.Random(0)
-    texts = ["".join(chance.choices("abcdef ", k=chance.randint(3, 90))) for _ in range(30)]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepare([tmp_path / "t.jsonl"], tmp_path / "tokens")
-    return str(tmp_path / "tokens")
 
 
 def test_it_learns(tmp_path):
@@ -80,7 +55,7 @@ def test_what_was_trained_can_be_talked_to(tmp_path, shards):
 RUN = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from test_fit import config
+from runs import config
 from remanence.train import fit
 import os
 fit(config(steps=40), sys.argv[1], resume=os.path.exists(sys.argv[1] + "/config.json"))

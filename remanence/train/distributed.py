@@ -1,0 +1,127 @@
+"""Several processes as one run: who is there, what they agree on, and a model whose weights lie spread over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from remanence.device import resolve
+from remanence.model import Model
+
+
+class World(NamedTuple):
+    """The processes of a run, of which this is one. Alone, everything here does nothing."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def total(self, *numbers: float) -> list[float]:
+        """Each number summed over all processes."""
+        if self.size == 1:
+            return list(numbers)
+        summed = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(summed)
+        return summed.tolist()
+
+    def one(self, act: Callable[[], object]) -> None:
+        """What one process does for all: files."""
+        self.all(act if self.first else lambda: None)
+
+    def all(self, act: Callable[[], object]) -> None:
+        """What every process does, and none goes on from if it failed in one, instead of waiting for ever."""
+        failure: BaseException | None = None
+        try:
+            act()
+        except BaseException as error:
+            failure = error
+        failed = self.total(float(failure is not None))[0]
+        if failure is not None:
+            raise failure
+        if failed:
+            raise ValueError("another process could not go on; its message says why")
+
+
+@contextmanager
+def joined(device: str) -> Iterator[World]:
+    """This process's place among those that `torchrun` started, or alone if it did not."""
+    place = resolve(device)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World(place)
+        return
+    if place.type == "cuda":
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield World(place, dist.get_rank(), dist.get_world_size())
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def shard(model: Model, world: World) -> Model:
+    """FSDP2, block by block. Weights are gathered in their own float32: what is computed in bfloat16 is autocast's to say.
+
+    `cast_forward_inputs` is off: with a lower `param_dtype` it would turn the memories' float32 states into bfloat16 on their way
+    in. `start`, `trace` and `logits` use weights outside of `forward`, so they gather them, too.
+    """
+    if world.size == 1:
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(world.device.type, (world.size,)),
+        "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+        register_fsdp_forward_method(block, "start")
+    fully_shard(model, **options)
+    for method in ("start", "trace", "logits"):
+        register_fsdp_forward_method(model, method)
+    return model
+
+
+def whole(model: Model, world: World) -> Model | None:
+    """The model with all its weights on the CPU, in the first process; None in the others, which have to call this as well."""
+    if world.size == 1:
+        return model
+    gathered = {name: full(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
+    if not world.first:
+        return None
+    with torch.device("meta"):
+        copy = Model(model.config)
+    copy = copy.to_empty(device="cpu")
+    copy.load_state_dict(gathered, strict=False, assign=True)
+    return copy
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor that may be spread over processes, in one piece; a collective call if it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def spread(value: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor as `like` is: on its device, and only this process's part if it is spread."""
+    value = value.to(like.device)
+    if not hasattr(like, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]

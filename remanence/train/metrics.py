@@ -1,0 +1,160 @@
+"""What can be seen of a run while it goes on: a line of JSON for every logged step, always; other places if asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from remanence.config import known
+from remanence.model import Trace
+from remanence.train.plan import flops_per_token, peak
+
+Line = dict[str, Any]
+
+
+class Tracker(Protocol):
+    """Somewhere else that metrics go."""
+
+    def write(self, line: Line) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    def __init__(self, out: Path, config: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(out / "tensorboard"))
+        self.writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
+
+    def write(self, line: Line) -> None:
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                self.writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """Goes on with the same curve when a run is resumed: its id is the run folder's path."""
+
+    def __init__(self, out: Path, config: dict[str, Any]) -> None:
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
+        self.run = wandb.init(project="remanence", name=out.name, config=config, dir=str(out), resume="allow", id=_identity(out))
+
+    def write(self, line: Line) -> None:
+        self.run.log({name: value for name, value in line.items() if value is not None}, step=line["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _identity(out: Path) -> str:
+    from hashlib import sha256
+
+    return sha256(str(out.resolve()).encode()).hexdigest()[:16]
+
+
+TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Before a run is begun: that each is known and installed."""
+    for name in names:
+        known("trackers", name, TRACKERS)
+        if find_spec(name) is None:
+            raise ValueError(f"trackers: {name!r} needs the extra of that name; pip install 'remanence[{name}]'")
+
+
+class Metrics:
+    """``metrics.jsonl``. Lines beyond the checkpoint that a run resumes from are taken back first."""
+
+    def __init__(self, out: Path, config: Any, step: int, log: Callable[[Line], None] | None, device: torch.device) -> None:
+        self.path, self.config, self.log, self.device = out / "metrics.jsonl", config, log, device
+        self.trackers = [TRACKERS[name](out, config.to_dict()) for name in config.trackers]
+        lines = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step] if self.path.exists() else []
+        self.path.write_text("".join(line + "\n" for line in lines))
+        self.written = len(lines)
+        self.start = time.perf_counter()
+        self.before: tuple[float, int] | None = None
+        self.flops = flops_per_token(config.model, config.data.length)
+
+    def __enter__(self) -> Metrics:
+        self.file = self.path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def write(self, progress: Any, step: Any, world_size: int) -> None:
+        now = time.perf_counter()
+        first, tokens = self.before or (self.start, progress.tokens - step.tokens)
+        rate = (progress.tokens - tokens) / max(now - first, 1e-9)
+        line: Line = {
+            "step": progress.step,
+            "loss": step.loss,
+            "lr": self.config.optimizer.rate(progress.step - 1, self.config.steps),
+            "gradient": step.gradient,
+            "tokens": progress.tokens,
+            "tokens_per_s": round(rate, 1),
+            "skipped": progress.skipped,
+            "memory_gib": round(memory_in_use(self.device) / 2**30, 3),
+            **memory_facts(step.seen),
+        }
+        if (most := peak(self.device)) is not None:
+            line["mfu"] = round(rate * self.flops / (most * world_size), 4)
+        self.before = now, progress.tokens
+        line = {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in line.items()}
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        self.written += 1
+        for tracker in self.trackers:
+            tracker.write(line)
+        if self.log:
+            self.log(line)
+
+
+def _step_of(line: str) -> float:
+    """The step a line tells of; a line cut short by a kill belongs to none."""
+    try:
+        return float(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")
+
+
+def memory_in_use(device: torch.device) -> int:
+    """The most bytes held so far: of the GPU's memory, or of this process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+@torch.no_grad()
+def memory_facts(seen: Trace) -> dict[str, float]:
+    """Mean surprise and mean gates over layers, heads and tokens."""
+    present = [each for each in seen.seen if each is not None]
+    if not present:
+        return {}
+    facts = {"surprise": float(torch.stack([each.surprise.mean() for each in present]).mean())}
+    for name, field in (("step_size", "log_step"), ("momentum", "log_momentum"), ("keep", "log_keep")):
+        gates = [getattr(each.gates, field) for each in present if getattr(each.gates, field) is not None]
+        if gates:
+            facts[name] = float(torch.stack([gate.exp().mean() for gate in gates]).mean())
+    return facts

@@ -1,0 +1,153 @@
+"""Two processes are one: the same losses, and each takes up the checkpoints of the other. FSDP2 over gloo, on the CPU."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from runs import config, losses, weights
+
+from remanence import Model
+from remanence.testing import assert_close
+from remanence.train import DataConfig, export, fit
+from remanence.train.checkpoint import checkpoints
+from remanence.train.distributed import World, full, shard
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="two gloo processes are tried on Linux only")
+
+
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def worker(rank, master, function, arguments):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(master), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    function(*arguments)
+    dist.destroy_process_group()
+
+
+def on_two(function, *arguments):
+    mp.spawn(worker, (port(), function, arguments), nprocs=2)
+
+
+def settings(shards):
+    documents = DataConfig(kind="documents", path=shards, length=16)
+    common = {"steps": 20, "save_every": 10, "keep": 9}
+    return {
+        "recall": config("mac", model=config("mac", **common).model, **common, accumulate=2),
+        "carried": config("mag", **common, data=documents, carry=True),
+        "packed": config("lmm", **common, data=DataConfig(kind="packed", path=shards, length=24), checkpointing=True),
+    }
+
+
+def train_all(named, folder):
+    for name, setting in named.items():
+        fit(setting, Path(folder) / name)
+
+
+def resume_all(names, folder):
+    for name in names:
+        fit(None, Path(folder) / name, resume=True)
+
+
+def half(source, target):
+    """A copy of a run that ended after its tenth step."""
+    shutil.copytree(source, target)
+    shutil.rmtree(target / "checkpoints" / "00000020")
+    shutil.rmtree(target / "model")
+
+
+def test_two_processes_are_one_and_take_up_each_others_checkpoints(tmp_path, shards):
+    named = settings(shards)
+    train_all(named, tmp_path / "one")
+    on_two(train_all, named, tmp_path / "two")
+    for name in named:
+        half(tmp_path / "one" / name, tmp_path / "one-two" / name)
+        half(tmp_path / "two" / name, tmp_path / "two-one" / name)
+    on_two(resume_all, list(named), tmp_path / "one-two")
+    resume_all(named, tmp_path / "two-one")
+    for name in named:
+        alone = losses(tmp_path / "one" / name)
+        assert len(alone) == 20
+        for other in ("two", "one-two", "two-one"):
+            found = losses(tmp_path / other / name)
+            assert found.keys() == alone.keys()
+            for step, loss in alone.items():
+                assert found[step] == pytest.approx(loss, abs=1e-5), (name, other, step)
+            assert_close(weights(tmp_path / other / name), weights(tmp_path / "one" / name), 1e-4)
+        parts = checkpoints(tmp_path / "two" / name / "checkpoints")[-1] / "parts"
+        assert {path.suffix for path in parts.iterdir()} == {".safetensors"}, "nothing pickled"
+
+
+def test_a_checkpoint_of_two_can_be_exported(tmp_path):
+    on_two(train_all, {"run": config("lmm", steps=4, save_every=2)}, tmp_path)
+    export(tmp_path / "run", tmp_path / "whole")
+    shutil.rmtree(tmp_path / "run" / "model")
+    export(tmp_path / "run", tmp_path / "parts")
+    assert_close(Model.load(tmp_path / "parts").state_dict(), Model.load(tmp_path / "whole").state_dict(), 0.0)
+
+
+def look(folder):
+    """In bfloat16 by autocast: the dtypes of the state, and that methods beside forward meet whole weights."""
+    rank = dist.get_rank()
+    world = World(torch.device("cpu"), rank, 2)
+    torch.manual_seed(0)
+    plain = Model(config("mac").model)
+    torch.manual_seed(0)
+    spread = shard(Model(config("mac").model), world)
+    x = torch.arange(20).view(1, 20) % 257
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        told = spread(x, spread.start(1))
+        again = spread.trace(x[:, :5], told[1])
+        truth, state = plain(x, plain.start(1))
+        later = plain.trace(x[:, :5], state)
+    assert {tensor.dtype for tensor in told[1].tensors() if tensor.is_floating_point()} == {torch.float32}
+    assert torch.equal(told[0], truth)
+    assert torch.equal(again.hidden, later.hidden)
+    for name, parameter in spread.named_parameters():
+        assert torch.equal(full(parameter.detach()), dict(plain.named_parameters())[name])
+    Path(folder, f"{rank}").touch()
+
+
+def test_the_state_stays_float32_and_reading_meets_whole_weights(tmp_path):
+    on_two(look, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def fail(folder):
+    with pytest.raises((ValueError, OSError)):
+        fit(config("lmm", steps=2), Path(folder) / "taken")
+    with pytest.raises(ValueError, match="batch: expected a multiple of accumulate x processes = 2, got 3"):
+        fit(config("lmm", steps=2, batch=3), Path(folder) / "odd")
+
+
+def test_what_one_process_refuses_stops_both(tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    on_two(fail, tmp_path)
+    assert not (tmp_path / "odd").exists()
+
+
+def test_torchrun_and_the_command_line(tmp_path):
+    recipe = Path(__file__).parents[2] / "recipes" / "recall.py"
+    small = ["--steps=2", "--batch=2", "--model.depth=1", "--data.length=48", "--log_every=1", "--device=cpu"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port())]
+    command = [*launch, "-m", "remanence", "train", str(recipe), "--out", str(tmp_path / "run"), *small]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("parameters, see metrics.jsonl") == 1, "only one process speaks"
+    assert list(losses(tmp_path / "run")) == [1, 2]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["batch"] == 2
