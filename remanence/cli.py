@@ -204,16 +204,27 @@ class Train:
 
     recipe: tyro.conf.Positional[Path]
     """A Python file with a function recipe() that returns a TrainConfig."""
-    out: Path
+    out: Path | None = None
     """The run's folder."""
     resume: bool = False
     """Go on with the run in --out, from its last checkpoint."""
+    dry_run: bool = False
+    """Only tell what it would cost: parameters, memory, tokens, hours. Refuses what cannot fit."""
+    gpus: int | None = None
+    """For --dry-run: plan for so many GPUs instead of this machine."""
+    gpu: str = "H100"
+    """For --dry-run: of which kind."""
     overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
 
     def run(self) -> None:
-        from remanence.commands import train
+        from remanence.commands import dry_run, train
 
-        train(self.recipe, self.out, dict(self.overrides), self.resume)
+        if self.dry_run:
+            dry_run(self.recipe, dict(self.overrides), self.gpus, self.gpu)
+        elif self.out is None:
+            raise ValueError("--out: expected a folder for the run, got none")
+        else:
+            train(self.recipe, self.out, dict(self.overrides), self.resume)
 
 
 @dataclass(frozen=True)
@@ -322,7 +333,7 @@ def _overrides(arguments: list[str]) -> tuple[list[str], tuple[tuple[str, str], 
     """Of `train`, the arguments that are fields of the recipe's config, as --optimizer.lr=3e-4; and what is left."""
     if arguments[:1] != ["train"]:
         return arguments, ()
-    own = ("--out=", "--resume=")
+    own = ("--out=", "--resume=", "--dry-run=", "--gpus=", "--gpu=")
     given = [argument for argument in arguments if argument.startswith("--") and "=" in argument and not argument.startswith(own)]
     pairs = tuple((name, value) for name, _, value in (argument[2:].partition("=") for argument in given))
     return [argument for argument in arguments if argument not in given], pairs

@@ -258,16 +258,14 @@ def prepare_data(
 
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
-    """Train by a recipe, with a bar on a terminal and plain lines elsewhere."""
-    from remanence.train import fit, override
+    """Train by a recipe, with a bar on a terminal and plain lines elsewhere; of several processes, the first one speaks."""
+    from remanence.train import fit, override, run_config
 
-    config = None
-    if not resume:
-        config = override(_recipe(recipe), overrides)
-    elif overrides:
+    if resume and overrides:
         raise ValueError(f"--{next(iter(overrides))}: expected no changes beside --resume, as the run's own config counts")
-    total = config.steps if config is not None else None
-    console = Console(stderr=True)
+    config = run_config(out) if resume else override(_recipe(recipe), overrides)
+    console, begun = Console(stderr=True), time.monotonic()
+    done: list[int] = []
     columns = (
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f}"),
@@ -275,19 +273,64 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
         TimeRemainingColumn(),
     )
     with Progress("training", *columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training", total=total or float("nan"), note="")
+        task = bar.add_task("training", total=config.steps, note="", visible=_first_process())
 
         def show(line: dict[str, Any]) -> None:
-            loss = "none" if line["loss"] is None else f"{line['loss']:.4f}"
-            note = f"loss {loss}, {line['tokens_per_s']:,.0f} tokens/s"
-            note += f", surprise {line['surprise']:.3f}" if line.get("surprise") is not None else ""
-            bar.update(task, completed=line["step"], note=note)
+            done.append(line["step"])
+            bar.update(task, completed=line["step"], note=_noted(line))
             if not console.is_terminal:
-                print(f"step {line['step']}: {note}", file=sys.stderr, flush=True)
+                passed = line["step"] - done[0] + config.log_every
+                left = (time.monotonic() - begun) * (config.steps - line["step"]) / passed
+                print(f"step {line['step']}: {_noted(line)}, {left:.0f} s left", file=sys.stderr, flush=True)
 
-        model = fit(config, out, resume=resume, log=show)
+        model = fit(None if resume else config, out, resume=resume, log=show)
+    if not _first_process():
+        return
     count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
+    if (out / "model" / "config.json").is_file():
+        print(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
+    else:
+        print(f"{out}: stopped and saved after step {done[-1] if done else 0}; --resume goes on")
+
+
+def _first_process() -> bool:
+    """Of those that torchrun started, if it did."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _noted(line: dict[str, Any]) -> str:
+    """A logged step in words."""
+    words = ["loss none" if line["loss"] is None else f"loss {line['loss']:.4f}", f"{line['tokens_per_s']:,.0f} tokens/s"]
+    words += [f"MFU {line['mfu']:.1%}"] if line.get("mfu") is not None else []
+    words += [f"{line['memory_gib']:.1f} GiB"]
+    words += [f"surprise {line['surprise']:.3f}"] if line.get("surprise") is not None else []
+    words += [f"step {line['step_size']:.4f}"] if line.get("step_size") is not None else []
+    words += [f"keep {line['keep']:.5f}"] if line.get("keep") is not None else []
+    words += [f"{line['skipped']} skipped"] if line["skipped"] else []
+    return ", ".join(words)
+
+
+def dry_run(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: str) -> None:
+    """What a run would cost; an error if it cannot fit."""
+    from remanence.train import override
+    from remanence.train.plan import check, plan
+
+    config = override(_recipe(recipe), overrides)
+    if gpus is not None and gpus < 1:
+        raise ValueError(f"--gpus: expected at least 1, got {gpus}")
+    made = plan(config, gpus, gpu)
+    table = Table(title=f"{recipe.name}: what it would cost (estimates)", show_header=False)
+    table.add_row("parameters", f"{made.parameters:,}")
+    table.add_row("blocks", " ".join(config.model.pattern) + f", {config.model.depth} layers")
+    table.add_row("tokens", f"{made.tokens:,} in {config.steps:,} steps of {config.batch * config.data.length:,}")
+    table.add_row("operations", f"{made.flops:.2e}, forward and backward")
+    for part, size in made.memory.items():
+        table.add_row(f"memory: {part}", f"{size / 1e9:.2f} GB")
+    table.add_row("memory of a device", f"{made.needed / 1e9:.2f} GB of {made.available / 1e9:.0f}")
+    table.add_row("tokens per second", f"{made.rate:,.0f} ({made.basis})")
+    table.add_row("hours", f"{made.hours:,.2f}")
+    Console().print(table)
+    check(made, config)
 
 
 def export_run(run: Path, out: Path) -> None:

@@ -219,7 +219,7 @@ def test_training_by_a_recipe(run, tmp_path):
     x = torch.randint(80, (1, 30))
     assert torch.equal(Model.load(tmp_path / "exported")(x)[0], Model.load(out / "model")(x)[0])
     assert "out: expected a new or empty folder" in run("export", out, tmp_path / "exported", code=2)
-    assert "out: expected a run to resume" in run("export", "m/nowhere", tmp_path / "y", code=2)
+    assert "out: expected a run, with its config" in run("export", "m/nowhere", tmp_path / "y", code=2)
     assert "did you mean 'optimizer'" in run("train", recipe, "--out", tmp_path / "x", "--optimiser.lr=1", code=2)
     assert "recipe: expected a Python file" in run("train", "nowhere.py", "--out", tmp_path / "x", code=2)
     assert not (tmp_path / "x").exists()

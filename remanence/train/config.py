@@ -62,10 +62,11 @@ class DataConfig:
     """Where batches come from.
 
     Attributes:
-        kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" (generated).
+        kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" or
+            "needle" (generated).
         path: the shards' folder, where the kind reads one.
         length: tokens of a row.
-        pairs, rounds: of the recall task: how many, and how often they come.
+        pairs, rounds: of the recall task: how many, and how often they come; of the needle task: how many needles.
         keys, noise: of the recall task: how many different keys there are, and as many values; how many kinds of noise.
     """
 

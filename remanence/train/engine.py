@@ -152,7 +152,7 @@ def sample(model: Model, config: TrainConfig, step: int, out: Path, world: World
 def export(run: str | Path, out: str | Path) -> Path:
     """A run's model as a folder of its own, for `Model.load` and Hugging Face: the finished one, or its last checkpoint's."""
     run, out = Path(run), Path(out)
-    config = _config(None, run, resume=True)
+    config = run_config(run)
     found = [run / "model"] if (run / "model" / "config.json").is_file() else checkpoint.checkpoints(run / "checkpoints")[-1:]
     if not found:
         raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
@@ -172,12 +172,18 @@ def _save_tokenizer(config: TrainConfig, folder: Path) -> None:
 def _config(config: TrainConfig | None, out: Path, resume: bool) -> TrainConfig:
     """The run's config: the one given if there is room for a new run, or the run's own if it goes on."""
     if resume:
-        if not (out / "config.json").is_file():
-            raise ValueError(f"out: expected a run to resume, with its config.json, got {out}")
-        return TrainConfig.from_dict(read_json(out / "config.json"))
+        return run_config(out)
     if config is None:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
     return config
+
+
+def run_config(run: str | Path) -> TrainConfig:
+    """The config that a run was started with."""
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"out: expected a run, with its config.json, got {run}")
+    return TrainConfig.from_dict(read_json(path))
 
 
 def _room(out: Path) -> None:

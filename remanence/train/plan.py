@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import NamedTuple
 
 import torch
 
-from remanence.config import ModelConfig
+from remanence.config import ModelConfig, known
+from remanence.device import resolve
 from remanence.model import Model
 from remanence.train.config import TrainConfig
 
@@ -56,81 +59,102 @@ class Plan(NamedTuple):
     parameters: int
     tokens: int
     flops: float
-    gpus: int
-    gpu: str
     memory: dict[str, float]
+    """Bytes of one device, by what they are for."""
     available: float
-    hours: float
+    rate: float
+    """Tokens per second."""
+    basis: str
+    """Where the rate comes from."""
 
     @property
     def needed(self) -> float:
-        """Bytes of each GPU."""
         return sum(self.memory.values())
 
+    @property
+    def hours(self) -> float:
+        return self.tokens / self.rate / 3600
 
-def plan(config: TrainConfig, gpus: int, gpu: str) -> Plan:
-    """The costs on so many GPUs of this kind."""
-    rows = config.batch // (config.accumulate * gpus)
-    if rows < 1 or config.batch % (config.accumulate * gpus):
-        raise ValueError(
-            f"batch: expected a multiple of accumulate x GPUs = {config.accumulate} x {gpus}, got {config.batch}; "
-            "each GPU reads the same number of rows"
-        )
+
+def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Plan:
+    """The costs on so many GPUs of a kind; without a number, on this machine's device, timed on a row of the size asked for."""
+    devices = gpus or 1
+    shares = config.accumulate * devices
+    if config.batch % shares:
+        raise ValueError(f"batch: expected a multiple of accumulate x GPUs = {shares}, got {config.batch}")
     with torch.device("meta"):
         model = Model(config.model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    block = max(sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks)
-    root = parameters - sum(parameter.numel() for each in model.blocks for parameter in each.parameters())
-    here = rows * config.data.length
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
+    here = config.batch // shares * config.data.length
     memory = {
-        "weights, gradients and moments": 16.0 * parameters / gpus,
-        "gathered weights and their gradients": 8.0 * (2 * block + root) if gpus > 1 else 0.0,
+        "weights, gradients, moments": 16.0 * parameters / devices,
+        "gathered weights and gradients": 8.0 * (2 * max(blocks) + parameters - sum(blocks)) if devices > 1 else 0.0,
         "activations": here * activations(config),
         "logits": here * config.model.vocabulary * 10.0,
     }
     tokens = config.steps * config.batch * config.data.length
-    flops = tokens * flops_per_token(config.model, config.data.length)
-    hours = flops / (PEAKS[gpu] * ASSUMED * gpus) / 3600
-    return Plan(parameters, tokens, flops, gpus, gpu, memory, GPUS[gpu] * 1e9, hours)
+    per_token = flops_per_token(config.model, config.data.length)
+    if gpus is None:
+        device = resolve(config.device)
+        available, rate, basis = room(device), measured(config, device), f"timed on this machine's {device.type}"
+    else:
+        known("gpu", gpu, GPUS)
+        available, rate = GPUS[gpu] * 1e9, PEAKS[gpu] * ASSUMED * gpus / per_token
+        basis = f"assuming {ASSUMED:.0%} of the peak of {gpus} {gpu}"
+        if any(".initial." in name for name, _ in model.named_parameters()):
+            basis += ", which neural memories do not reach without fused kernels"
+    return Plan(parameters, tokens, tokens * per_token, memory, available, rate, basis)
+
+
+def room(device: torch.device) -> float:
+    """Bytes of the device's memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if hasattr(os, "sysconf") else float("inf")
+
+
+def measured(config: TrainConfig, device: torch.device) -> float:
+    """Tokens per second, forward and backward, of one part's rows, or as many of them as make a few thousand tokens."""
+    most = 32_768 if device.type == "cuda" else 2048
+    length = min(config.data.length, most)
+    rows = max(1, min(config.batch // config.accumulate, most // length))
+    torch.manual_seed(0)
+    model = Model(config.model).to(device).train()
+    model.checkpointing = config.checkpointing
+    tokens = torch.randint(config.model.vocabulary, (rows, length), device=device)
+    for _ in range(2):  # the first is for warming up
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+            logits, _ = model(tokens)
+        logits.float().logsumexp(-1).mean().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = time.perf_counter() - start
+    return rows * length / took
 
 
 def activations(config: TrainConfig) -> float:
-    """Bytes that a token leaves for backward."""
+    """Bytes that a token leaves for backward, by the figures of `KEPT`."""
     model = config.model
-    layers = [BYTES[name] * model.dim for name in model.blocks]
-    if config.checkpointing:
-        return 4.0 * model.dim * model.depth + max(layers)
-    return float(sum(layers))
+    kept = [KEPT.get(name, max(KEPT.values())) * model.dim for name in model.blocks]
+    return 4.0 * model.dim * model.depth + max(kept) if config.checkpointing else float(sum(kept))
 
 
-def smaller(config: TrainConfig) -> str:
-    """What to change so that it fits."""
-    if not config.checkpointing:
-        return "--checkpointing=true keeps less"
-    return f"--accumulate={2 * config.accumulate} reads fewer rows at once" if config.batch > 1 else "more GPUs share the weights"
+def check(made: Plan, config: TrainConfig) -> None:
+    """Refuse what cannot fit, and say what would help."""
+    if made.needed <= made.available:
+        return
+    largest = max(made.memory, key=lambda part: made.memory[part])
+    if largest.startswith(("activations", "logits")):
+        helps = f"--accumulate={2 * config.accumulate} reads fewer rows at once"
+        helps = helps if config.checkpointing else f"--checkpointing=true keeps less, {helps}"
+    else:
+        helps = "more GPUs share it"
+    raise ValueError(
+        f"memory: expected at most {made.available / 1e9:.1f} GB on a device, needs about {made.needed / 1e9:.1f}, "
+        f"most of it for {largest}; {helps}"
+    )
 
 
-def fits(config: TrainConfig, gpus: int, gpu: str) -> Plan:
-    """The plan, or an error that says what does not fit and what would help."""
-    made = plan(config, gpus, gpu)
-    if made.needed > made.available:
-        largest = max(made.memory, key=lambda part: made.memory[part])
-        raise ValueError(
-            f"memory: expected at most {made.available / 1e9:.0f} GB on each of {gpus} {gpu}, needs about "
-            f"{made.needed / 1e9:.0f}, most for {largest}; {smaller(config)}"
-        )
-    return made
-
-
-BYTES = {
-    "attention": 60,
-    "window": 60,
-    "lmm": 120,
-    "mag": 160,
-    "mal": 160,
-    "mac": 220,
-    "linear_attention": 120,
-    "delta": 120,
-    "gated_delta": 120,
-    "ttt": 120,
-}
+KEPT = {"attention": 60, "window": 60, "lmm": 120, "mag": 160, "mal": 160, "mac": 220, "gated_delta": 120, "ttt": 120}

@@ -65,6 +65,64 @@ class Recall:
         return Batch(torch.from_numpy(tokens[own]), torch.from_numpy(targets[own]), None, None, None)
 
 
+class Needle:
+    """Numbers with names, hidden at random places of plain sentences, one of which is asked for at the end. Bytes.
+
+    The row's last bytes are the answer, and only they are to be told. Every row is exactly as long as asked.
+    """
+
+    HAY = (
+        "Rain fell on the hills until the evening. ",
+        "A cart went slowly down the road. ",
+        "Nobody had closed the window upstairs. ",
+        "The river was high for that time of the year. ",
+        "They ate bread and spoke of other things. ",
+        "It was said that the winter would be long. ",
+    )
+    NAMES = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "ivory", "jade", "karst", "lotus", "maple")
+    DIGITS = 4
+
+    def __init__(self, length: int, batch: int, pairs: int, seed: int, rank: int = 0, world: int = 1) -> None:
+        if pairs > len(self.NAMES):
+            raise ValueError(f"pairs: expected at most {len(self.NAMES)} needles, got {pairs}")
+        longest = pairs * len(self._needle("amber", "0000")) + len(self._question("amber")) + self.DIGITS
+        if length < longest:
+            raise ValueError(f"length: expected at least {longest} bytes for {pairs} needles and the question, got {length}")
+        self.length, self.batch, self.pairs, self.seed, self.rank, self.world = length, batch, pairs, seed, rank, world
+
+    @staticmethod
+    def _needle(name: str, number: str) -> str:
+        return f"The number of {name} is {number}. "
+
+    @staticmethod
+    def _question(name: str) -> str:
+        return f"What is the number of {name}? "
+
+    def row(self, chance: np.random.Generator) -> bytes:
+        """Hay with needles between its sentences, cut at its beginning, then the question and the answer."""
+        names = chance.permutation(self.NAMES)[: self.pairs]
+        numbers = [f"{chance.integers(10**self.DIGITS):0{self.DIGITS}d}" for _ in names]
+        asked = int(chance.integers(self.pairs))
+        end = self._question(names[asked]) + numbers[asked]
+        needles = [self._needle(name, number) for name, number in zip(names, numbers, strict=True)]
+        room = self.length - len(end) - sum(map(len, needles))
+        hay = [str(chance.choice(self.HAY)) for _ in range(room // min(map(len, self.HAY)) + 1)]
+        while hay and sum(map(len, hay)) - len(hay[0]) >= room:
+            hay.pop(0)
+        hay[:1] = [part[sum(map(len, hay)) - room :] for part in hay[:1]]
+        for needle in needles:
+            hay.insert(int(chance.integers(min(1, len(hay)), len(hay) + 1)), needle)
+        return ("".join(hay) + end).encode()
+
+    def step(self, number: int) -> Batch:
+        chance = np.random.Generator(np.random.Philox(key=[self.seed, number]))
+        rows = np.stack([np.frombuffer(self.row(chance), np.uint8) for _ in range(self.batch * self.world)]).astype(np.int64)
+        targets = np.full_like(rows, -100)
+        targets[:, -self.DIGITS - 1 : -1] = rows[:, -self.DIGITS :]
+        own = slice(self.rank * self.batch, (self.rank + 1) * self.batch)
+        return Batch(torch.from_numpy(rows[own]), torch.from_numpy(targets[own]), None, None, None)
+
+
 def _shards(config: TrainConfig) -> Tokens:
     if config.data.path is None:
         raise ValueError("data.path: expected a folder made by `remanence data prepare`, got none")
@@ -83,10 +141,17 @@ def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     return source
 
 
+def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    if config.model.vocabulary < 256:
+        raise ValueError(f"model.vocabulary: expected at least 256, for bytes, got {config.model.vocabulary}")
+    return Needle(config.data.length, batch, config.data.pairs, config.seed, rank, world)
+
+
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "packed": lambda config, batch, rank, world: Packed(_shards(config), config.data.length, batch, config.seed, rank, world),
     "documents": lambda config, batch, rank, world: Documents(
         _shards(config), config.data.length, batch, config.seed, rank, world
     ),
     "recall": _recall,
+    "needle": _needle,
 }

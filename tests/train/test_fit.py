@@ -270,7 +270,7 @@ class TestConfigs:
         fit(config(steps=1), tmp_path / "run")
         with pytest.raises(ValueError, match="out: expected a new or empty folder"):
             fit(config(), tmp_path / "run")
-        with pytest.raises(ValueError, match="out: expected a run to resume"):
+        with pytest.raises(ValueError, match="out: expected a run, with its config"):
             fit(None, tmp_path / "nowhere", resume=True)
         with pytest.raises(ValueError, match=r"data\.kind: expected one of packed, documents, recall, got 'recal'; did you mean"):
             fit(config(data=DataConfig(kind="recal")), tmp_path / "new")

@@ -1,4 +1,4 @@
-"""The recall task asks only what was told, with noise in every gap, and deals rows alike to any number of processes."""
+"""Generated tasks ask only what was told, and deal rows alike to any number of processes."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 
 from remanence.config import ModelConfig
 from remanence.train import DataConfig, TrainConfig
-from remanence.train.sources import SOURCES, Recall
+from remanence.train.sources import SOURCES, Needle, Recall
 
 
 @pytest.mark.parametrize(("rounds", "keys", "noise"), [(2, 32, 16), (3, 32, 16), (5, 32, 16), (3, 16, 4)])
@@ -49,3 +49,28 @@ def test_a_run_says_how_many_keys_and_kinds_of_noise():
         SOURCES["recall"](replace(config, data=replace(data, noise=4)), 2, 0, 1)
     with pytest.raises(ValueError, match="keys: expected a number above 0, got 0"):
         DataConfig(keys=0)
+
+
+@pytest.mark.parametrize(("length", "pairs"), [(149, 4), (300, 1), (1000, 13)])
+def test_the_needle_is_there_once_and_the_length_is_exact(length, pairs):
+    batch = Needle(length, 5, pairs, seed=2).step(7)
+    assert batch.tokens.shape == (5, length)
+    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+        text = bytes(tokens).decode()
+        assert text.count("The number of") == pairs
+        asked = text[text.rindex("What is the number of ") :].split()[5].rstrip("?")
+        answer = text[-4:]
+        assert text.count(f"The number of {asked} is {answer}. ") == 1 and text.count(f"of {asked} is") == 1
+        assert [i for i, target in enumerate(targets) if target >= 0] == list(range(length - 5, length - 1))
+        assert bytes(target for target in targets if target >= 0).decode() == answer
+
+
+def test_needles_are_dealt_to_processes_and_must_fit():
+    one = Needle(200, 4, 2, seed=3)
+    two = [Needle(200, 2, 2, seed=3, rank=rank, world=2) for rank in range(2)]
+    assert torch.equal(one.step(5).tokens, torch.cat([each.step(5).tokens for each in two]))
+    assert not torch.equal(one.step(5).tokens, one.step(6).tokens)
+    with pytest.raises(ValueError, match="length: expected at least 149 bytes for 4 needles and the question, got 148"):
+        Needle(148, 1, 4, 0)
+    with pytest.raises(ValueError, match="pairs: expected at most 13 needles, got 14"):
+        Needle(9999, 1, 14, 0)

@@ -1,0 +1,29 @@
+"""The Titans papers' pre-training, by size."""
+
+from __future__ import annotations
+
+from remanence.config import preset
+from remanence.train.config import DataConfig, OptimizerConfig, TrainConfig
+
+LENGTH, ROWS = 4096, 128
+"""Tokens of a row, and rows of a step: half a million tokens together."""
+
+
+def pretraining(size: str, lr: float, billions: int, *, variant: str = "mac", accumulate: int = 4) -> TrainConfig:
+    """FineWeb-Edu, the Llama-2 tokenizer's 32,000 tokens, AdamW with a cosine, weight decay 0.1, rows of 4,096 tokens.
+
+    The peak learning rate is the NeurIPS version's table; its text and v1 say 4e-4 for every size. The warm-up, the betas and
+    the clipping are not told.
+    """
+    return TrainConfig(
+        model=preset(size, variant, vocabulary=32_000),
+        data=DataConfig(kind="packed", length=LENGTH),
+        optimizer=OptimizerConfig(lr=lr, weight_decay=0.1, schedule="cosine", warmup=1000, final=0.1),
+        steps=billions * 10**9 // (ROWS * LENGTH),
+        batch=ROWS,
+        accumulate=accumulate,
+        precision="bfloat16",
+        checkpointing=True,
+        compile=True,
+        save_every=500,
+    )
