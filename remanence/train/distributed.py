@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -85,6 +86,8 @@ def shard(model: Model, world: World) -> Model:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+    # Parts of a state are views. They are never changed in place, which is what torch warns of, at every block of every process.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {
         "mesh": init_device_mesh(world.device.type, (world.size,)),
         "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,6 @@ def port():
 def worker(rank, master, function, arguments):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(master), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     function(*arguments)
     dist.destroy_process_group()
@@ -92,14 +90,6 @@ def test_two_processes_are_one_and_take_up_each_others_checkpoints(tmp_path, sha
         assert {path.suffix for path in parts.iterdir()} == {".safetensors"}, "nothing pickled"
 
 
-def test_a_checkpoint_of_two_can_be_exported(tmp_path):
-    on_two(train_all, {"run": config("lmm", steps=4, save_every=2)}, tmp_path)
-    export(tmp_path / "run", tmp_path / "whole")
-    shutil.rmtree(tmp_path / "run" / "model")
-    export(tmp_path / "run", tmp_path / "parts")
-    assert_close(Model.load(tmp_path / "parts").state_dict(), Model.load(tmp_path / "whole").state_dict(), 0.0)
-
-
 def look(folder):
     """In bfloat16 by autocast: the dtypes of the state, and that methods beside forward meet whole weights."""
     rank = dist.get_rank()
@@ -119,12 +109,7 @@ def look(folder):
     assert torch.equal(again.hidden, later.hidden)
     for name, parameter in spread.named_parameters():
         assert torch.equal(full(parameter.detach()), dict(plain.named_parameters())[name])
-    Path(folder, f"{rank}").touch()
-
-
-def test_the_state_stays_float32_and_reading_meets_whole_weights(tmp_path):
-    on_two(look, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+    Path(folder, f"looked-{rank}").touch()
 
 
 def fail(folder):
@@ -134,11 +119,23 @@ def fail(folder):
         fit(config("lmm", steps=2, batch=3), Path(folder) / "odd")
 
 
-def test_what_one_process_refuses_stops_both(tmp_path):
+def in_turn(folder):
+    look(folder)
+    fail(folder)
+    fit(config("lmm", steps=4, save_every=2), Path(folder) / "run")
+
+
+def test_what_two_processes_see_refuse_and_export(tmp_path):
+    """The state stays float32 and reading meets whole weights; what one refuses stops both; parts become a whole model."""
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    on_two(fail, tmp_path)
+    on_two(in_turn, tmp_path)
+    assert len(list(tmp_path.glob("looked-*"))) == 2
     assert not (tmp_path / "odd").exists()
+    export(tmp_path / "run", tmp_path / "whole")
+    shutil.rmtree(tmp_path / "run" / "model")
+    export(tmp_path / "run", tmp_path / "parts")
+    assert_close(Model.load(tmp_path / "parts").state_dict(), Model.load(tmp_path / "whole").state_dict(), 0.0)
 
 
 def test_torchrun_and_the_command_line(tmp_path):
