@@ -283,7 +283,12 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
                 left = (time.monotonic() - begun) * (config.steps - line["step"]) / passed
                 print(f"step {line['step']}: {_noted(line)}, {left:.0f} s left", file=sys.stderr, flush=True)
 
-        model = fit(None if resume else config, out, resume=resume, log=show)
+        try:
+            model = fit(None if resume else config, out, resume=resume, log=show)
+        except KeyboardInterrupt:
+            if (out / "checkpoints").is_dir() and _first_process():
+                print(f"{out}: --resume goes on from the last checkpoint", file=sys.stderr)
+            raise
     if not _first_process():
         return
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -55,8 +55,9 @@ def fit(
     """Train a model in a new folder, or go on in one: ``out`` then holds config.json, metrics (.jsonl, .png), checkpoints, model.
 
     An existing run is never overwritten. With `resume` the run's own config counts, and `config` may be None. `log` gets each
-    line of the metrics. SIGTERM saves a checkpoint and returns; SIGUSR1 writes a sample to samples.jsonl. Started by `torchrun`,
-    the processes share the rows and the weights (FSDP2); the result is the same up to rounding.
+    line of the metrics. SIGTERM saves a checkpoint and returns; Ctrl-C does, too, before it interrupts (pressed twice, at once);
+    SIGUSR1 writes a sample to samples.jsonl. Started by `torchrun`, the processes share the rows and the weights (FSDP2); the
+    result is the same up to rounding.
     """
     out = Path(out)
     config = _config(config, out, resume)
@@ -96,7 +97,7 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
 
     with _signals() as asked, metrics or nullcontext():
         while progress.step < config.steps:
-            ended, samples = world.total("SIGTERM" in asked, "SIGUSR1" in asked)
+            ended, samples = world.total(bool(asked & {"SIGTERM", "SIGINT"}), "SIGUSR1" in asked)
             if ended:
                 break
             if samples:
@@ -118,6 +119,8 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
             if progress.step % config.save_every == 0:
                 save()
     save()
+    if "SIGINT" in asked:
+        raise KeyboardInterrupt
     if metrics and metrics.written:
         plot(out)
     if progress.step == config.steps:
@@ -249,20 +252,25 @@ def _renewed(model: Model, carried: State | None, batch: Batch) -> State:
 
 @contextmanager
 def _signals() -> Iterator[set[str]]:
-    """The names of the signals that have come: SIGTERM, and SIGUSR1 where there is one."""
+    """The names of the signals that have come, of those that there are here and that nobody ignores (as `nohup` does)."""
     asked: set[str] = set()
-    names = [name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in (getattr(signal, name) for name in names)}
 
     def note(number: int, _: object) -> None:
         asked.add(signal.Signals(number).name)
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])  # a second one does not wait for the step
 
     try:
-        before = {name: signal.signal(getattr(signal, name), note) for name in names}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, note)
     except ValueError:  # not in the main thread, where signals do not come
         yield asked
         return
     try:
         yield asked
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from remanence.config import known
+from remanence.files import replacing
 from remanence.model import Trace
 from remanence.train.plan import flops_per_token, peak
 
@@ -83,7 +84,8 @@ class Metrics:
         self.path, self.config, self.log, self.device = out / "metrics.jsonl", config, log, device
         self.trackers = [TRACKERS[name](out, config.to_dict()) for name in config.trackers]
         lines = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step] if self.path.exists() else []
-        self.path.write_text("".join(line + "\n" for line in lines))
+        with replacing(self.path) as temporary:
+            temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self.written = len(lines)
         self.start = time.perf_counter()
         self.before: tuple[float, int] | None = None

@@ -65,7 +65,8 @@ fit(config(steps=40), sys.argv[1], resume=os.path.exists(sys.argv[1] + "/config.
 def start(run):
     command = [sys.executable, "-c", RUN, str(run), os.path.dirname(__file__)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background would be started deaf to it
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heard)
 
 
 def test_kill_9_at_random_moments_changes_nothing(tmp_path):
@@ -120,16 +121,18 @@ def test_killed_inside_a_save_the_last_checkpoint_stands(tmp_path, monkeypatch):
         assert not any(path.name.startswith(".") for path in (run / "checkpoints").iterdir())
 
 
-def test_sigterm_saves_and_ends_well(tmp_path):
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, -signal.SIGINT)])
+def test_asked_to_end_it_saves_first(tmp_path, sent, code):
     process = start(tmp_path / "run")
     while not (tmp_path / "run" / "metrics.jsonl").exists() or not losses_so_far(tmp_path / "run"):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
-    process.terminate()
-    assert process.wait(60) == 0
+    process.send_signal(sent)
+    ended = process.wait(60)
     done = int(checkpoints(tmp_path / "run" / "checkpoints")[-1].name)
-    assert done > 0
+    assert done >= max(losses_so_far(tmp_path / "run")) > 0
     if done < 40:
+        assert ended == code
         assert not (tmp_path / "run" / "model").exists()
 
 
