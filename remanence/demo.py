@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
@@ -53,8 +52,8 @@ class Recipe(NamedTuple):
 
 # A window of one layer cannot compare a key with the token before a value, so the Transformer has two.
 RECIPES = {
-    "window": Recipe("sliding-window Transformer", 2, 4e-3, 200),
-    "lmm": Recipe("LMM, memory alone", 1, 6e-3, 180),
+    "window": Recipe("sliding-window Transformer", 2, 4e-3, 300),
+    "lmm": Recipe("LMM, memory alone", 1, 6e-3, 200),
     "mac": Recipe("MAC, memory and attention", 1, 4e-3, 320),
 }
 REACH = RECIPES["window"].depth * (WINDOW - 1) + 1
@@ -75,7 +74,10 @@ def main(out: Path, device: str, seed: int, steps: int | None) -> None:
         console.print(accuracy_table(accuracy))
         plot(accuracy, folder / "recall.png")
         recalled = remember(folder, device, seed)
-        console.print(memory_table(recalled, out / "pairs.mem"))
+        read = f"MAC read {' '.join(recalled['read'])}, then {recalled['noise']} tokens of noise."
+        saved = f"Its memory: {out / 'pairs.mem'}, {recalled['bytes'] / 1000:,.0f} KB. A model loaded anew is asked:"
+        console.print(f"{read}\n{saved}", soft_wrap=True, highlight=False, markup=False)
+        console.print(memory_table(recalled))
         facts = {
             **MARK,
             "seed": seed,
@@ -287,12 +289,13 @@ def plot(accuracy: dict[str, list[float]], path: Path) -> None:
     axis.axvspan(DISTANCES[0] / 1.3, REACH, color="#f1efe8", linewidth=0)
     axis.annotate("within reach\nof the window", (REACH / 1.06, 42), ha="right", fontsize=9, color="#6b675c")
     axis.axhline(100 * CHANCE, color="#6b675c", linewidth=1, linestyle=":")
-    axis.annotate("guessing", (DISTANCES[-1], 100 * CHANCE), xytext=(0, 4), textcoords="offset points", ha="right", fontsize=9)
-    looks = {"window": ("#8a8a8a", "s"), "lmm": ("#e07a1f", "^"), "mac": ("#1b6ca8", "o")}
+    axis.annotate("guessing", (DISTANCES[0], 100 * CHANCE), xytext=(0, -12), textcoords="offset points", ha="center", fontsize=9)
+    # Where both memories are right the lines lie on each other: LMM's is broken, and on top.
+    looks = {"window": ("#8a8a8a", "s-", 2), "lmm": ("#e07a1f", "^--", 3), "mac": ("#1b6ca8", "o-", 2)}
     for name, row in accuracy.items():
-        colour, marker = looks[name]
+        colour, line, layer = looks[name]
         percent = [100 * share for share in row]
-        axis.plot(DISTANCES, percent, color=colour, marker=marker, linewidth=2, label=RECIPES[name].title, clip_on=False)
+        axis.plot(DISTANCES, percent, line, color=colour, zorder=layer, linewidth=2, label=RECIPES[name].title, clip_on=False)
     axis.set_xscale("log", base=2)
     axis.set_xticks(DISTANCES, [f"{distance:,}" for distance in DISTANCES])
     axis.set(xlim=(DISTANCES[0] / 1.3, DISTANCES[-1] * 1.15), ylim=(0, 103))
@@ -343,10 +346,8 @@ def symbol(token: int) -> str:
     return chr(ord("a") + token) if token < KEYS else str(token - KEYS) if token < 2 * KEYS else "."
 
 
-def memory_table(recalled: dict[str, Any], path: Path) -> Table:
-    read = f"MAC read {' '.join(recalled['read'])}, then {recalled['noise']} tokens of noise."
-    saved = f"{path}: {recalled['bytes'] / 1000:,.0f} KB. A model loaded anew is asked:"
-    table = Table("asked", "from the file", "without it", title=escape(f"{read}\n{saved}"))
+def memory_table(recalled: dict[str, Any]) -> Table:
+    table = Table("asked", "from the file", "without it")
     for key, told, *given in zip(*(recalled[name] for name in ("asked", "told", "from_the_file", "without_it")), strict=True):
         cells = [f"{answer:>2} {'[green]right' if answer == told else '[red]wrong'}[/]" for answer in given]
         table.add_row(f"{key}?", *cells)

@@ -1,0 +1,133 @@
+"""The demo: what it says is what it writes, whole or not at all, and an earlier one stays until then."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from remanence import Model, demo, memfile
+
+ROOT = Path(__file__).parent.parent
+
+
+def start(*arguments):
+    """In a process group of its own, as a terminal's, in which Ctrl-C reaches everyone."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "remanence.cli", "demo", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore Ctrl-C
+    )
+
+
+def run(*arguments):
+    process = start(*arguments)
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def test_it_writes_what_it_says(tmp_path):
+    folder = tmp_path / "deep" / "er"
+    out, err = run("--out", folder, "--steps", 2)
+    assert "right answers" in out and "tokens of noise" in out and "recall.png" in out
+    assert sorted(line.split(", ")[0] for line in err.splitlines()) == [
+        f"{name}: step 2 of 2" for name in ("lmm", "mac", "window")
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["lmm", "mac", "pairs.mem", "recall.json", "recall.png", "window"]
+    assert os.listdir(folder.parent) == ["er"], "nothing is left beside it"
+    assert (folder / "recall.png").read_bytes()[:4] == b"\x89PNG"
+    facts = json.loads((folder / "recall.json").read_text())
+    assert set(facts["accuracy"]) == {"window", "lmm", "mac"}
+    assert all(
+        len(row) == len(facts["distances"]) and all(0 <= share <= 1 for share in row) for row in facts["accuracy"].values()
+    )
+    models = {name: Model.load(folder / name / "model") for name in facts["accuracy"]}
+    state = memfile.load(folder / "pairs.mem", models["mac"])
+    assert state.position.tolist() == [16 + facts["memory_file"]["noise"]]
+    assert len(facts["memory_file"]["asked"]) == 8
+    told = dict(pair.split("=") for pair in facts["memory_file"]["read"])
+    assert [told[key] for key in facts["memory_file"]["asked"]] == facts["memory_file"]["told"]
+
+
+@pytest.mark.slow
+def test_memories_win_beyond_the_window(tmp_path):
+    run("--out", tmp_path / "demo")
+    facts = json.loads((tmp_path / "demo" / "recall.json").read_text())
+    beyond = [index for index, distance in enumerate(facts["distances"]) if distance - 14 > facts["window_reach"]]
+    assert len(beyond) >= 5
+    for index in beyond:
+        assert facts["accuracy"]["window"][index] < 0.15, "guessing is 1 in 16"
+        assert facts["accuracy"]["lmm"][index] >= 0.9
+        assert facts["accuracy"]["mac"][index] >= 0.9
+    recalled = facts["memory_file"]
+    right = [sum(map(str.__eq__, recalled[name], recalled["told"])) for name in ("from_the_file", "without_it")]
+    assert right[0] >= 7 and right[1] <= 3
+
+
+def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
+    process = start("--out", tmp_path / "demo")
+    while not list(tmp_path.glob(".demo.*.new/*/config.json")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "remanence: interrupted" and "Traceback" not in err
+    assert os.listdir(tmp_path) == []
+
+
+class TestTheFolder:
+    def test_an_earlier_demo_is_replaced_once_the_new_one_is_whole(self, tmp_path, capsys):
+        out = tmp_path / "demo"
+        for turn in ("first", "second"):
+            with demo.replaced(out) as folder:
+                (folder / "recall.json").write_text(json.dumps(demo.MARK))
+                (folder / turn).touch()
+                assert turn == "first" or (out / "first").exists()
+        assert "which is replaced when this one is done" in capsys.readouterr().err
+        assert sorted(os.listdir(out)) == ["recall.json", "second"]
+        assert os.listdir(tmp_path) == ["demo"]
+
+    def test_a_failure_leaves_the_earlier_one(self, tmp_path):
+        out = tmp_path / "demo"
+        with demo.replaced(out) as folder:
+            (folder / "recall.json").write_text(json.dumps(demo.MARK))
+        with pytest.raises(KeyboardInterrupt), demo.replaced(out):
+            raise KeyboardInterrupt
+        assert os.listdir(out) == ["recall.json"] and os.listdir(tmp_path) == ["demo"]
+
+    def test_what_is_not_a_demos_is_refused(self, tmp_path):
+        (tmp_path / "mine.txt").touch()
+        with (
+            pytest.raises(ValueError, match="out: expected a new or empty folder, or an earlier demo's"),
+            demo.replaced(tmp_path),
+        ):
+            pass
+        assert os.listdir(tmp_path) == ["mine.txt"]
+
+
+def test_a_model_that_cannot_be_trained_ends_the_others(tmp_path):
+    configs = {name: demo.recipe_config(name, "cpu", 0, None) for name in ("window", "mac")}
+    (tmp_path / "window").write_text("in the way")
+    with pytest.raises(ValueError, match="out: expected a new or empty folder"):
+        demo.train(configs, tmp_path)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [(["--steps", "0"], "steps: expected"), (["--seed", "-1"], "seed: expected")])
+def test_wrong_arguments_are_one_line(tmp_path, arguments, message):
+    process = start("--out", tmp_path / "demo", *arguments)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.startswith(f"remanence: error: {message}") and err.count("\n") == 1
+    assert os.listdir(tmp_path) == []
