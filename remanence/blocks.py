@@ -225,6 +225,7 @@ class Memory(nn.Module):
         super().__init__()
         self.segment = config.segment
         self.layer = NeuralMemory(replace(config.memory, **changes))
+        self.layer.checks = False
 
     def start(self, rows: int) -> NeuralMemoryState:
         wide = self.layer.q_proj.weight.dtype == torch.float64

@@ -340,6 +340,10 @@ def _overrides(arguments: list[str]) -> tuple[list[str], tuple[tuple[str, str], 
         return arguments, ()
     own = ("--out=", "--resume=", "--dry-run=", "--gpus=", "--gpu=")
     given = [argument for argument in arguments if argument.startswith("--") and "=" in argument and not argument.startswith(own)]
+    plain = ("--out", "--resume", "--dry-run", "--gpus", "--gpu", "--help", "-h")
+    for argument in arguments:
+        if argument.startswith("-") and "=" not in argument and argument not in plain:
+            sys.exit(_say(f"remanence: error: {argument}: expected --field=value for a field of the config", 2))
     pairs = tuple((name, value) for name, _, value in (argument[2:].partition("=") for argument in given))
     return [argument for argument in arguments if argument not in given], pairs
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from remanence import memfile
 from remanence.blocks import BLOCKS
-from remanence.config import PRESETS, Mode, ModelConfig, preset
+from remanence.config import PRESETS, Mode, ModelConfig, known, preset
 from remanence.data import prepare
 from remanence.device import resolve
 from remanence.generate import Generation, Sampling, Write
@@ -295,7 +295,8 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
     if (out / "model" / "config.json").is_file():
         print(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
     else:
-        print(f"{out}: stopped and saved after step {done[-1] if done else 0}; --resume goes on")
+        last = sorted((out / "checkpoints").glob("[0-9]*"))[-1]
+        print(f"{out}: stopped and saved after step {int(last.name)}; --resume goes on")
 
 
 def _first_process() -> bool:
@@ -318,9 +319,13 @@ def _noted(line: dict[str, Any]) -> str:
 def dry_run(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: str) -> None:
     """What a run would cost; an error if it cannot fit."""
     from remanence.train import override
-    from remanence.train.plan import check, plan
+    from remanence.train.metrics import check_trackers
+    from remanence.train.plan import plan
+    from remanence.train.sources import SOURCES
 
     config = override(_recipe(recipe), overrides)
+    known("data.kind", config.data.kind, SOURCES)
+    check_trackers(config.trackers)
     if gpus is not None and gpus < 1:
         raise ValueError(f"--gpus: expected at least 1, got {gpus}")
     made = plan(config, gpus, gpu)
@@ -335,7 +340,6 @@ def dry_run(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: str)
     table.add_row("tokens per second", f"{made.rate:,.0f} ({made.basis})")
     table.add_row("hours", f"{made.hours:,.2f}")
     Console().print(table)
-    check(made, config)
 
 
 def export_run(run: Path, out: Path) -> None:
@@ -350,10 +354,13 @@ def _recipe(path: Path) -> Any:
 
     if not path.is_file():
         raise ValueError(f"recipe: expected a Python file, as recipes/recall.py, got {path}")
-    found = runpy.run_path(str(path)).get("recipe")
-    if not callable(found):
-        raise ValueError(f"{path}: expected a function recipe() that returns a TrainConfig, got none")
-    config = found()
+    try:
+        found = runpy.run_path(str(path)).get("recipe")
+        if not callable(found):
+            raise ValueError(f"{path}: expected a function recipe() that returns a TrainConfig, got none")
+        config = found()
+    except (SyntaxError, ImportError, TypeError, NameError, AttributeError) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
     if not isinstance(config, TrainConfig):
         raise ValueError(f"{path}: expected recipe() to return a TrainConfig, got {type(config).__name__}")
     return config

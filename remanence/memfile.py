@@ -127,12 +127,17 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor]) -> State:
             raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
         length = tensor.shape[1:2] if name in growing else wanted[name].shape[1:2]
         _check(f"{what}: {name}", tensor, wanted[name], [*rows, *length, *wanted[name].shape[2:]])
-    found = iter([tensors[name].to(like.device, like.dtype) for name, like in wanted.items()])
-    state = template.map(lambda _: next(found))
+    state = assembled(template, tensors)
     if any(0 < tensors[name].shape[1] < int(state.position.max()) for name in growing):
         raise ValueError(f"{what}: expected full attention to hold all {int(state.position.max())} tokens, got fewer")
     _check_counts(what, state, state)
     return state
+
+
+def assembled(template: State, tensors: dict[str, Tensor]) -> State:
+    """Tensors by name as a state built like `template`, on its device and in its dtypes; nothing is checked."""
+    found = iter([tensors[name].to(like.device, like.dtype) for name, like in named(template)])
+    return template.map(lambda _: next(found))
 
 
 def named(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ ROOMS = {
     "hf": {"model", "config", "files"},
     "commands": {"", "blocks", "config", "data", "device", "files", "generate", "memfile", "model", "session", "tokens", "train"},
     "data": {"files", "tokens"},
-    "train": {"", "config", "data", "device", "files", "generate", "memfile", "model", "ops"},
+    "train": {"", "config", "data", "device", "files", "generate", "memfile", "model", "ops", "tokens"},
     "testing": set(),
     "demo": {"", "config", "device", "files", "memfile", "model", "train"},
     "cli": {"", "commands", "demo", "device", "generate", "ops"},

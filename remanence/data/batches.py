@@ -5,6 +5,7 @@ Both orders go through the documents in an order shuffled anew for every epoch.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -87,38 +88,42 @@ class Packed:
 class Documents:
     """Documents in order: each row reads one from its beginning to its end in pieces, with its memory carried, then the next.
 
-    `begins` says which rows start a document, where the state must be new; the last piece of a document is padded.
+    The documents are shuffled and dealt to the rows anew for every epoch; a row that has read its own goes on with the next
+    epoch's while others still read. `begins` says which rows start a document, where the state must be new; the last piece of a
+    document is padded.
     """
 
     def __init__(self, data: Tokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1) -> None:
         self.data, self.length, self.batch, self.seed, self.rank, self.world = data, length, batch, seed, rank, world
         if len(data) < batch * world:
             raise ValueError(f"data: expected at least {batch * world} documents, one for each row, got {len(data)}")
+        self.ends: list[list[int]] = [[] for _ in range(batch)]  # for each row, the step after each epoch's last
+        self._shuffled = lru_cache(8)(lambda epoch: _order(seed, epoch, len(data)))
+        self._dealt = lru_cache(2 * batch)(self._deal)
 
-    @lru_cache(maxsize=2)  # noqa: B019
-    def _streams(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each row of all processes: its documents, and the number of pieces up to the end of each."""
-        order, rows = _order(self.seed, epoch, len(self.data)), self.batch * self.world
-        dealt = [order[row::rows] for row in range(rows)]
-        return [(own, np.cumsum(np.maximum(1, -(-(self.data.lengths[own] - 1) // self.length)))) for own in dealt]
+    def _deal(self, row: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """One row's documents of an epoch, and the number of pieces up to the end of each."""
+        own = self._shuffled(epoch)[self.rank * self.batch + row :: self.batch * self.world]
+        return own, np.cumsum(np.maximum(1, -(-(self.data.lengths[own] - 1) // self.length)))
 
-    def steps(self, epoch: int) -> int:
-        """Until the first row has read all its documents; what other rows have left is for another epoch."""
-        return int(min(pieces[-1] for _, pieces in self._streams(epoch)))
+    def place(self, row: int, number: int) -> tuple[int, int]:
+        """Which document a row reads at a step, and which piece of it."""
+        ends = self.ends[row]
+        while not ends or ends[-1] <= number:
+            ends.append((ends[-1] if ends else 0) + int(self._dealt(row, len(ends))[1][-1]))
+        epoch = bisect_right(ends, number)
+        own, pieces = self._dealt(row, epoch)
+        inside = number - (ends[epoch - 1] if epoch else 0)
+        index = int(np.searchsorted(pieces, inside, "right"))
+        return int(own[index]), inside - (int(pieces[index - 1]) if index else 0)
 
     def step(self, number: int) -> Batch:
-        epoch = 0
-        while number >= self.steps(epoch):
-            number -= self.steps(epoch)
-            epoch += 1
         tokens = torch.zeros(self.batch, self.length, dtype=torch.int64)
         targets, begins = torch.full_like(tokens, -100), torch.zeros(self.batch, dtype=torch.bool)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         for row in range(self.batch):
-            own, pieces = self._streams(epoch)[self.rank * self.batch + row]
-            place = int(np.searchsorted(pieces, number, "right"))
-            piece = number - (int(pieces[place - 1]) if place else 0)
-            text = self.data[int(own[place])][piece * self.length : (piece + 1) * self.length + 1].astype(np.int64)
+            document, piece = self.place(row, number)
+            text = self.data[document][piece * self.length : (piece + 1) * self.length + 1].astype(np.int64)
             inputs = text[: self.length] if len(text) == 1 else text[:-1]
             tokens[row, : len(inputs)] = torch.from_numpy(inputs)
             targets[row, : len(text) - 1] = torch.from_numpy(text[1:])

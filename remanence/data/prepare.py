@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from multiprocessing import Event
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ class _Job:
 
     def _made_from(self, row: int) -> dict[str, Any]:
         """What a shard depends on."""
-        tokenizer = None if self.tokenizer is None else Path(self.tokenizer).stat().st_size
+        tokenizer = None if self.tokenizer is None else sha256(Path(self.tokenizer).read_bytes()).hexdigest()
         return {**self.part.made_from(), "field": self.field, "tokenizer": tokenizer, **({"row": row} if row else {})}
 
     def _there(self, name: str, row: int) -> Shard | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +53,7 @@ def save(
             shutil.rmtree(left)
         if not target.exists():
             temporary.mkdir()
+            write_json(temporary / "config.json", describe(model.config, torch.float32))
 
     def finish() -> None:
         if target.exists():
@@ -59,7 +62,7 @@ def save(
         write_json(temporary / "progress.json", progress._asdict())
         os.replace(temporary, target)
         for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(folder / f".{old.name}.tmp"))  # half a checkpoint must not look like one
 
     try:
         world.one(make_room)
@@ -78,10 +81,9 @@ def _write(temporary: Path, model: Model, optimizer: torch.optim.Optimizer, carr
     else:
         import torch.distributed.checkpoint as dcp
 
-        if world.first:
-            write_json(temporary / "config.json", describe(model.config, torch.float32))
         writer = dcp.HuggingFaceStorageWriter(str(temporary / PARTS), save_distributed=True)
-        dcp.save({**_weights(model), **_moments(model, optimizer)}, storage_writer=writer)
+        with _told(temporary, OSError):
+            dcp.save({**_weights(model), **_moments(model, optimizer)}, storage_writer=writer)
     if carried is not None:
         write_tensors(temporary / f"carried-{world.rank:05d}.safetensors", dict(memfile.named(carried)), {})
 
@@ -93,12 +95,15 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def load(path: Path, model: Model, optimizer: torch.optim.Optimizer, world: World) -> tuple[Progress, State | None]:
     """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood."""
-    progress = Progress(**read_json(path / "progress.json"))
-    parameters = dict(model.named_parameters())
+    progress = _progress(path)
+    theirs = read_config(path)
+    if theirs != model.config:
+        raise ValueError(f"{path}: expected a checkpoint of the run's own model, got one of another configuration")
+    taken = progress.step - progress.skipped
+    parameters = dict(model.named_parameters()) if taken else {}
     moments = {f"{key}.{name}": torch.zeros_like(parameter.detach()) for name, parameter in parameters.items() for key in MOMENTS}
     _read(path, {**_weights(model), **moments}, world)
-    taken = progress.step - progress.skipped
-    for name, parameter in parameters.items() if taken else ():
+    for name, parameter in parameters.items():
         own = {key: moments[f"{key}.{name}"] for key in MOMENTS}
         fused = parameter.device.type == "cuda"  # whose fused step counts on the device
         count = torch.tensor(float(taken), device=parameter.device if fused else "cpu")
@@ -125,13 +130,41 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group, which is so
-            reader = dcp.HuggingFaceStorageReader(str(path / PARTS))
-            dcp.load(into, storage_reader=reader, no_dist=world.size == 1)
+            with _told(path, ValueError):
+                reader = dcp.HuggingFaceStorageReader(str(path / PARTS))
+                dcp.load(into, storage_reader=reader, no_dist=world.size == 1)
         return
     found = read_tensors(path / "model.safetensors").tensors | read_tensors(path / "optimizer.safetensors").tensors
     for name, tensor in into.items():
-        if name in found:
-            tensor.copy_(spread(found[name], tensor))
+        if name not in found or found[name].shape != tensor.shape:
+            came = list(found[name].shape) if name in found else "none"
+            raise ValueError(f"{path}: {name}: expected a tensor {list(tensor.shape)}, got {came}")
+        tensor.copy_(spread(found[name], tensor))
+
+
+@contextmanager
+def _told(path: Path, kind: type[Exception]) -> Iterator[None]:
+    """What goes wrong in torch's distributed checkpoints, in one line: their own exceptions are pages long and no `Exception`."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause[0] if isinstance(cause, tuple) else cause for cause in error.failures.values()]
+        raise kind(f"{path}: {_first_line(causes[0])}") from None
+    except (AssertionError, OSError, ValueError, RuntimeError) as error:
+        raise kind(f"{path}: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _progress(path: Path) -> Progress:
+    found = read_json(path / "progress.json")
+    if set(found) != set(Progress._fields) or any(type(value) is not int or value < 0 for value in found.values()):
+        raise ValueError(f"{path / 'progress.json'}: expected whole numbers {', '.join(Progress._fields)}, got {found}")
+    return Progress(**found)
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
@@ -151,7 +184,8 @@ def _carried(path: Path, model: Model, world: World) -> State | None:
     parts = sorted(path.glob("carried-*.safetensors"))
     if not parts:
         return None
-    states = [memfile.fitted(str(part), model, read_tensors(part).tensors) for part in parts]
+    template = model.start(1)
+    states = [memfile.assembled(template, read_tensors(part).tensors) for part in parts]
     rows = State.concat(states)
     own = len(rows.position) // world.size
     return rows.rows(slice(world.rank * own, (world.rank + 1) * own))

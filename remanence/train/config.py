@@ -10,9 +10,49 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from remanence.config import ModelConfig, known, preset
 
 
+def _check(config: Any) -> None:
+    """Every field against its own annotation, which a file or a caller may have missed."""
+    for name, kind in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _fits(kind, value):
+            raise ValueError(f"{name}: expected {_told(kind)}, got {value!r}")
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple:
+        kinds = inner[:1] * len(value) if inner[-1:] == (...,) and isinstance(value, tuple) else inner
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, kinds, value))
+    if origin is not None:  # one of several
+        return any(_fits(option, value) for option in inner)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _told(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        return f"several, each {_told(inner[0])}" if inner[-1] is ... else f"{len(inner)}, each {_told(inner[0])}"
+    if get_origin(kind) is not None:
+        return " or ".join(_told(option) for option in get_args(kind))
+    names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "none"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _between(low: float, high: float, **values: float) -> None:
+    for name, value in values.items():
+        if not low <= value <= high:
+            raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value!r}")
+
+
 def _positive(**values: float) -> None:
     for name, value in values.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value) or value <= 0:
+        if value <= 0:
             raise ValueError(f"{name}: expected a number above 0, got {value!r}")
 
 
@@ -41,20 +81,23 @@ class OptimizerConfig:
     decay: float = 0.2
 
     def __post_init__(self) -> None:
-        _positive(lr=self.lr, eps=self.eps, clip=self.clip, decay=self.decay)
         known("schedule", self.schedule, ("cosine", "wsd", "constant"))
+        _check(self)
+        _positive(lr=self.lr, eps=self.eps, clip=self.clip, decay=self.decay)
+        _between(0, 1, final=self.final, decay=self.decay)
+        _between(0, 0.999999, **{f"betas[{i}]": beta for i, beta in enumerate(self.betas)})
+        _between(0, float("inf"), weight_decay=self.weight_decay, warmup=self.warmup)
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of a step, counted from 0: a function, so that a resumed run needs no memory of it."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, steps - self.warmup)
-        if self.schedule == "cosine":
-            return self.lr * (self.final + (1 - self.final) * 0.5 * (1 + cos(pi * min(1.0, done))))
-        if self.schedule == "wsd":
-            left = max(0.0, (steps - step) / max(1.0, self.decay * steps))
-            return self.lr * (self.final + (1 - self.final) * min(1.0, left))
-        return self.lr
+        begin = self.warmup if self.schedule == "cosine" else max(self.warmup, steps - max(1, round(self.decay * steps)))
+        if self.schedule == "constant" or step < begin:
+            return self.lr
+        done = min(1.0, (step - begin + 1) / max(1, steps - begin))  # 1 at the last step
+        left = 0.5 * (1 + cos(pi * done)) if self.schedule == "cosine" else 1 - done
+        return self.lr * (self.final + (1 - self.final) * left)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +122,7 @@ class DataConfig:
     noise: int = 16
 
     def __post_init__(self) -> None:
+        _check(self)
         _positive(length=self.length, pairs=self.pairs, rounds=self.rounds, keys=self.keys, noise=self.noise)
 
 
@@ -129,10 +173,16 @@ class TrainConfig:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
         known("precision", self.precision, ("float32", "bfloat16"))
+        _check(self)
+        _between(0, 2**63 - 1, seed=self.seed)
+        if not self.prompt:
+            raise ValueError("prompt: expected at least one character, got an empty text")
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch={self.batch}, got {self.accumulate}")
         if self.carry and (self.accumulate > 1 or self.data.kind != "documents"):
             raise ValueError("carry: expected data.kind='documents' and accumulate=1, whose rows go on from step to step")
+        if self.carry and "attention" in self.model.blocks:
+            raise ValueError("carry: expected blocks of constant size, got full attention, which would keep all it has read")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "model": self.model.to_dict()}
@@ -156,6 +206,8 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
                 raise ValueError(f"{dotted}: expected a field, got something inside {name!r}, which has none")
         _field(owner, last, dotted)
         inside[last] = _parse(get_type_hints(type(owner))[last], text, dotted)
+    if "model.dim" in changes and "model.memory.dim" not in changes:
+        del data["model"]["memory"]["dim"]  # it follows the model's
     return TrainConfig.from_dict(data)
 
 
@@ -176,7 +228,7 @@ def _parse(kind: Any, text: str, name: str) -> Any:
                 return text
             if origin is tuple:
                 inner = get_args(option)
-                return [_parse(inner[0], part.strip(), name) for part in text.split(",")]
+                return [_parse(inner[0], part.strip(), name) for part in text.split(",") if text]
             if option is bool:
                 return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
             if option in (int, float, str):

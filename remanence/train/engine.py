@@ -5,9 +5,12 @@ if it had not been.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remanence.config import known
-from remanence.data import Batch, Tokens
+from remanence.data import Batch, Documents, Packed
 from remanence.files import read_json, write_json, write_tensors
 from remanence.generate import Generation, Sampling
 from remanence.model import Model, State, Trace
 from remanence.ops.state import where
+from remanence.tokens import load_tokenizer
 from remanence.train import checkpoint
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
@@ -61,6 +65,8 @@ def fit(
     """
     out = Path(out)
     config = _config(config, out, resume)
+    if config.data.path is not None:  # a run may be taken up from another folder
+        config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
     with joined(config.device) as world:
         if not resume:
             world.one(lambda: _room(out))
@@ -84,13 +90,18 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
     def begin() -> None:  # only now: a config that cannot be run leaves nothing behind
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "config.json", config.to_dict())
+        if isinstance(source, Packed | Documents):
+            (out / "tokenizer").mkdir()
+            source.data.tokenizer.save(out / "tokenizer")
 
     if not resume:
         world.one(begin)
     progress, carried = Progress(), None
     if found := checkpoint.checkpoints(out / "checkpoints"):
-        progress, carried = checkpoint.load(found[-1], model, optimizer, world)
-    metrics = Metrics(out, config, progress.step, log, world.device) if world.first else None
+        progress, carried = _taken_up(found, model, optimizer, world)
+    if progress.step < config.steps:
+        world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))  # of a run that was to be shorter
+    metrics = _metrics(config, out, progress, log, world) if world.first else None
 
     def save() -> None:
         checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep, world)
@@ -106,29 +117,56 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
             batches = [source.step(progress.step * config.accumulate + part) for part in range(config.accumulate)]
             state = _renewed(model, carried, batches[0]) if config.carry else None
             step = take_step(model, optimizer, config, batches, state, progress.step, world)
-            if config.carry and step.taken:
-                carried = step.seen.state.detach()
+            if state is not None:  # what a skipped step read is not kept, but where documents have begun is
+                carried = (step.seen.state if step.taken else state).detach()
             in_a_row = 0 if step.taken else progress.skipped_in_a_row + 1
             progress = Progress(progress.step + 1, progress.tokens + step.tokens, progress.skipped + (not step.taken), in_a_row)
             if metrics and (progress.step % config.log_every == 0 or progress.step == config.steps):
                 metrics.write(progress, step, world.size)
             if in_a_row >= config.patience:
                 bad = out / f"bad-batch{f'-{world.rank}' if world.size > 1 else ''}.safetensors"
-                write_tensors(bad, {"tokens": batches[0].tokens, "targets": batches[0].targets}, {})
+                write_tensors(bad, _replayable(batches), {"step": str(progress.step - 1)})
                 raise TrainingError(f"loss: expected finite numbers, got {in_a_row} steps in a row without; see {bad}")
             if progress.step % config.save_every == 0:
                 save()
-    save()
-    if "SIGINT" in asked:
-        raise KeyboardInterrupt
-    if metrics and metrics.written:
-        plot(out)
-    if progress.step == config.steps:
-        finished = whole(model, world)
-        if finished is not None:
-            finished.save(out / "model")
-            _save_tokenizer(config, out / "model")
+        save()
+        if "SIGINT" in asked:
+            raise KeyboardInterrupt
+        if metrics and metrics.written:
+            plot(out)
+        if progress.step == config.steps:
+            finished = whole(model, world)
+            if finished is not None:
+                finished.save(out / "model")
+                _save_tokenizer(out, out / "model")
     return model
+
+
+def _taken_up(found: list[Path], model: Model, optimizer: torch.optim.Optimizer, world: World) -> tuple[Progress, State | None]:
+    try:
+        return checkpoint.load(found[-1], model, optimizer, world)
+    except ValueError as error:
+        before = f"remove that folder to go on from {found[-2].name}" if len(found) > 1 else "there is none before it"
+        raise ValueError(f"{error}; the checkpoint cannot be taken up, {before}") from None
+
+
+def _metrics(config: TrainConfig, out: Path, progress: Progress, log: Callable[[Line], None] | None, world: World) -> Metrics:
+    try:
+        return Metrics(out, config, progress, log, world.device)
+    except ValueError:
+        if not (out / "checkpoints").exists():  # nothing of this run is worth keeping
+            shutil.rmtree(out)
+        raise
+
+
+def _replayable(batches: list[Batch]) -> dict[str, Tensor]:
+    """All that a step read, by part: what `take_step` needs to do it again."""
+    parts = {}
+    for number, batch in enumerate(batches):
+        for name, value in batch._asdict().items():
+            if value is not None:
+                parts[f"{name}.{number}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return parts
 
 
 def compile_parts(model: Model) -> None:
@@ -140,14 +178,19 @@ def compile_parts(model: Model) -> None:
 @torch.no_grad()
 def sample(model: Model, config: TrainConfig, step: int, out: Path, world: World) -> None:
     """One more line of samples.jsonl: what the model says now. All processes take part, as each holds a part of the weights."""
-    if config.data.path is None:
-        return  # generated tasks have no tokenizer
-    model.eval()
+    if not (out / "tokenizer").is_dir():
+        return  # generated tasks have none
     sampling = Sampling(max_tokens=config.sample_tokens, temperature=0.8, seed=step)
-    told = Generation(model, [config.prompt], sampling, tokenizer=Tokens(config.data.path).tokenizer).run()
-    model.train()
+    line = {"step": step, "prompt": config.prompt}
+    model.eval()
+    try:
+        made = Generation(model, [config.prompt], sampling, tokenizer=load_tokenizer(out / "tokenizer")).run()
+        line["text"] = made.texts[0]
+    except (ValueError, OSError) as error:  # a look at a run must not end it
+        line["error"] = str(error)
+    finally:
+        model.train()
     if world.first:
-        line = {"step": step, "prompt": config.prompt, "text": told.texts[0]}
         with (out / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
@@ -155,21 +198,30 @@ def sample(model: Model, config: TrainConfig, step: int, out: Path, world: World
 def export(run: str | Path, out: str | Path) -> Path:
     """A run's model as a folder of its own, for `Model.load` and Hugging Face: the finished one, or its last checkpoint's."""
     run, out = Path(run), Path(out)
-    config = run_config(run)
+    run_config(run)
     found = [run / "model"] if (run / "model" / "config.json").is_file() else checkpoint.checkpoints(run / "checkpoints")[-1:]
     if not found:
         raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; nothing is ever overwritten")
-    checkpoint.load_model(found[0]).save(out)
-    _save_tokenizer(config, out)
+    model = checkpoint.load_model(found[0])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        model.save(temporary)
+        _save_tokenizer(run, temporary)
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return found[0]
 
 
-def _save_tokenizer(config: TrainConfig, folder: Path) -> None:
+def _save_tokenizer(run: Path, folder: Path) -> None:
     """The data's tokenizer beside the model: the folder is then all that reading and generating need."""
-    if config.data.path is not None:
-        Tokens(config.data.path).tokenizer.save(folder)
+    if (run / "tokenizer").is_dir():
+        load_tokenizer(run / "tokenizer").save(folder)
 
 
 def _config(config: TrainConfig | None, out: Path, resume: bool) -> TrainConfig:
@@ -215,8 +267,9 @@ def take_step(
 ) -> Step:
     """Forward and backward of every part, then the update; skipped if the loss or the gradient is not finite."""
     world = world or World(model.embed.weight.device)
-    own = sum(int((batch.targets >= 0).sum()) for batch in batches), sum(batch.tokens.numel() for batch in batches)
-    count, tokens = world.total(*own)
+    asked_here = sum(int((batch.targets >= 0).sum()) for batch in batches)
+    read_here = sum(batch.tokens.numel() if batch.mask is None else int(batch.mask.sum()) for batch in batches)
+    count, tokens = world.total(asked_here, read_here)
     optimizer.zero_grad(set_to_none=True)
     loss_here = 0.0
     for batch in batches:

@@ -6,10 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 import torch
 
@@ -30,10 +32,10 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    def __init__(self, out: Path, config: dict[str, Any]) -> None:
+    def __init__(self, out: Path, config: dict[str, Any], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(out / "tensorboard"))
+        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)  # what a kill took back is drawn anew
         self.writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
 
     def write(self, line: Line) -> None:
@@ -46,9 +48,9 @@ class TensorBoard:
 
 
 class WandB:
-    """Goes on with the same curve when a run is resumed: its id is the run folder's path."""
+    """Goes on with the same curve when a run is resumed: its id is kept in the run's folder."""
 
-    def __init__(self, out: Path, config: dict[str, Any]) -> None:
+    def __init__(self, out: Path, config: dict[str, Any], step: int) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
         self.run = wandb.init(project="remanence", name=out.name, config=config, dir=str(out), resume="allow", id=_identity(out))
@@ -61,12 +63,21 @@ class WandB:
 
 
 def _identity(out: Path) -> str:
-    from hashlib import sha256
+    kept = out / "wandb-id.txt"
+    if not kept.is_file():
+        kept.write_text(uuid4().hex[:16], encoding="utf-8")
+    return kept.read_text(encoding="utf-8")
 
-    return sha256(str(out.resolve()).encode()).hexdigest()[:16]
+
+TRACKERS: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
-TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+def _tracker(name: str, out: Path, config: dict[str, Any], step: int) -> Tracker:
+    try:
+        return TRACKERS[name](out, config, step)
+    except Exception as error:  # no login, no network: whatever the other side says
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"trackers: {name!r} could not be started ({told})") from None
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
@@ -80,15 +91,15 @@ def check_trackers(names: tuple[str, ...]) -> None:
 class Metrics:
     """``metrics.jsonl``. Lines beyond the checkpoint that a run resumes from are taken back first."""
 
-    def __init__(self, out: Path, config: Any, step: int, log: Callable[[Line], None] | None, device: torch.device) -> None:
+    def __init__(self, out: Path, config: Any, progress: Any, log: Callable[[Line], None] | None, device: torch.device) -> None:
         self.path, self.config, self.log, self.device = out / "metrics.jsonl", config, log, device
-        self.trackers = [TRACKERS[name](out, config.to_dict()) for name in config.trackers]
-        lines = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step] if self.path.exists() else []
+        self.trackers = [_tracker(name, out, config.to_dict(), progress.step) for name in config.trackers]
+        found = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        lines = [line for line in found if _step_of(line) <= progress.step]
         with replacing(self.path) as temporary:
             temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self.written = len(lines)
-        self.start = time.perf_counter()
-        self.before: tuple[float, int] | None = None
+        self.before = time.perf_counter(), progress.tokens
         self.flops = flops_per_token(config.model, config.data.length)
 
     def __enter__(self) -> Metrics:
@@ -96,13 +107,14 @@ class Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
-        for tracker in self.trackers:
-            tracker.close()
+        with ExitStack() as ends:
+            for tracker in self.trackers:
+                ends.callback(tracker.close)
+            ends.callback(self.file.close)
 
     def write(self, progress: Any, step: Any, world_size: int) -> None:
         now = time.perf_counter()
-        first, tokens = self.before or (self.start, progress.tokens - step.tokens)
+        first, tokens = self.before
         rate = (progress.tokens - tokens) / max(now - first, 1e-9)
         line: Line = {
             "step": progress.step,

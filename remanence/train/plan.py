@@ -77,7 +77,10 @@ class Plan(NamedTuple):
 
 
 def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Plan:
-    """The costs on so many GPUs of a kind; without a number, on this machine's device, timed on a row of the size asked for."""
+    """The costs on so many GPUs of a kind; without a number, on this machine's device, timed on a few rows. An error if it
+    cannot fit.
+    """
+    known("gpu", gpu, GPUS)
     devices = gpus or 1
     shares = config.accumulate * devices
     if config.batch % shares:
@@ -93,14 +96,15 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
         "activations": here * activations(config),
         "logits": here * config.model.vocabulary * 10.0,
     }
+    available = GPUS[gpu] * 1e9 if gpus else room(resolve(config.device))
+    _refuse(memory, available, config)  # before anything is tried out
     tokens = config.steps * config.batch * config.data.length
     per_token = flops_per_token(config.model, config.data.length)
     if gpus is None:
         device = resolve(config.device)
-        available, rate, basis = room(device), measured(config, device), f"timed on this machine's {device.type}"
+        rate, basis = measured(config, device), f"timed on this machine's {device.type}"
     else:
-        known("gpu", gpu, GPUS)
-        available, rate = GPUS[gpu] * 1e9, PEAKS[gpu] * ASSUMED * gpus / per_token
+        rate = PEAKS[gpu] * ASSUMED * gpus / per_token
         basis = f"assuming {ASSUMED:.0%} of the peak of {gpus} {gpu}"
         if any(".initial." in name for name, _ in model.named_parameters()):
             basis += ", which neural memories do not reach without fused kernels"
@@ -137,22 +141,29 @@ def measured(config: TrainConfig, device: torch.device) -> float:
 def activations(config: TrainConfig) -> float:
     """Bytes that a token leaves for backward, by the figures of `KEPT`."""
     model = config.model
-    kept = [KEPT.get(name, max(KEPT.values())) * model.dim for name in model.blocks]
+    depth, expansion = model.memory.depth or 2, model.memory.expansion or 4.0
+    inner = (1 + (depth - 1) * expansion / 4) / 2  # what a memory keeps, in units of the default net's
+    wide = 1.0 if config.precision == "bfloat16" else 1.6
+    plain = KEPT["window"]
+    kept = []
+    for name in model.blocks:
+        here = KEPT.get(name, KEPT["lmm"])
+        kept.append(wide * model.dim * (plain + max(0.0, (here - plain) * inner)))
     return 4.0 * model.dim * model.depth + max(kept) if config.checkpointing else float(sum(kept))
 
 
-def check(made: Plan, config: TrainConfig) -> None:
-    """Refuse what cannot fit, and say what would help."""
-    if made.needed <= made.available:
+def _refuse(memory: dict[str, float], available: float, config: TrainConfig) -> None:
+    """What cannot fit, and what would help."""
+    if sum(memory.values()) <= available:
         return
-    largest = max(made.memory, key=lambda part: made.memory[part])
+    largest = max(memory, key=lambda part: memory[part])
     if largest.startswith(("activations", "logits")):
         helps = f"--accumulate={2 * config.accumulate} reads fewer rows at once"
         helps = helps if config.checkpointing else f"--checkpointing=true keeps less, {helps}"
     else:
         helps = "more GPUs share it"
     raise ValueError(
-        f"memory: expected at most {made.available / 1e9:.1f} GB on a device, needs about {made.needed / 1e9:.1f}, "
+        f"memory: expected at most {available / 1e9:.1f} GB on a device, needs about {sum(memory.values()) / 1e9:.1f}, "
         f"most of it for {largest}; {helps}"
     )
 

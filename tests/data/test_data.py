@@ -182,7 +182,7 @@ class TestDocuments:
         order = Documents(data, length=16, batch=3)
         texts = {ByteTokenizer().decode(data[i]) for i in range(len(data))}
         running, finished = [""] * 3, []
-        for n in range(order.steps(0)):
+        for n in range(60):
             batch = order.step(n)
             for row in range(3):
                 inputs = batch.tokens[row][batch.mask[row]]
@@ -198,7 +198,7 @@ class TestDocuments:
     def test_any_step_again_on_any_number_of_processes(self, data):
         one = Documents(data, 16, 4)
         two = [Documents(data, 16, 2, rank=rank, world=2) for rank in range(2)]
-        for n in (0, 7, one.steps(0), one.steps(0) + 2):
+        for n in (0, 7, 150, 31):
             for part in ("tokens", "targets", "mask", "begins"):
                 parts = torch.cat([getattr(each.step(n), part) for each in two])
                 assert torch.equal(getattr(one.step(n), part), parts)
@@ -207,8 +207,22 @@ class TestDocuments:
         (tmp_path / "t.txt").write_text("ab" * 5000)
         prepare([tmp_path / "t.txt"], tmp_path / "out")
         order = Documents(Tokens(tmp_path / "out"), 64, 1)
-        assert order.steps(0) == -(-10_000 // 64)
-        assert sum(int((order.step(n).targets >= 0).sum()) for n in range(order.steps(0))) == 10_000
+        pieces = -(-10_000 // 64)
+        assert sum(int((order.step(n).targets >= 0).sum()) for n in range(pieces)) == 10_000
+        assert [n for n in range(3 * pieces) if order.step(n).begins[0]] == [0, pieces, 2 * pieces], "and again, anew"
+
+    def test_every_document_is_read_to_its_end_whatever_the_others_lengths(self, tmp_path):
+        lengths = (10, 50, 500, 1000)
+        for length in lengths:
+            (tmp_path / f"{length}.txt").write_text("x" * length)
+        prepare([tmp_path / f"{length}.txt" for length in lengths], tmp_path / "out")
+        order = Documents(Tokens(tmp_path / "out"), 10, 4)
+        furthest = [0] * 4
+        for n in range(250):
+            for row in range(4):
+                document, piece = order.place(row, n)
+                furthest[document] = max(furthest[document], piece)
+        assert furthest == [length // 10 - (length % 10 == 0) + 0 for length in lengths]
 
     def test_too_few_documents(self, data):
         with pytest.raises(ValueError, match="data: expected at least 50 documents, one for each row, got 40"):

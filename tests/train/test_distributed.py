@@ -136,6 +136,13 @@ def test_what_two_processes_see_refuse_and_export(tmp_path):
     shutil.rmtree(tmp_path / "run" / "model")
     export(tmp_path / "run", tmp_path / "parts")
     assert_close(Model.load(tmp_path / "parts").state_dict(), Model.load(tmp_path / "whole").state_dict(), 0.0)
+    last = checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    part = next((last / "parts").iterdir())
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(
+        ValueError, match=r"00000004: .*; the checkpoint cannot be taken up, remove that folder to go on from 00000002"
+    ):
+        fit(None, tmp_path / "run", resume=True)
 
 
 def test_torchrun_and_the_command_line(tmp_path):

@@ -1,8 +1,10 @@
 """Nothing is lost: a run killed at any moment goes on to the same losses, to the last bit, as one that was not."""
 
+import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import torch
 from runs import config, losses, weights
 
 from remanence import Model, Session
+from remanence.files import read_json, read_tensors, write_json, write_tensors
 from remanence.testing import assert_close
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, TrainingError, engine, fit, override
 from remanence.train.checkpoint import checkpoints
@@ -265,9 +268,18 @@ class TestConfigs:
     def test_schedules(self):
         o = OptimizerConfig(lr=1.0, warmup=10, final=0.1)
         assert o.rate(0, 100) == pytest.approx(0.1) and o.rate(9, 100) == pytest.approx(1.0)
-        assert o.rate(100, 100) == pytest.approx(0.1) and o.rate(55, 100) == pytest.approx(0.55)
+        assert o.rate(99, 100) == pytest.approx(0.1) and o.rate(54, 100) == pytest.approx(0.55)
         wsd = OptimizerConfig(lr=1.0, warmup=10, schedule="wsd", decay=0.2, final=0.0)
-        assert wsd.rate(79, 100) == 1.0 and wsd.rate(90, 100) == pytest.approx(0.5)
+        assert wsd.rate(79, 100) == 1.0 and wsd.rate(89, 100) == pytest.approx(0.5) and wsd.rate(99, 100) == 0.0
+        edges = [("wsd", 50, 0.8, 100), ("wsd", 0, 0.01, 10), ("cosine", 0, 0.2, 1), ("wsd", 9, 1, 5)]
+        for schedule, warmup, decay, steps in edges:
+            edge = OptimizerConfig(lr=1.0, warmup=warmup, schedule=schedule, decay=decay, final=0.1)
+            rates = [edge.rate(step, steps) for step in range(steps)]
+            assert all(0 < rate <= 1 for rate in rates)
+            falling = rates[warmup:]
+            assert falling == sorted(falling, reverse=True)
+            assert decay < 0.1 or all(a - b < 0.1 for a, b in itertools.pairwise(falling)), "no jump"
+            assert warmup >= steps or falling[-1] == pytest.approx(0.1)
 
     def test_a_run_is_never_overwritten(self, tmp_path):
         fit(config(steps=1), tmp_path / "run")
@@ -275,8 +287,124 @@ class TestConfigs:
             fit(config(), tmp_path / "run")
         with pytest.raises(ValueError, match="out: expected a run, with its config"):
             fit(None, tmp_path / "nowhere", resume=True)
-        with pytest.raises(ValueError, match=r"data\.kind: expected one of packed, documents, recall, got 'recal'; did you mean"):
+        with pytest.raises(
+            ValueError, match=r"data\.kind: expected one of packed, documents, recall, needle, got 'recal'; did you mean"
+        ):
             fit(config(data=DataConfig(kind="recal")), tmp_path / "new")
         with pytest.raises(ValueError, match="length: expected at least 16 for 2 rounds of 4 pairs, got 10"):
             fit(config(data=DataConfig(kind="recall", pairs=4, length=10)), tmp_path / "new")
         assert not (tmp_path / "new").exists(), "what cannot be run leaves nothing behind"
+
+
+class TestWhatReviewersFound:
+    def test_what_is_not_finite_inside_the_model_is_skipped_too(self, tmp_path):
+        """Not only in the loss: a layer that meets NaN does not end the run by itself."""
+        setting = config("lmm", model=config("lmm").model, steps=6, patience=3, optimizer=OptimizerConfig(lr=1e30, warmup=0))
+        setting = override(setting, {"model.depth": "2", "accumulate": "2"})
+        with pytest.raises(TrainingError, match="got 3 steps in a row without"):
+            fit(setting, tmp_path / "run")
+        found = read_tensors(tmp_path / "run" / "bad-batch.safetensors")
+        assert {"tokens.0", "targets.0", "tokens.1", "targets.1"} <= found.tensors.keys() and found.metadata["step"] == "3"
+
+    def test_a_skipped_step_still_begins_documents_anew(self, tmp_path, shards, monkeypatch):
+        """And a carried memory that has diverged can be saved, loaded, and begins anew."""
+        setting = config(
+            "lmm", data=DataConfig(kind="documents", path=shards, length=16), carry=True, steps=8, save_every=1, keep=9
+        )
+        entered, real = [], engine.take_step
+
+        def stumbles(model, optimizer, given, batches, state, number, world):
+            entered.append((batches[0].begins.tolist(), state.position.tolist()))
+            if number in (2, 3):
+                model.logits = lambda hidden: Model.logits(model, hidden) * float("nan")
+            step = real(model, optimizer, given, batches, state, number, world)
+            model.__dict__.pop("logits", None)
+            if number == 5:
+                memory = step.seen.state.blocks[0].memory
+                memory.layers[0].data[0] = float("nan")
+                memory.diverged[0] = True
+            return step
+
+        monkeypatch.setattr(engine, "take_step", stumbles)
+        fit(setting, tmp_path / "run")
+        for begins, position in entered:
+            assert all(place == 0 for place, anew in zip(position, begins, strict=True) if anew)
+        assert entered[6][1][0] == 0, "a diverged memory begins anew"
+        for later in ("00000007", "00000008"):
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / later)
+        shutil.rmtree(tmp_path / "run" / "model")
+        before = losses(tmp_path / "run")
+        fit(None, tmp_path / "run", resume=True)
+        assert losses(tmp_path / "run") == before
+
+    def test_a_checkpoint_that_does_not_fit_is_refused(self, tmp_path):
+        fit(config("lmm", steps=6), tmp_path / "run")
+        last = checkpoints(tmp_path / "run" / "checkpoints")[-1]
+        whole = read_tensors(last / "model.safetensors").tensors
+        name = next(iter(whole))
+        write_tensors(last / "model.safetensors", {key: value for key, value in whole.items() if key != name}, {})
+        message = rf"00000006: {re.escape(name)}: expected a tensor .*, got none; .* remove that folder to go on from 00000003"
+        with pytest.raises(ValueError, match=message):
+            fit(None, tmp_path / "run", resume=True)
+        write_tensors(last / "model.safetensors", whole, {})
+        write_json(last / "progress.json", {})
+        with pytest.raises(ValueError, match=r"progress.json: expected whole numbers step"):
+            fit(None, tmp_path / "run", resume=True)
+        shutil.rmtree(last)
+        fit(None, tmp_path / "run", resume=True)
+        data = read_json(tmp_path / "run" / "config.json")
+        data["model"]["depth"] = 2
+        write_json(tmp_path / "run" / "config.json", data)
+        with pytest.raises(ValueError, match="expected a checkpoint of the run's own model"):
+            fit(None, tmp_path / "run", resume=True)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"optimizer.warmup": "-5"}, "warmup: expected a number from 0"),
+            ({"optimizer.final": "nan"}, "final: expected a finite number, got nan"),
+            ({"optimizer.betas": "0.9"}, "betas: expected 2, each a finite number, got"),
+            ({"optimizer.betas": "0.9,1.5"}, r"betas\[1\]: expected a number from 0 to"),
+            ({"seed": "-1"}, "seed: expected a number from 0"),
+            ({"prompt": ""}, "prompt: expected at least one character"),
+            (
+                {"data.kind": "documents", "carry": "true", "model.pattern": "attention"},
+                "carry: expected blocks of constant size",
+            ),
+        ],
+    )
+    def test_nonsense_is_refused(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            override(config(), changes)
+
+    def test_a_config_edited_by_hand_is_checked(self):
+        for part, name, value in (
+            ("optimizer", "warmup", "5"),
+            (None, "compile", "false"),
+            (None, "data", None),
+            (None, "model", 3),
+        ):
+            data = config().to_dict()
+            (data[part] if part else data)[name] = value
+            with pytest.raises(ValueError, match=f"{name}: expected"):
+                TrainConfig.from_dict(data)
+
+    def test_the_width_and_no_trackers_can_be_asked_for(self):
+        assert override(config(), {"model.dim": "32"}).model.memory.dim == 32
+        assert override(config(trackers=("wandb",)), {"trackers": ""}).trackers == ()
+
+    def test_rates_count_what_was_read(self, tmp_path, shards):
+        setting = config("lmm", data=DataConfig(kind="documents", path=shards, length=512), steps=2, batch=2)
+        fit(setting, tmp_path / "run")
+        lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        source = engine.SOURCES["documents"](setting, 2, 0, 1)
+        assert lines[-1]["tokens"] == sum(int(source.step(n).mask.sum()) for n in range(2))
+
+    def test_a_run_is_exported_from_anywhere_whole_or_not_at_all(self, tmp_path, shards, monkeypatch):
+        monkeypatch.chdir(os.path.dirname(shards))
+        fit(config("lmm", data=DataConfig(kind="packed", path="tokens", length=24), steps=2), tmp_path / "run")
+        monkeypatch.chdir("/")
+        shutil.rmtree(shards)
+        engine.export(tmp_path / "run", tmp_path / "model")
+        assert isinstance(Session(tmp_path / "model").generate("abc", max_tokens=2), str)
+        assert not list(tmp_path.glob(".model*"))

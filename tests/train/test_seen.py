@@ -14,7 +14,7 @@ from runs import config, losses
 from remanence.config import PRESETS, preset
 from remanence.model import Model
 from remanence.train import DataConfig, TrainConfig, fit
-from remanence.train.plan import check, flops_per_token, plan
+from remanence.train.plan import flops_per_token, plan
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 
@@ -29,7 +29,6 @@ def test_every_recipe_makes_a_config_that_survives_being_saved(path):
 def test_the_papers_recipes_fit_eight_gpus(path):
     made = runpy.run_path(str(path))["recipe"]()
     costs = plan(made, 8, "H100")
-    check(costs, made)
     billions = {"170m": 15, "340m": 15, "760m": 30, "1.3b": 100}[path.stem.removeprefix("titans_").replace("_", ".")]
     assert costs.tokens == pytest.approx(billions * 1e9, rel=1e-4)
     with torch.device("meta"):
@@ -48,10 +47,10 @@ def test_operations_of_a_transformer_are_six_per_weight_and_token():
 def test_what_cannot_fit_is_refused():
     large = TrainConfig(model=preset("1.3b", "mac", vocabulary=32_000), data=DataConfig(length=4096), batch=512)
     with pytest.raises(ValueError, match=r"memory: expected at most 80.0 GB on a device, .* --checkpointing=true"):
-        check(plan(large, 8), large)
+        plan(large, 8)
     small = replace(large, batch=1, data=DataConfig(length=64), model=preset("1.3b", "lmm", depth=48))
     with pytest.raises(ValueError, match=r"memory: .* more GPUs share it"):
-        check(plan(small, 1, "3090"), small)
+        plan(small, 1, "3090")
     with pytest.raises(ValueError, match="batch: expected a multiple of accumulate x GPUs = 7, got 512"):
         plan(large, 7)
     with pytest.raises(ValueError, match=r"gpu: expected one of .* did you mean 'H100'"):
