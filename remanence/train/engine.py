@@ -89,19 +89,21 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
 
     def begin() -> None:  # only now: a config that cannot be run leaves nothing behind
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "config.json", config.to_dict())
+        if not resume:
+            write_json(out / "config.json", config.to_dict())
         if isinstance(source, Packed | Documents):
-            (out / "tokenizer").mkdir()
+            (out / "tokenizer").mkdir(exist_ok=True)
             source.data.tokenizer.save(out / "tokenizer")
 
-    if not resume:
-        world.one(begin)
+    world.one(begin)
     progress, carried = Progress(), None
     if found := checkpoint.checkpoints(out / "checkpoints"):
         progress, carried = _taken_up(found, model, optimizer, world)
     if progress.step < config.steps:
         world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))  # of a run that was to be shorter
-    metrics = _metrics(config, out, progress, log, world) if world.first else None
+    opened: list[Metrics] = []
+    world.one(lambda: opened.append(_metrics(config, out, progress, log, world, resume)))
+    metrics = opened[0] if opened else None
 
     def save() -> None:
         checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep, world)
@@ -150,11 +152,13 @@ def _taken_up(found: list[Path], model: Model, optimizer: torch.optim.Optimizer,
         raise ValueError(f"{error}; the checkpoint cannot be taken up, {before}") from None
 
 
-def _metrics(config: TrainConfig, out: Path, progress: Progress, log: Callable[[Line], None] | None, world: World) -> Metrics:
+def _metrics(
+    config: TrainConfig, out: Path, progress: Progress, log: Callable[[Line], None] | None, world: World, resume: bool
+) -> Metrics:
     try:
         return Metrics(out, config, progress, log, world.device)
     except ValueError:
-        if not (out / "checkpoints").exists():  # nothing of this run is worth keeping
+        if not resume:  # nothing of this run is worth keeping
             shutil.rmtree(out)
         raise
 
