@@ -197,7 +197,7 @@ class Data:
     """Take only the first documents."""
 
     def run(self) -> None:
-        from remanence.commands import prepare_data
+        from remanence.train_commands import prepare_data
 
         limits = (self.max_tokens, self.max_documents)
         prepare_data(self.sources, self.out, self.tokenizer, self.field, self.workers, *limits)
@@ -222,7 +222,7 @@ class Train:
     overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
 
     def run(self) -> None:
-        from remanence.commands import dry_run, train
+        from remanence.train_commands import dry_run, train
 
         if self.dry_run:
             dry_run(self.recipe, dict(self.overrides), self.gpus, self.gpu)
@@ -242,7 +242,7 @@ class Export:
     """New folder to write."""
 
     def run(self) -> None:
-        from remanence.commands import export_run
+        from remanence.train_commands import export_run
 
         export_run(self.run_folder, self.out)
 

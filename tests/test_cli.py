@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from remanence import Model, Session, cli, commands, memfile
+from remanence import Model, Session, cli, commands, memfile, train_commands
 from remanence.blocks import BLOCKS
 from remanence.config import PRESETS, preset
 from remanence.model import matched, parameters
@@ -227,7 +227,7 @@ def test_training_by_a_recipe(run, tmp_path):
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
 def test_recipes_make_configs(recipe):
-    config = commands._recipe(recipe)
+    config = train_commands._recipe(recipe)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert parameters(config.model) > 0
     assert len(recipe.read_text().splitlines()) < 60
