@@ -67,7 +67,6 @@ def prepare_data(
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
     """Train by a recipe, with a bar on a terminal and plain lines elsewhere; of several processes, the first one speaks."""
-
     if resume and overrides:
         raise ValueError(f"--{next(iter(overrides))}: expected no changes beside --resume, as the run's own config counts")
     config = run_config(out) if resume else override(_recipe(recipe), overrides)

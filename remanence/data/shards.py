@@ -123,6 +123,15 @@ def write_index(folder: Path, shards: list[dict[str, Any]], vocabulary: int) -> 
     write_json(folder / "tokens.json", {**header, "shards": shards})
 
 
+def _well_formed(index: dict[str, Any]) -> bool:
+    """Whether an index says of everything what it should; whether that is true, the shards tell."""
+    vocabulary, shards = index.get("vocabulary"), index.get("shards")
+    if type(vocabulary) is not int or index.get("dtype") != dtype_for(vocabulary).str or not isinstance(shards, list):
+        return False
+    kinds = {"name": str, "tokens": int, "documents": int}
+    return all(isinstance(shard, dict) and all(type(shard.get(key)) is kind for key, kind in kinds.items()) for shard in shards)
+
+
 class Tokens:
     """A prepared folder: ``len(tokens)`` documents, ``tokens[i]`` one of them, without reading the others."""
 
@@ -133,7 +142,9 @@ class Tokens:
         index = read_json(self.folder / "tokens.json")
         if index.get("format") != FORMAT or index.get("schema") != SCHEMA:
             raise ValueError(f"{self.folder / 'tokens.json'}: expected {FORMAT} of schema {SCHEMA}, got {index.get('format')!r}")
-        self.vocabulary, dtype = int(index["vocabulary"]), np.dtype(index["dtype"])
+        if not _well_formed(index):
+            raise ValueError(f"{self.folder / 'tokens.json'}: damaged: it does not describe the shards; prepare the data again")
+        self.vocabulary, dtype = index["vocabulary"], np.dtype(index["dtype"])
         self.shards: list[np.ndarray] = []
         ends = []
         for shard in index["shards"]:

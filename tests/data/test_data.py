@@ -10,6 +10,7 @@ import torch
 
 from remanence.data import Documents, Packed, Tokens, prepare
 from remanence.data.sources import File
+from remanence.files import read_json, write_json
 from remanence.tokens import ByteTokenizer
 
 TEXTS = ["Call me Ishmael.", "é" * 40, "x", "It was the best of times, it was the worst of times. " * 6, "end\n"]
@@ -227,3 +228,13 @@ class TestDocuments:
     def test_too_few_documents(self, data):
         with pytest.raises(ValueError, match="data: expected at least 50 documents, one for each row, got 40"):
             Documents(data, 16, 50)
+
+
+@pytest.mark.parametrize(
+    "change", [{"vocabulary": None}, {"vocabulary": "257"}, {"dtype": "<f4"}, {"shards": None}, {"shards": [{}]}, {"shards": [3]}]
+)
+def test_an_index_that_is_damaged(data, change):
+    index = read_json(data.folder / "tokens.json")
+    write_json(data.folder / "tokens.json", {**index, **change})
+    with pytest.raises(ValueError, match=r"tokens.json: damaged: .*; prepare the data again"):
+        Tokens(data.folder)
