@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.func import vmap
 
-from remanence.ops import chunked, reference
+from remanence.ops import chunked, fused, reference
 from remanence.ops.checks import check_call, check_chunk, check_kinds, check_offsets, check_start, check_state, check_values
 from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import NETS, Net
@@ -22,6 +22,7 @@ log = logging.getLogger("remanence")
 BACKENDS: dict[str, Callable[..., tuple[Tensor, MemoryState, Tensor]]] = {
     "reference": reference.memorize,
     "chunked": chunked.memorize,
+    "triton": fused.memorize,
 }
 
 
@@ -63,7 +64,8 @@ def memorize(
 
     Every token is written before it is asked about (eq. 15's read is inclusive), with the gradient taken at the weights of
     its chunk's start. Differentiable in q, k, v, the gates, and the state's weights, momentum and tail. Answers have q's
-    dtype; the arithmetic, the state and the surprise are float32, or float64 if q is.
+    dtype; the arithmetic, the state and the surprise are float32, or float64 if q is (the triton backend multiplies bfloat16
+    operands as they are, and adds up in float32).
 
     Args:
         q, k, v: queries, keys, values. Keys should be normalised: the step size is relative to their squared length.
@@ -88,12 +90,13 @@ def memorize(
         check = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if check:
         check_values(q, k, v, gates)
-    run = BACKENDS[_choose(backend)]
+    backend = _choose(backend, q, net, rule, chunk)
     if q.shape[1] == 0:
         return q, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)
     exact = state.k.dtype
+    operands = (q, k, v) if backend == "triton" else (q.to(exact), k.to(exact), v.to(exact))
     with torch.autocast(q.device.type, enabled=False):
-        y, new, surprise = run(q.to(exact), k.to(exact), v.to(exact), gates, state, net, rule, chunk, borders)
+        y, new, surprise = BACKENDS[backend](*operands, gates, state, net, rule, chunk, borders)
     return y.to(q.dtype), new, surprise
 
 
@@ -140,9 +143,13 @@ def ask(
 _said: set[str] = set()
 
 
-def _choose(backend: str) -> str:
+def _choose(backend: str, q: Tensor, net: Net, rule: Rule, chunk: int) -> str:
     if backend == "auto":
         backend = "chunked"
+        # The kernels pay by whole chunks; a decoded token has none.
+        if q.device.type == "cuda" and q.shape[1] >= chunk:
+            reason = fused.unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device)
+            backend = "triton" if reason is None else "chunked"
         if backend not in _said:
             _said.add(backend)
             log.info("memory operator: backend %s", backend)

@@ -1,0 +1,284 @@
+"""The two-layer memory on a GPU: triton_kernels.py behind one differentiable function.
+
+Kept for backward are the inputs, P, and the state at every chunk's start in the inputs' dtype (``4 d h`` numbers a chunk and head with
+momentum): the recurrence is walked once forwards and once backwards, never again and never inverted.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remanence.ops.layout import Layout, gates_rows
+from remanence.ops.nets import MLP, Net
+from remanence.ops.rules import Rule
+from remanence.ops.state import Gates, MemoryState
+
+WIDEST = 128
+"""Head width, and chunk, of the largest tile."""
+
+WARPS = {
+    "coef_kernel": 4,
+    "state_kernel": 8,
+    "state_stream": 8,
+    "read_kernel": 4,
+    "read_backward": 8,
+    "carry_kernel": 8,
+    "carry_stream": 8,
+    "keys_backward": 4,
+    "coef_backward": 4,
+}
+"""Per kernel; measured on an H200 (benchmarks/gpu.py)."""
+
+REGISTERS = 64
+"""Widest hidden layer whose state stays in registers; beyond it the state goes through L2 in blocks."""
+
+BLOCK = 64
+"""Those blocks, and the parallel kernels' tiles, along the hidden axis; half of it for heads wider than 64."""
+
+PRECISION = "tf32x3"
+"""Of products of float32 operands: three tensor-core products for one of (nearly) float32. "ieee" is exact and slow."""
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """The kernels' module, or None where Triton cannot be imported."""
+    try:
+        from remanence.ops import triton_kernels
+    except ImportError:
+        return None
+    if interpreted():
+        _mend_interpreter()
+    return triton_kernels
+
+
+def _mend_interpreter() -> None:
+    """Triton 3.6 turns its scalars, arrays of one, into Python integers in a way that NumPy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = mended
+
+
+def interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unsupported(net: Net, rule: Rule, width: int, chunk: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a call cannot run here, in words; None if it can."""
+    if not isinstance(net, MLP) or net.depth != 2 or net.bias:
+        return "the kernels know MLP memories of depth 2 without bias"
+    if rule.anchor != "chunk" or rule.decay_first or rule.loss != "squared":
+        return "the kernels know the squared loss, anchored at the chunk's start, without decay_first"
+    if not 1 <= width <= WIDEST:
+        return f"the kernels know head widths up to {WIDEST}, got {width}"
+    if not 1 <= chunk <= WIDEST:
+        return f"the kernels know chunks up to {WIDEST}, got {chunk}"
+    if kernels() is None:
+        return "triton cannot be imported (pip install 'remanence[triton]')"
+    if interpreted():
+        return None
+    if device.type != "cuda":
+        return f"the kernels run on CUDA (or under TRITON_INTERPRET=1), got {device.type}"
+    return "the kernels compute in float32, got float64" if dtype == torch.float64 else None
+
+
+class Plan(NamedTuple):
+    """What one call's kernels are compiled for."""
+
+    width: int
+    hidden: int
+    chunk: int
+    heads: int
+    momentum: bool
+    forget: bool
+    norm: bool
+    residual: bool
+    gelu: bool
+    precision: str
+
+    @property
+    def tile(self) -> int:
+        return _power(self.chunk)
+
+    @property
+    def streams(self) -> bool:
+        return _power(self.hidden) > REGISTERS or self.width > 64
+
+    @property
+    def block(self) -> int:
+        return min(_power(self.hidden), BLOCK if self.width <= 64 else BLOCK // 2)
+
+    def coefficients(self, like: Tensor) -> dict[str, Any]:
+        return {
+            "CHUNK": self.chunk,
+            "BC": self.tile,
+            "MOMENTUM": self.momentum,
+            "FORGET": self.forget,
+            "ACC": _tl(like.dtype),
+            "PRECISION": self.precision,
+        }
+
+    def tiles(self, acc: torch.dtype, op: torch.dtype, *, train: bool | None = None, norm: bool = True) -> dict[str, Any]:
+        constants = {
+            "D": self.width,
+            "BD": _power(self.width),
+            "HIDDEN": self.hidden,
+            "BH": self.block,
+            "CHUNK": self.chunk,
+            "BC": self.tile,
+            "MOMENTUM": self.momentum,
+            "RESIDUAL": self.residual,
+            "GELU": self.gelu,
+            "ACC": _tl(acc),
+            "OP": _tl(op),
+            "PRECISION": self.precision,
+        }
+        if norm:
+            constants["NORM"] = self.norm
+        if train is not None:
+            constants["TRAIN"] = train
+        return constants
+
+
+def _power(size: int) -> int:
+    """Tiles are powers of two, and a matrix product's at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _tl(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64}[dtype]
+
+
+def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
+    getattr(kernels(), name)[grid](*tensors, **constants, num_warps=WARPS[name], num_stages=1)
+
+
+def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J1: Tensor, J2: Tensor, totals: Tensor, train: bool) -> tuple:
+    """q, k, v ``[r L heads d]``, gates ``[r L heads]``, J ``[m p ..]``, totals ``[r]``; what backward needs comes last."""
+    rows, L, heads, width = q.shape
+    n, m = -(-L // plan.chunk), rows * heads
+    acc, op, C = J1.dtype, q.dtype, plan.tile
+    P, co = _empty(q, m, n, C, C, dtype=op), _empty(q, m, n, 4, C, dtype=acc)
+    fold = _empty(q, m, n, 4, dtype=acc)
+    log_gates = [gate if gate is not None else gates.log_step for gate in gates]
+    _launch("coef_kernel", (n, m), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(J1))
+    starts1, starts2 = (_empty(q, m, n, *J.shape[1:], dtype=op) for J in (J1, J2))
+    end1, end2, errors = torch.empty_like(J1), torch.empty_like(J2), torch.empty_like(k)
+    surprise = _empty(q, rows, L, heads, dtype=acc)
+    values, rstds = (torch.empty_like(k), torch.empty_like(surprise)) if train and plan.norm else (errors, surprise)
+    _launch(
+        "state_stream" if plan.streams else "state_kernel", (m,),
+        k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, heads,
+        **plan.tiles(acc, op, train=train),
+    )  # fmt: skip
+    y, bad = torch.empty_like(q), _empty(q, m, n, dtype=torch.int32)
+    _launch("read_kernel", (n, m), q, k, starts1, starts2, P, co, errors, y, bad, L, n, heads, **plan.tiles(acc, op))
+    return y, surprise, end1, end2, bad, P, co, fold, starts1, starts2, errors, values, rstds
+
+
+def _backward(
+    plan: Plan, saved: tuple[Tensor, ...], gates: Gates, g_y: Tensor, g_surprise: Tensor, g_end1: Tensor, g_end2: Tensor
+) -> tuple[list[Tensor | None], Tensor, Tensor]:
+    q, k, v, totals, P, co, fold, starts1, starts2, errors, values, rstds = saved
+    rows, L, heads, width = q.shape
+    n, m = -(-L // plan.chunk), rows * heads
+    acc, op, C = co.dtype, q.dtype, plan.tile
+    g_q, g_k, g_v, g_D2 = (torch.empty_like(q) for _ in range(4))
+    g_P, g_co, g_fold = torch.empty_like(P), torch.empty_like(co), torch.empty_like(fold)
+    g_X2, g_D1 = (_empty(q, m, n, C, plan.hidden, dtype=op) for _ in range(2))
+    g_J1, g_J2 = torch.empty_like(starts1), torch.empty_like(starts2)
+    came = _empty(q, m, n, dtype=acc)
+    tiles = plan.tiles(acc, op)
+    _launch(
+        "read_backward", (n, m),
+        q, k, starts1, starts2, P, co, errors, g_y, g_surprise, g_q, g_k, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, heads,
+        **tiles,
+    )  # fmt: skip
+    came_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
+    g_first1, g_first2 = torch.empty_like(g_end1), torch.empty_like(g_end2)
+    _launch(
+        "carry_stream" if plan.streams else "carry_kernel", (m,),
+        k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
+        g_end1, g_end2, g_first1, g_first2, g_v, L, n, heads, 1.0 / torch.finfo(acc).eps,
+        **tiles,
+    )  # fmt: skip
+    _launch(
+        "keys_backward", (n, m),
+        k, starts1, starts2, co, errors, g_D1, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, heads,
+        **plan.tiles(acc, op, norm=False),
+    )  # fmt: skip
+    log_gates = [gate if gate is not None else gates.log_step for gate in gates]
+    g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
+    _launch("coef_backward", (n, m), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(came))
+    grads = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
+    return [g_q, g_k, g_v, *grads], g_first1, g_first2
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, train: bool, totals: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        q, k, v, log_step, log_momentum, log_keep, J1, J2 = tensors
+        gates = Gates(log_step, log_momentum, log_keep)
+        y, surprise, end1, end2, bad, *kept = _forward(plan, q, k, v, gates, J1, J2, totals, train)
+        if train:
+            ctx.plan = plan
+            ctx.save_for_backward(*gates, q, k, v, totals, *kept)
+        ctx.mark_non_differentiable(bad)
+        return y, surprise, end1, end2, bad
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        g_y, g_surprise, g_end1, g_end2 = (grad.contiguous() for grad in grads[:4])
+        kept = ctx.saved_tensors
+        inputs, g_J1, g_J2 = _backward(ctx.plan, kept[3:], Gates(*kept[:3]), g_y, g_surprise, g_end1, g_end2)
+        return None, None, None, *inputs, g_J1, g_J2
+
+
+def memorize(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: list[int] | None
+) -> tuple[Tensor, MemoryState, Tensor]:
+    """The arguments are those of `remanence.ops.memorize`, already checked, q, k and v in the dtype they came in."""
+    reason = unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device)
+    if reason is not None or not isinstance(net, MLP):
+        raise ValueError(f"backend: 'triton' cannot run this call: {reason}")
+    exact = state.k.dtype
+    op = q.dtype if q.dtype == torch.bfloat16 else exact
+    layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets, replay=True)
+    q, k, v = layout.queries(q), layout.rows(state.k, k), layout.rows(state.v, v)
+    gates = gates_rows(layout, state, gates)
+    rows, _, heads, width = q.shape
+    totals = torch.tensor(layout.totals, dtype=torch.int32, device=q.device)
+    inputs = [x.to(op).contiguous() for x in (q, k, v)] + [None if x is None else x.contiguous() for x in gates]
+    start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
+    plan = Plan(
+        width, state.layers[0].shape[-1], chunk, heads, rule.momentum, rule.forget, net.norm, net.residual,
+        net.activation == "gelu", "ieee" if interpreted() else PRECISION,
+    )  # fmt: skip
+    train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *start))
+    y, surprise, end1, end2, bad = _Fused.apply(plan, train, totals, *inputs, *start)
+    layers = tuple(end.unflatten(0, (rows, heads)) for end in (end1, end2)) if layout.folds else state.layers
+    diverged = state.diverged | bad.view(rows, -1).any(1) | ~surprise.detach().isfinite().flatten(1).all(1)
+    for layer in layers if layout.folds else ():
+        diverged = diverged | ~layer.detach().isfinite().flatten(1).all(1)
+    position = state.position + torch.tensor(layout.counts, device=q.device)
+    tail = [layout.tail(x).to(exact) for x in (k, v)]
+    new = MemoryState(layers, *tail, gates.map(layout.tail), position, diverged)
+    return layout.back(y), new, layout.back(surprise)

@@ -1,0 +1,899 @@
+"""The closed form of a two-layer memory as Triton kernels: x + LN(act(x W1) W2), or without the LayerNorm.
+
+One chunk's tokens are a tile of C rows; a program is one (row, head), m of them, or one of its chunks. Letters as in closed_form.py:
+
+    coef_kernel       gates -> P, (a, r, c, s), fold                       every chunk at once
+    state_kernel      W, S over the chunks, keys only; D2, surprise        one program per (row, head), state in registers
+    state_stream      the same, state in blocks of the hidden axis through L2
+    read_kernel       the answers, from the states at the chunks' starts   every chunk at once
+    read_backward     gradients of q, P, a, r; what reading adds to the gradients of the state and of the keys' X and D
+    carry_kernel      the state's gradient, backwards over the chunks      one program per (row, head); carry_stream likewise
+    keys_backward     gradients of k, c, s and fold, given the gradient of every chunk's end state
+    coef_backward     gradients of the gates
+
+What is linear stays split: what reading contributes (parallel) and what comes from later chunks (sequential) are added up in
+`carry_kernel`, so that nothing but the state's own recurrence waits. Operands of products have the inputs' dtype (OP), sums and the
+state are float32 (float64 under the interpreter, where the algebra is tested).
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+# The interpreter multiplies bfloat16's raw bits, so it gets float32 operands there.
+LIFT = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+EPS = tl.constexpr(1e-5)
+LARGE = tl.constexpr(1e12)
+DENSITY = tl.constexpr(0.3989422804014327)
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+
+
+@triton.jit
+def _dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
+    a, b = a.to(OP), b.to(OP)
+    if LIFT and OP == tl.bfloat16:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _activate(z, GELU: tl.constexpr):
+    if GELU:
+        return z * (0.5 * tl.erf(z * ROOT_HALF) + 0.5)
+    else:
+        return z / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _activate_with_slope(z, GELU: tl.constexpr):
+    if GELU:
+        below = 0.5 * tl.erf(z * ROOT_HALF) + 0.5
+        return z * below, below + z * tl.exp(-0.5 * z * z) * DENSITY
+    else:
+        gate = 1.0 / (1.0 + tl.exp(-z))
+        return z * gate, gate + z * gate * (1.0 - gate)
+
+
+@triton.jit
+def _derivatives(z, GELU: tl.constexpr):
+    """act, act', act''."""
+    if GELU:
+        below = 0.5 * tl.erf(z * ROOT_HALF) + 0.5
+        density = tl.exp(-0.5 * z * z) * DENSITY
+        return z * below, below + z * density, density * (2.0 - z * z)
+    else:
+        gate = 1.0 / (1.0 + tl.exp(-z))
+        slope = gate * (1.0 - gate)
+        return z * gate, gate + z * slope, slope * (2.0 + z * (1.0 - 2.0 * gate))
+
+
+@triton.jit
+def _norm(x, D: tl.constexpr, BD: tl.constexpr):
+    """LayerNorm without gain: value, and 1 / deviation (of the row before it was shrunk into float32's squares)."""
+    shrink = tl.minimum(LARGE / tl.max(tl.abs(x), 1), 1.0)
+    x = x * shrink[:, None]
+    x = x - (tl.sum(x, 1) / D)[:, None]
+    if D != BD:
+        x = tl.where((tl.arange(0, BD) < D)[None, :], x, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + EPS)
+    return x * rstd[:, None], rstd * shrink
+
+
+@triton.jit
+def _pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
+    """LayerNorm's backward."""
+    g = g - (tl.sum(g, 1) / D)[:, None] - value * (tl.sum(g * value, 1) / D)[:, None]
+    if D != BD:
+        g = tl.where((tl.arange(0, BD) < D)[None, :], g, 0.0)
+    return g * rstd[:, None]
+
+
+@triton.jit
+def _norm_backward(g_value, grad, pulled, g_pulled, value, rstd, D: tl.constexpr, BD: tl.constexpr):
+    """The source's gradient, from those of value and of pulled = pull(grad), which follows the source through value and rstd."""
+    along = tl.sum(grad * value, 1) / D
+    g_along = tl.sum(g_pulled * value, 1) / D
+    through_value = g_pulled * along[:, None] + grad * g_along[:, None]
+    through_rstd = tl.sum(g_pulled * pulled, 1) / D * rstd
+    return _pull(g_value - through_value * rstd[:, None], value, rstd, D, BD) - value * through_rstd[:, None]
+
+
+@triton.jit
+def _load(ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    at = ptr + rows[:, None] * COLS + cols[None, :]
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(rows < ROWS)[:, None] & (cols < COLS)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(ptr, x, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    at = ptr + rows[:, None] * COLS + cols[None, :]
+    if EVEN:
+        tl.store(at, x.to(ptr.dtype.element_ty))
+    else:
+        tl.store(at, x.to(ptr.dtype.element_ty), mask=(rows < ROWS)[:, None] & (cols < COLS)[None, :])
+
+
+@triton.jit
+def _tokens(m, i, L, HEADS, CHUNK: tl.constexpr, BC: tl.constexpr):
+    """Where the chunk's tokens stand in ``[r L heads]``, and which of the tile's rows are tokens."""
+    t = tl.arange(0, BC)
+    token = i * CHUNK + t
+    return ((m // HEADS).to(tl.int64) * L + token) * HEADS + m % HEADS, (t < CHUNK) & (token < L)
+
+
+@triton.jit
+def _load_tokens(ptr, at, live, D: tl.constexpr, BD: tl.constexpr):
+    cols = tl.arange(0, BD)
+    return tl.load(ptr + at[:, None] * D + cols[None, :], mask=live[:, None] & (cols < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_tokens(ptr, x, at, live, D: tl.constexpr, BD: tl.constexpr):
+    cols = tl.arange(0, BD)
+    tl.store(ptr + at[:, None] * D + cols[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (cols < D)[None, :])
+
+
+# ---------------------------------------------------------------------------------------------------------- coefficients
+
+
+@triton.jit
+def _products(log_gate, BC: tl.constexpr):
+    """``[j t]``: the product of the gates over (j, t], 0 for t < j."""
+    t = tl.arange(0, BC)
+    later = t[None, :] > t[:, None]
+    products = tl.cumprod(tl.where(later, tl.exp(log_gate)[None, :], 1.0), 1)
+    return tl.where(t[None, :] >= t[:, None], products, 0.0)
+
+
+@triton.jit
+def _products_backward(g, products, BC: tl.constexpr):
+    """The logs' gradient: a product over (j, t] changes with each of its logs by itself."""
+    t = tl.arange(0, BC)
+    changed = tl.cumsum(g * products, 1, reverse=True)
+    return tl.sum(tl.where(t[None, :] > t[:, None], changed, 0.0), 0)
+
+
+@triton.jit
+def coef_kernel(
+    log_step, log_momentum, log_keep, totals, P, co, fold, L, n, HEADS,
+    CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i, m = tl.program_id(0), tl.program_id(1)
+    t = tl.arange(0, BC)
+    at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
+    complete = (i + 1) * CHUNK <= tl.load(totals + m // HEADS)
+    theta = tl.where(live, tl.exp(tl.load(log_step + at, mask=live, other=0.0)), 0.0)
+    later = t[None, :] >= t[:, None]
+    kept = tl.where(later, 1.0, 0.0).to(ACC)
+    a = tl.full([BC], 1.0, ACC)
+    if FORGET:
+        keep = tl.load(log_keep + at, mask=live, other=0.0)
+        kept = _products(keep, BC)
+        a = tl.exp(tl.cumsum(keep, 0))
+    if MOMENTUM:
+        eta = tl.load(log_momentum + at, mask=live, other=0.0)
+        moved = _products(eta, BC)
+        past = tl.exp(tl.cumsum(eta, 0))
+        r = tl.sum(kept * past[:, None], 0)
+        mix = tl.dot(moved, kept, input_precision=PRECISION) * theta[:, None]
+    else:
+        mix = kept * theta[:, None]
+    base = m.to(tl.int64) * n + i
+    tl.store(P + base * BC * BC + t[None, :] * BC + t[:, None], mix.to(P.dtype.element_ty))
+    last = t == CHUNK - 1
+    whole = tl.where(complete, 1.0, 0.0).to(ACC)
+    tl.store(co + base * 4 * BC + t, a)
+    tl.store(co + base * 4 * BC + 2 * BC + t, tl.sum(tl.where(last[None, :], mix, 0.0), 1) * whole)
+    tl.store(fold + base * 4, tl.where(complete, tl.sum(tl.where(last, a, 0.0)), 1.0))
+    if MOMENTUM:
+        tl.store(co + base * 4 * BC + BC + t, r)
+        tl.store(co + base * 4 * BC + 3 * BC + t, tl.sum(tl.where(last[None, :], moved, 0.0), 1) * theta * whole)
+        tl.store(fold + base * 4 + 1, tl.sum(tl.where(last, r, 0.0)) * whole)
+        tl.store(fold + base * 4 + 2, tl.where(complete, tl.sum(tl.where(last, past, 0.0)), 1.0))
+
+
+@triton.jit
+def coef_backward(
+    log_step, log_momentum, log_keep, totals, g_P, g_co, g_fold, g_step, g_momentum, g_keep, L, n, HEADS,
+    CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i, m = tl.program_id(0), tl.program_id(1)
+    t = tl.arange(0, BC)
+    at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
+    complete = (i + 1) * CHUNK <= tl.load(totals + m // HEADS)
+    whole = tl.where(complete, 1.0, 0.0).to(ACC)
+    last = t == CHUNK - 1
+    base = m.to(tl.int64) * n + i
+    theta = tl.where(live, tl.exp(tl.load(log_step + at, mask=live, other=0.0)), 0.0)
+    later = t[None, :] >= t[:, None]
+    g_mix = tl.load(g_P + base * BC * BC + t[None, :] * BC + t[:, None]).to(ACC)  # [j t], like every product here
+    g_c = tl.load(g_co + base * 4 * BC + 2 * BC + t) * whole
+    g_mix = tl.where(later, g_mix + tl.where(last[None, :], g_c[:, None], 0.0), 0.0)
+    g_a = tl.load(g_co + base * 4 * BC + t) + tl.where(last, tl.load(g_fold + base * 4) * whole, 0.0)
+    kept = tl.where(later, 1.0, 0.0).to(ACC)
+    if FORGET:
+        keep = tl.load(log_keep + at, mask=live, other=0.0)
+        kept = _products(keep, BC)
+    if MOMENTUM:
+        eta = tl.load(log_momentum + at, mask=live, other=0.0)
+        moved = _products(eta, BC)
+        past = tl.exp(tl.cumsum(eta, 0))
+        g_theta = tl.sum(g_mix * tl.dot(moved, kept, input_precision=PRECISION), 1)
+        g_mix = g_mix * theta[:, None]
+        g_r = tl.load(g_co + base * 4 * BC + BC + t) + tl.where(last, tl.load(g_fold + base * 4 + 1) * whole, 0.0)
+        g_s = tl.load(g_co + base * 4 * BC + 3 * BC + t) * whole
+        g_theta += g_s * tl.sum(tl.where(last[None, :], moved, 0.0), 1)
+        g_moved = tl.dot(g_mix, tl.trans(kept), input_precision=PRECISION) + tl.where(last[None, :], (g_s * theta)[:, None], 0.0)
+        g_past = tl.sum(kept * g_r[None, :], 1) + tl.where(last, tl.load(g_fold + base * 4 + 2) * whole, 0.0)
+        g_eta = _products_backward(g_moved, moved, BC) + tl.cumsum(g_past * past, 0, reverse=True)
+        tl.store(g_momentum + at, g_eta, mask=live)
+        g_kept = tl.dot(tl.trans(moved), g_mix, input_precision=PRECISION) + past[:, None] * g_r[None, :]
+    else:
+        g_theta = tl.sum(g_mix * kept, 1)
+        g_kept = g_mix * theta[:, None]
+    tl.store(g_step + at, g_theta * theta, mask=live)
+    if FORGET:
+        a = tl.exp(tl.cumsum(keep, 0))
+        tl.store(g_keep + at, _products_backward(g_kept, kept, BC) + tl.cumsum(g_a * a, 0, reverse=True), mask=live)
+
+
+# ------------------------------------------------------------------------------------------------------- state, forward
+
+
+@triton.jit
+def _error(
+    O, K, k, v, at, live, errors, values, rstds, surprise,
+    D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TRAIN: tl.constexpr,
+):  # fmt: skip
+    """From Z_2 to D2, with the surprise and what backward needs written on the way."""
+    value = O
+    if NORM:
+        value, rstd = _norm(O, D, BD)
+        if TRAIN:
+            _store_tokens(values, value, at, live, D, BD)
+            tl.store(rstds + at, rstd, mask=live)
+    slope = value - _load_tokens(v, at, live, D, BD)
+    if RESIDUAL:
+        slope += K
+    tl.store(surprise + at, 0.5 * tl.sum(slope * slope, 1), mask=live)
+    D2 = slope
+    if NORM:
+        D2 = _pull(slope, value, rstd, D, BD)
+    _store_tokens(errors, D2, at, live, D, BD)
+    return D2
+
+
+@triton.jit
+def state_kernel(
+    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    d, f, t = tl.arange(0, BD), tl.arange(0, BH), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH)
+    W1 = _load(J1 + m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
+    W2 = _load(J2 + m * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+    if MOMENTUM:
+        S1 = _load(J1 + (m * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
+        S2 = _load(J2 + (m * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
+    for i in range(n):
+        base = m * n + i
+        at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
+        K = _load_tokens(k, at, live, D, BD)
+        _store(starts1 + base * PARTS * SIZE, W1, d, f, D, HIDDEN, EVEN)
+        _store(starts2 + base * PARTS * SIZE, W2, f, d, HIDDEN, D, EVEN)
+        if MOMENTUM:
+            _store(starts1 + (base * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
+            _store(starts2 + (base * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
+        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+        O = _dot(H, W2, OP, PRECISION)
+        D2 = _error(O, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        D1 = _dot(D2, tl.trans(W2.to(OP)), OP, PRECISION) * slope
+        c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+        keep = tl.load(fold + base * 4)
+        Kt, Ht = tl.trans(K), tl.trans(H.to(OP))
+        W1 = keep * W1 - _dot(Kt, c * D1, OP, PRECISION)
+        W2 = keep * W2 - _dot(Ht, c * D2, OP, PRECISION)
+        if MOMENTUM:
+            s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+            carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
+            W1 += carry * S1
+            W2 += carry * S2
+            S1 = past * S1 - _dot(Kt, s * D1, OP, PRECISION)
+            S2 = past * S2 - _dot(Ht, s * D2, OP, PRECISION)
+    _store(end1 + m * PARTS * SIZE, W1, d, f, D, HIDDEN, EVEN)
+    _store(end2 + m * PARTS * SIZE, W2, f, d, HIDDEN, D, EVEN)
+    if MOMENTUM:
+        _store(end1 + (m * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
+        _store(end2 + (m * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
+
+
+@triton.jit
+def state_stream(
+    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`end` holds the state while it changes. One pass over it per chunk: a block folded is read by the next chunk at once."""
+    m = tl.program_id(0).to(tl.int64)
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    J1 += m * PARTS * SIZE
+    J2 += m * PARTS * SIZE
+    end1 += m * PARTS * SIZE
+    end2 += m * PARTS * SIZE
+    at, live = _tokens(m, 0, L, HEADS, CHUNK, BC)
+    K = _load_tokens(k, at, live, D, BD)
+    O = tl.zeros([BC, BD], ACC)
+    starts1 += m * n * PARTS * SIZE
+    starts2 += m * n * PARTS * SIZE
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W1 = _load(J1, d, f, D, HIDDEN, EVEN)
+        W2 = _load(J2, f, d, HIDDEN, D, EVEN)
+        _store(end1, W1, d, f, D, HIDDEN, EVEN)
+        _store(end2, W2, f, d, HIDDEN, D, EVEN)
+        _store(starts1, W1, d, f, D, HIDDEN, EVEN)
+        _store(starts2, W2, f, d, HIDDEN, D, EVEN)
+        if MOMENTUM:
+            S1 = _load(J1 + SIZE, d, f, D, HIDDEN, EVEN)
+            S2 = _load(J2 + SIZE, f, d, HIDDEN, D, EVEN)
+            _store(end1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+            _store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+            _store(starts1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+            _store(starts2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+        O += _dot(_activate(_dot(K, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
+    for i in tl.range(n, num_stages=1):
+        tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
+        base = m * n + i
+        starts1 += PARTS * SIZE
+        starts2 += PARTS * SIZE
+        D2 = _error(O, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+        keep = tl.load(fold + base * 4)
+        if MOMENTUM:
+            s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+            carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
+        Kt = tl.trans(K)
+        more = i + 1 < n
+        at, live = _tokens(m, i + 1, L, HEADS, CHUNK, BC)
+        live = live & more
+        K_next = _load_tokens(k, at, live, D, BD)
+        O = tl.zeros([BC, BD], ACC)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BH + tl.arange(0, BH)
+            W1 = _load(end1, d, f, D, HIDDEN, EVEN)
+            W2 = _load(end2, f, d, HIDDEN, D, EVEN)
+            H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+            D1 = _dot(D2, tl.trans(W2.to(OP)), OP, PRECISION) * slope
+            Ht = tl.trans(H.to(OP))
+            W1 = keep * W1 - _dot(Kt, c * D1, OP, PRECISION)
+            W2 = keep * W2 - _dot(Ht, c * D2, OP, PRECISION)
+            if MOMENTUM:
+                S1 = _load(end1 + SIZE, d, f, D, HIDDEN, EVEN)
+                S2 = _load(end2 + SIZE, f, d, HIDDEN, D, EVEN)
+                W1 += carry * S1
+                W2 += carry * S2
+                S1 = past * S1 - _dot(Kt, s * D1, OP, PRECISION)
+                S2 = past * S2 - _dot(Ht, s * D2, OP, PRECISION)
+                _store(end1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+                _store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+                if more:
+                    _store(starts1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+                    _store(starts2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+            _store(end1, W1, d, f, D, HIDDEN, EVEN)
+            _store(end2, W2, f, d, HIDDEN, D, EVEN)
+            if more:
+                _store(starts1, W1, d, f, D, HIDDEN, EVEN)
+                _store(starts2, W2, f, d, HIDDEN, D, EVEN)
+            O += _dot(_activate(_dot(K_next, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
+        K = K_next
+
+
+# -------------------------------------------------------------------------------------------------------- read, forward
+
+
+@triton.jit
+def read_kernel(
+    q, k, starts1, starts2, P, co, errors, y, bad, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i, m = tl.program_id(0), tl.program_id(1)
+    base = m.to(tl.int64) * n + i
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    starts1 += base * PARTS * SIZE
+    starts2 += base * PARTS * SIZE
+    at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
+    Q, K = _load_tokens(q, at, live, D, BD), _load_tokens(k, at, live, D, BD)
+    D2 = _load_tokens(errors, at, live, D, BD)
+    mix = tl.load(P + base * BC * BC + t[:, None] * BC + t[None, :]).to(ACC)
+    a = tl.load(co + base * 4 * BC + t)[:, None]
+    aQ = (a * Q).to(OP)
+    if MOMENTUM:
+        r = tl.load(co + base * 4 * BC + BC + t)[:, None]
+        rQ = (r * Q).to(OP)
+    blend = (_dot(Q, tl.trans(K), OP, PRECISION) * mix).to(OP)
+    scores = tl.zeros([BC, BC], ACC)
+    O = tl.zeros([BC, BD], ACC)
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
+        W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
+        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+        D1 = _dot(D2, tl.trans(W2), OP, PRECISION) * slope
+        Z = _dot(aQ, W1, OP, PRECISION) - _dot(blend, D1, OP, PRECISION)
+        if MOMENTUM:
+            Z += _dot(rQ, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
+        A = _activate(Z, GELU)
+        O += _dot(a * A, W2, OP, PRECISION)
+        if MOMENTUM:
+            O += _dot(r * A, _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
+        scores += _dot(A, tl.trans(H.to(OP)), OP, PRECISION)
+    O -= _dot(scores * mix, D2, OP, PRECISION)
+    if NORM:
+        O, _ = _norm(O, D, BD)
+    if RESIDUAL:
+        O += Q
+    _store_tokens(y, O, at, live, D, BD)
+    wrong = tl.where(live[:, None] & ~(tl.abs(O) < float("inf")), 1, 0)
+    tl.store(bad + base, tl.max(tl.max(wrong, 1), 0))
+
+
+# ------------------------------------------------------------------------------------------------------------- backward
+
+
+@triton.jit
+def read_backward(
+    q, k, starts1, starts2, P, co, errors, g_y, g_surprise, g_q, g_k, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """g_D2 comes out complete but for what later chunks add: g_D1's way through W2 is in it."""
+    i, m = tl.program_id(0), tl.program_id(1)
+    base = m.to(tl.int64) * n + i
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    starts1 += base * PARTS * SIZE
+    starts2 += base * PARTS * SIZE
+    g_J1 += base * PARTS * SIZE
+    g_J2 += base * PARTS * SIZE
+    g_X2 += base * BC * HIDDEN
+    g_D1 += base * BC * HIDDEN
+    at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
+    Q, K = _load_tokens(q, at, live, D, BD), _load_tokens(k, at, live, D, BD)
+    D2 = _load_tokens(errors, at, live, D, BD)
+    mix = tl.load(P + base * BC * BC + t[:, None] * BC + t[None, :]).to(ACC)
+    a = tl.load(co + base * 4 * BC + t)[:, None]
+    aQ = (a * Q).to(OP)
+    if MOMENTUM:
+        r = tl.load(co + base * 4 * BC + BC + t)[:, None]
+        rQ = (r * Q).to(OP)
+    blend = (_dot(Q, tl.trans(K), OP, PRECISION) * mix).to(OP)
+    g_O = _load_tokens(g_y, at, live, D, BD).to(ACC)
+    g_s = tl.load(g_surprise + at, mask=live, other=0.0)
+    reach = tl.maximum(tl.max(tl.max(tl.abs(Q).to(ACC), 1), 0), 1.0)
+    tl.store(came + base, tl.sum(tl.sum(tl.abs(g_O), 1), 0) * reach + tl.sum(tl.abs(g_s), 0))
+    # The answers again, for A X^T and LayerNorm's backward.
+    scores = tl.zeros([BC, BC], ACC)
+    O = tl.zeros([BC, BD], ACC)
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
+        W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
+        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+        D1 = _dot(D2, tl.trans(W2), OP, PRECISION) * slope
+        Z = _dot(aQ, W1, OP, PRECISION) - _dot(blend, D1, OP, PRECISION)
+        if MOMENTUM:
+            Z += _dot(rQ, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
+        A = _activate(Z, GELU)
+        if NORM:
+            O += _dot(a * A, W2, OP, PRECISION)
+            if MOMENTUM:
+                O += _dot(r * A, _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
+        scores += _dot(A, tl.trans(H.to(OP)), OP, PRECISION)
+    if NORM:
+        O -= _dot(scores * mix, D2, OP, PRECISION)
+        value, rstd = _norm(O, D, BD)
+        g_O = _pull(g_O, value, rstd, D, BD)
+    g_O = g_O.to(OP)
+    # Layer 2's masked product: -[(A X^T) P] D2.
+    g_blend = -_dot(g_O, tl.trans(D2), OP, PRECISION)
+    g_mix = g_blend * scores
+    g_scores = (g_blend * mix).to(OP)
+    g_error = -_dot(tl.trans((scores * mix).to(OP)), g_O, OP, PRECISION)
+    g_blend = tl.zeros([BC, BC], ACC)
+    g_query = tl.zeros([BC, BD], ACC)
+    g_a = tl.zeros([BC], ACC)
+    g_r = tl.zeros([BC], ACC)
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
+        W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
+        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+        D1 = (_dot(D2, tl.trans(W2), OP, PRECISION) * slope).to(OP)
+        QW = _dot(Q, W1, OP, PRECISION)
+        Z = a * QW - _dot(blend, D1, OP, PRECISION)
+        if MOMENTUM:
+            S1 = _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN)
+            QS = _dot(Q, S1, OP, PRECISION)
+            Z += r * QS
+        A, slope_q = _activate_with_slope(Z, GELU)
+        back = _dot(g_O, tl.trans(W2), OP, PRECISION)
+        g_a += tl.sum(back * A, 1)
+        g_A = a * back + _dot(g_scores, H, OP, PRECISION)
+        _store(g_J2, _dot(tl.trans((a * A).to(OP)), g_O, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+        if MOMENTUM:
+            S2 = _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)
+            back = _dot(g_O, tl.trans(S2), OP, PRECISION)
+            g_r += tl.sum(back * A, 1)
+            g_A += r * back
+            _store(g_J2 + SIZE, _dot(tl.trans((r * A).to(OP)), g_O, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+        _store(g_X2, _dot(tl.trans(g_scores), A, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
+        g_Z = g_A * slope_q
+        g_a += tl.sum(g_Z * QW, 1)
+        g_query += _dot(a * g_Z, tl.trans(W1), OP, PRECISION)
+        _store(g_J1, _dot(tl.trans(aQ), g_Z, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+        if MOMENTUM:
+            g_r += tl.sum(g_Z * QS, 1)
+            g_query += _dot(r * g_Z, tl.trans(S1), OP, PRECISION)
+            _store(g_J1 + SIZE, _dot(tl.trans(rQ), g_Z, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+        g_blend -= _dot(g_Z, tl.trans(D1), OP, PRECISION)
+        g_first = -_dot(tl.trans(blend), g_Z, OP, PRECISION)
+        _store(g_D1, g_first, t, f, BC, HIDDEN, EVEN)
+        g_error += _dot(g_first * slope, W2, OP, PRECISION)
+    _store_tokens(g_D2, g_error, at, live, D, BD)
+    g_mix += g_blend * _dot(Q, tl.trans(K), OP, PRECISION)
+    tl.store(g_P + base * BC * BC + t[:, None] * BC + t[None, :], g_mix.to(g_P.dtype.element_ty))
+    g_scores = (g_blend * mix).to(OP)
+    g_query += _dot(g_scores, K, OP, PRECISION)
+    if RESIDUAL:
+        g_query += _load_tokens(g_y, at, live, D, BD)
+    _store_tokens(g_q, g_query, at, live, D, BD)
+    _store_tokens(g_k, _dot(tl.trans(g_scores), Q, OP, PRECISION), at, live, D, BD)
+    tl.store(g_co + base * 4 * BC + t, g_a)
+    if MOMENTUM:
+        tl.store(g_co + base * 4 * BC + BC + t, g_r)
+
+
+@triton.jit
+def _error_backward(
+    g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live,
+    D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """From D2's gradient to that of Z_2; v's is written on the way."""
+    if NORM:
+        value = _load_tokens(values, at, live, D, BD).to(g_error.dtype)
+        rstd = tl.load(rstds + at, mask=live, other=0.0)
+        slope = value - _load_tokens(v, at, live, D, BD)
+        if RESIDUAL:
+            slope += K
+        g_value = _pull(g_error, value, rstd, D, BD)
+    else:
+        slope = D2.to(g_error.dtype)
+        g_value = g_error
+    g_value += slope * tl.load(g_surprise + at, mask=live, other=0.0)[:, None]
+    _store_tokens(g_v, -g_value, at, live, D, BD)
+    if NORM:
+        return _norm_backward(g_value, slope, D2.to(g_error.dtype), g_error, value, rstd, D, BD)
+    else:
+        return g_value
+
+
+@triton.jit
+def _leash(limit, size):
+    """Chunked's `Leash`: 1 while the gradient is within the limit."""
+    factor = tl.minimum(limit / size, 1.0)
+    return tl.where(factor == factor, factor, 1.0)
+
+
+@triton.jit
+def carry_kernel(
+    k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
+    g_end1, g_end2, g_first1, g_first2, g_v, L, n, HEADS, REACH,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state's gradient from the last chunk to the first. In place: g_J becomes the gradient at each chunk's end, g_D1 that of Z_1."""
+    m = tl.program_id(0).to(tl.int64)
+    d, f, t = tl.arange(0, BD), tl.arange(0, BH), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH)
+    G1 = _load(g_end1 + m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
+    G2 = _load(g_end2 + m * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+    if MOMENTUM:
+        T1 = _load(g_end1 + (m * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
+        T2 = _load(g_end2 + (m * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
+    total = tl.load(came_end + m)
+    for back_from in range(n):
+        i = n - 1 - back_from
+        base = m * n + i
+        at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
+        K, D2 = _load_tokens(k, at, live, D, BD), _load_tokens(errors, at, live, D, BD)
+        W1 = _load(starts1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
+        W2 = _load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+        c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+        keep = tl.load(fold + base * 4)
+        H, slope, curve = _derivatives(_dot(K, W1, OP, PRECISION), GELU)
+        curve *= _dot(D2, tl.trans(W2), OP, PRECISION)
+        # Through the fold: what the end state's gradient makes of D1, X2 and D2.
+        g_first = -_dot(c * K, G1, OP, PRECISION)
+        g_hidden = -c * _dot(D2, tl.trans(G2.to(OP)), OP, PRECISION)
+        g_error = -_dot(c * H, G2, OP, PRECISION)
+        if MOMENTUM:
+            s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+            g_first -= _dot(s * K, T1, OP, PRECISION)
+            g_hidden -= s * _dot(D2, tl.trans(T2.to(OP)), OP, PRECISION)
+            g_error -= _dot(s * H, T2, OP, PRECISION)
+        g_error += _dot(g_first * slope, W2, OP, PRECISION) + _load_tokens(g_D2, at, live, D, BD)
+        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, D, BD, NORM, RESIDUAL).to(OP)
+        g_first += _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        g_hidden += _load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) + _dot(g_O, tl.trans(W2), OP, PRECISION)
+        g_Z = curve * g_first + slope * g_hidden
+        tl.debug_barrier()  # all have read g_D1 and g_J before any writes there
+        _store(g_D1 + base * BC * HIDDEN, g_Z, t, f, BC, HIDDEN, EVEN)
+        # To the state at the chunk's start.
+        now = _load(g_J1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN) + _dot(tl.trans(K), g_Z, OP, PRECISION)
+        tl.debug_barrier()
+        _store(g_J1 + base * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
+        if MOMENTUM:
+            carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
+            held = _load(g_J1 + (base * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN) + carry * G1 + past * T1
+            tl.debug_barrier()
+            _store(g_J1 + (base * PARTS + 1) * SIZE, T1, d, f, D, HIDDEN, EVEN)
+            T1 = held
+        G1 = keep * G1 + now
+        now = _load(g_J2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN) + _dot(tl.trans(H.to(OP)), g_O, OP, PRECISION)
+        now += _dot(tl.trans((g_first * slope).to(OP)), D2, OP, PRECISION)
+        tl.debug_barrier()
+        _store(g_J2 + base * PARTS * SIZE, G2, f, d, HIDDEN, D, EVEN)
+        if MOMENTUM:
+            held = _load(g_J2 + (base * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN) + carry * G2 + past * T2
+            tl.debug_barrier()
+            _store(g_J2 + (base * PARTS + 1) * SIZE, T2, f, d, HIDDEN, D, EVEN)
+            T2 = held
+        G2 = keep * G2 + now
+        total += tl.load(came + base)
+        size = tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0))
+        if MOMENTUM:
+            size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(T1), 1), 0), tl.max(tl.max(tl.abs(T2), 1), 0)))
+        factor = _leash(total * REACH, size)
+        G1 *= factor
+        G2 *= factor
+        if MOMENTUM:
+            T1 *= factor
+            T2 *= factor
+    _store(g_first1 + m * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
+    _store(g_first2 + m * PARTS * SIZE, G2, f, d, HIDDEN, D, EVEN)
+    if MOMENTUM:
+        _store(g_first1 + (m * PARTS + 1) * SIZE, T1, d, f, D, HIDDEN, EVEN)
+        _store(g_first2 + (m * PARTS + 1) * SIZE, T2, f, d, HIDDEN, D, EVEN)
+
+
+@triton.jit
+def carry_stream(
+    k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
+    g_end1, g_end2, g_first1, g_first2, g_v, L, n, HEADS, REACH,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`carry_kernel` with the gradient in blocks through L2, in g_first. One pass over it per chunk: a block that has reached a chunk's
+    start is at once sent through the fold before it, for that chunk's D2. The leash's factor is known only after the pass, so it is
+    applied when a block is read again, and to what was made of unheld blocks, which is linear in them.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    g_end1 += m * PARTS * SIZE
+    g_end2 += m * PARTS * SIZE
+    g_first1 += m * PARTS * SIZE
+    g_first2 += m * PARTS * SIZE
+    total = tl.load(came_end + m)
+    factor = 1.0
+    base = m * n + n - 1
+    last = base * PARTS * SIZE
+    at, live = _tokens(m, n - 1, L, HEADS, CHUNK, BC)
+    K = _load_tokens(k, at, live, D, BD)
+    c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+    if MOMENTUM:
+        s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+    g_error = tl.zeros([BC, BD], ACC)
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W1 = _load(starts1 + last, d, f, D, HIDDEN, EVEN)
+        W2 = _load(starts2 + last, f, d, HIDDEN, D, EVEN)
+        G1 = _load(g_end1, d, f, D, HIDDEN, EVEN)
+        G2 = _load(g_end2, f, d, HIDDEN, D, EVEN)
+        _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
+        _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
+        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+        g_first = -_dot(c * K, G1, OP, PRECISION)
+        g_error -= _dot(c * H, G2, OP, PRECISION)
+        if MOMENTUM:
+            T1 = _load(g_end1 + SIZE, d, f, D, HIDDEN, EVEN)
+            T2 = _load(g_end2 + SIZE, f, d, HIDDEN, D, EVEN)
+            _store(g_first1 + SIZE, T1, d, f, D, HIDDEN, EVEN)
+            _store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
+            g_first -= _dot(s * K, T1, OP, PRECISION)
+            g_error -= _dot(s * H, T2, OP, PRECISION)
+        g_error += _dot(g_first * slope, W2, OP, PRECISION)
+    for back_from in tl.range(n, num_stages=1):
+        tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
+        i = n - 1 - back_from
+        base = m * n + i
+        here = base * PARTS * SIZE
+        D2 = _load_tokens(errors, at, live, D, BD)
+        g_error = g_error * factor + _load_tokens(g_D2, at, live, D, BD)
+        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, D, BD, NORM, RESIDUAL).to(OP)
+        keep = tl.load(fold + base * 4)
+        if MOMENTUM:
+            carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
+        more = i > 0
+        before = tl.where(more, base - 1, base)
+        here_next = before * PARTS * SIZE
+        at, live = _tokens(m, i - 1, L, HEADS, CHUNK, BC)
+        live = live & more
+        K_next = _load_tokens(k, at, live, D, BD)
+        c_next = tl.load(co + before * 4 * BC + 2 * BC + t)[:, None]
+        if MOMENTUM:
+            s_next = tl.load(co + before * 4 * BC + 3 * BC + t)[:, None]
+        g_error = tl.zeros([BC, BD], ACC)
+        size = tl.max(tl.max(g_error, 1), 0)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BH + tl.arange(0, BH)
+            W1 = _load(starts1 + here, d, f, D, HIDDEN, EVEN)
+            W2 = _load(starts2 + here, f, d, HIDDEN, D, EVEN)
+            G1 = _load(g_first1, d, f, D, HIDDEN, EVEN) * factor
+            G2 = _load(g_first2, f, d, HIDDEN, D, EVEN) * factor
+            H, slope, curve = _derivatives(_dot(K, W1, OP, PRECISION), GELU)
+            curve *= _dot(D2, tl.trans(W2), OP, PRECISION)
+            g_first = _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) - _dot(c * K, G1, OP, PRECISION)
+            g_hidden = _load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) + _dot(g_O, tl.trans(W2), OP, PRECISION)
+            g_hidden -= c * _dot(D2, tl.trans(G2.to(OP)), OP, PRECISION)
+            now1 = _load(g_J1 + here, d, f, D, HIDDEN, EVEN) + keep * G1
+            now2 = _load(g_J2 + here, f, d, HIDDEN, D, EVEN) + keep * G2
+            if MOMENTUM:
+                T1 = _load(g_first1 + SIZE, d, f, D, HIDDEN, EVEN) * factor
+                T2 = _load(g_first2 + SIZE, f, d, HIDDEN, D, EVEN) * factor
+                g_first -= _dot(s * K, T1, OP, PRECISION)
+                g_hidden -= s * _dot(D2, tl.trans(T2.to(OP)), OP, PRECISION)
+                held1 = _load(g_J1 + here + SIZE, d, f, D, HIDDEN, EVEN) + carry * G1 + past * T1
+                held2 = _load(g_J2 + here + SIZE, f, d, HIDDEN, D, EVEN) + carry * G2 + past * T2
+            g_Z = curve * g_first + slope * g_hidden
+            tl.debug_barrier()  # all have read g_D1 and g_J before any writes there
+            _store(g_D1 + base * BC * HIDDEN, g_Z, t, f, BC, HIDDEN, EVEN)
+            _store(g_J1 + here, G1, d, f, D, HIDDEN, EVEN)
+            _store(g_J2 + here, G2, f, d, HIDDEN, D, EVEN)
+            G1 = now1 + _dot(tl.trans(K), g_Z, OP, PRECISION)
+            G2 = now2 + _dot(tl.trans(H.to(OP)), g_O, OP, PRECISION)
+            G2 += _dot(tl.trans((g_first * slope).to(OP)), D2, OP, PRECISION)
+            _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
+            _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
+            size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0)))
+            if MOMENTUM:
+                _store(g_J1 + here + SIZE, T1, d, f, D, HIDDEN, EVEN)
+                _store(g_J2 + here + SIZE, T2, f, d, HIDDEN, D, EVEN)
+                _store(g_first1 + SIZE, held1, d, f, D, HIDDEN, EVEN)
+                _store(g_first2 + SIZE, held2, f, d, HIDDEN, D, EVEN)
+                size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(held1), 1), 0), tl.max(tl.max(tl.abs(held2), 1), 0)))
+            if more:
+                W1 = _load(starts1 + here_next, d, f, D, HIDDEN, EVEN)
+                W2 = _load(starts2 + here_next, f, d, HIDDEN, D, EVEN)
+                H, slope = _activate_with_slope(_dot(K_next, W1, OP, PRECISION), GELU)
+                g_first = -_dot(c_next * K_next, G1, OP, PRECISION)
+                g_error -= _dot(c_next * H, G2, OP, PRECISION)
+                if MOMENTUM:
+                    g_first -= _dot(s_next * K_next, held1, OP, PRECISION)
+                    g_error -= _dot(s_next * H, held2, OP, PRECISION)
+                g_error += _dot(g_first * slope, W2, OP, PRECISION)
+        total += tl.load(came + base)
+        factor = _leash(total * REACH, size)
+        K, c = K_next, c_next
+        if MOMENTUM:
+            s = s_next
+    tl.debug_barrier()
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        G1 = _load(g_first1, d, f, D, HIDDEN, EVEN) * factor
+        G2 = _load(g_first2, f, d, HIDDEN, D, EVEN) * factor
+        tl.debug_barrier()
+        _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
+        _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
+        if MOMENTUM:
+            T1 = _load(g_first1 + SIZE, d, f, D, HIDDEN, EVEN) * factor
+            T2 = _load(g_first2 + SIZE, f, d, HIDDEN, D, EVEN) * factor
+            tl.debug_barrier()
+            _store(g_first1 + SIZE, T1, d, f, D, HIDDEN, EVEN)
+            _store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
+
+
+@triton.jit
+def keys_backward(
+    k, starts1, starts2, co, errors, g_Z1, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What nothing in the sequence waits for. g_k holds what reading gave, and is added to; g_J is each chunk's end gradient."""
+    i, m = tl.program_id(0), tl.program_id(1)
+    base = m.to(tl.int64) * n + i
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    starts1 += base * PARTS * SIZE
+    starts2 += base * PARTS * SIZE
+    g_J1 += base * PARTS * SIZE
+    g_J2 += base * PARTS * SIZE
+    at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
+    K, D2 = _load_tokens(k, at, live, D, BD), _load_tokens(errors, at, live, D, BD)
+    c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+    g_key = _load_tokens(g_k, at, live, D, BD).to(ACC)
+    if RESIDUAL:
+        g_key -= _load_tokens(g_v, at, live, D, BD)
+    g_c = tl.zeros([BC], ACC)
+    keep = tl.sum(g_c, 0)
+    if MOMENTUM:
+        s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+        g_s = tl.zeros([BC], ACC)
+        carry, past = tl.sum(g_c, 0), tl.sum(g_c, 0)
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
+        W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
+        G1 = _load(g_J1, d, f, D, HIDDEN, EVEN)
+        G2 = _load(g_J2, f, d, HIDDEN, D, EVEN)
+        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+        D1 = (_dot(D2, tl.trans(W2), OP, PRECISION) * slope).to(OP)
+        keep += tl.sum(tl.sum(W1.to(ACC) * G1, 1), 0) + tl.sum(tl.sum(W2.to(ACC) * G2, 1), 0)
+        g_key += _dot(_load(g_Z1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), tl.trans(W1), OP, PRECISION)
+        back = _dot(D1, tl.trans(G1), OP, PRECISION)
+        g_key -= c * back
+        g_c -= tl.sum(back * K, 1) + tl.sum(_dot(D2, tl.trans(G2), OP, PRECISION) * H, 1)
+        if MOMENTUM:
+            S1 = _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN).to(ACC)
+            S2 = _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN).to(ACC)
+            carry += tl.sum(tl.sum(S1 * G1, 1), 0) + tl.sum(tl.sum(S2 * G2, 1), 0)
+            G1 = _load(g_J1 + SIZE, d, f, D, HIDDEN, EVEN)
+            G2 = _load(g_J2 + SIZE, f, d, HIDDEN, D, EVEN)
+            past += tl.sum(tl.sum(S1 * G1, 1), 0) + tl.sum(tl.sum(S2 * G2, 1), 0)
+            back = _dot(D1, tl.trans(G1), OP, PRECISION)
+            g_key -= s * back
+            g_s -= tl.sum(back * K, 1) + tl.sum(_dot(D2, tl.trans(G2), OP, PRECISION) * H, 1)
+    _store_tokens(g_k, g_key, at, live, D, BD)
+    tl.store(g_co + base * 4 * BC + 2 * BC + t, g_c)
+    tl.store(g_fold + base * 4, keep)
+    if MOMENTUM:
+        tl.store(g_co + base * 4 * BC + 3 * BC + t, g_s)
+        tl.store(g_fold + base * 4 + 1, carry)
+        tl.store(g_fold + base * 4 + 2, past)
