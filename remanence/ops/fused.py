@@ -23,22 +23,22 @@ WIDEST = 128
 """Head width, and chunk, of the largest tile."""
 
 WARPS = {
-    "coef_kernel": 4,
+    "coef_kernel": 8,
     "state_kernel": 8,
     "state_stream": 8,
     "read_kernel": 4,
-    "read_backward": 8,
+    "read_backward": 4,
     "carry_kernel": 8,
     "carry_stream": 8,
     "keys_backward": 4,
-    "coef_backward": 4,
+    "coef_backward": 8,
 }
-"""Per kernel; measured on an H200 (benchmarks/gpu.py)."""
+"""Per program of each kernel."""
 
 REGISTERS = 64
 """Widest hidden layer whose state stays in registers; beyond it the state goes through L2 in blocks."""
 
-BLOCK = 64
+BLOCKS = {"state_stream": 64, "carry_stream": 32, "read_kernel": 64, "read_backward": 32, "keys_backward": 32}
 """Those blocks, and the parallel kernels' tiles, along the hidden axis; half of it for heads wider than 64."""
 
 PRECISION = "tf32x3"
@@ -115,26 +115,26 @@ class Plan(NamedTuple):
     def streams(self) -> bool:
         return _power(self.hidden) > REGISTERS or self.width > 64
 
-    @property
-    def block(self) -> int:
-        return min(_power(self.hidden), BLOCK if self.width <= 64 else BLOCK // 2)
+    def block(self, kernel: str) -> int:
+        widest = BLOCKS.get(kernel, REGISTERS)
+        return min(_power(self.hidden), widest if self.width <= 64 else widest // 2)
 
-    def coefficients(self, like: Tensor) -> dict[str, Any]:
+    def coefficients(self, acc: torch.dtype) -> dict[str, Any]:
         return {
             "CHUNK": self.chunk,
             "BC": self.tile,
             "MOMENTUM": self.momentum,
             "FORGET": self.forget,
-            "ACC": _tl(like.dtype),
+            "ACC": _tl(acc),
             "PRECISION": self.precision,
         }
 
-    def tiles(self, acc: torch.dtype, op: torch.dtype, *, train: bool | None = None, norm: bool = True) -> dict[str, Any]:
+    def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, train: bool = True) -> dict[str, Any]:
         constants = {
             "D": self.width,
             "BD": _power(self.width),
             "HIDDEN": self.hidden,
-            "BH": self.block,
+            "BH": self.block(kernel),
             "CHUNK": self.chunk,
             "BC": self.tile,
             "MOMENTUM": self.momentum,
@@ -144,9 +144,9 @@ class Plan(NamedTuple):
             "OP": _tl(op),
             "PRECISION": self.precision,
         }
-        if norm:
+        if kernel != "keys_backward":
             constants["NORM"] = self.norm
-        if train is not None:
+        if kernel.startswith("state"):
             constants["TRAIN"] = train
         return constants
 
@@ -178,18 +178,19 @@ def _forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J1: Tens
     P, co = _empty(q, m, n, C, C, dtype=op), _empty(q, m, n, 4, C, dtype=acc)
     fold = _empty(q, m, n, 4, dtype=acc)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
-    _launch("coef_kernel", (n, m), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(J1))
+    _launch("coef_kernel", (n, m), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc))
     starts1, starts2 = (_empty(q, m, n, *J.shape[1:], dtype=op) for J in (J1, J2))
     end1, end2, errors = torch.empty_like(J1), torch.empty_like(J2), torch.empty_like(k)
     surprise = _empty(q, rows, L, heads, dtype=acc)
     values, rstds = (torch.empty_like(k), torch.empty_like(surprise)) if train and plan.norm else (errors, surprise)
+    state = "state_stream" if plan.streams else "state_kernel"
     _launch(
-        "state_stream" if plan.streams else "state_kernel", (m,),
+        state, (m,),
         k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, heads,
-        **plan.tiles(acc, op, train=train),
+        **plan.tiles(state, acc, op, train),
     )  # fmt: skip
     y, bad = torch.empty_like(q), _empty(q, m, n, dtype=torch.int32)
-    _launch("read_kernel", (n, m), q, k, starts1, starts2, P, co, errors, y, bad, L, n, heads, **plan.tiles(acc, op))
+    _launch("read_kernel", (n, m), q, k, starts1, starts2, P, co, errors, y, bad, L, n, heads, **plan.tiles("read_kernel", acc, op))
     return y, surprise, end1, end2, bad, P, co, fold, starts1, starts2, errors, values, rstds
 
 
@@ -205,28 +206,28 @@ def _backward(
     g_X2, g_D1 = (_empty(q, m, n, C, plan.hidden, dtype=op) for _ in range(2))
     g_J1, g_J2 = torch.empty_like(starts1), torch.empty_like(starts2)
     came = _empty(q, m, n, dtype=acc)
-    tiles = plan.tiles(acc, op)
     _launch(
         "read_backward", (n, m),
         q, k, starts1, starts2, P, co, errors, g_y, g_surprise, g_q, g_k, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, heads,
-        **tiles,
+        **plan.tiles("read_backward", acc, op),
     )  # fmt: skip
     came_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
     g_first1, g_first2 = torch.empty_like(g_end1), torch.empty_like(g_end2)
+    carry = "carry_stream" if plan.streams else "carry_kernel"
     _launch(
-        "carry_stream" if plan.streams else "carry_kernel", (m,),
+        carry, (m,),
         k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
         g_end1, g_end2, g_first1, g_first2, g_v, L, n, heads, 1.0 / torch.finfo(acc).eps,
-        **tiles,
+        **plan.tiles(carry, acc, op),
     )  # fmt: skip
     _launch(
         "keys_backward", (n, m),
         k, starts1, starts2, co, errors, g_D1, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, heads,
-        **plan.tiles(acc, op, norm=False),
+        **plan.tiles("keys_backward", acc, op),
     )  # fmt: skip
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
-    _launch("coef_backward", (n, m), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(came))
+    _launch("coef_backward", (n, m), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc))
     grads = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
     return [g_q, g_k, g_v, *grads], g_first1, g_first2
 

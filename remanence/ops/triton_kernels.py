@@ -30,6 +30,9 @@ LARGE = tl.constexpr(1e12)
 DENSITY = tl.constexpr(0.3989422804014327)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 
+# One build for every length and number of heads.
+_kernel = triton.jit(do_not_specialize=["L", "n", "HEADS"])
+
 
 @triton.jit
 def _dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
@@ -159,7 +162,7 @@ def _products_backward(g, products, BC: tl.constexpr):
     return tl.sum(tl.where(t[None, :] > t[:, None], changed, 0.0), 0)
 
 
-@triton.jit
+@_kernel
 def coef_kernel(
     log_step, log_momentum, log_keep, totals, P, co, fold, L, n, HEADS,
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -198,7 +201,7 @@ def coef_kernel(
         tl.store(fold + base * 4 + 2, tl.where(complete, tl.sum(tl.where(last, past, 0.0)), 1.0))
 
 
-@triton.jit
+@_kernel
 def coef_backward(
     log_step, log_momentum, log_keep, totals, g_P, g_co, g_fold, g_step, g_momentum, g_keep, L, n, HEADS,
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -269,7 +272,7 @@ def _error(
     return D2
 
 
-@triton.jit
+@_kernel
 def state_kernel(
     k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
@@ -318,7 +321,7 @@ def state_kernel(
         _store(end2 + (m * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
 
 
-@triton.jit
+@_kernel
 def state_stream(
     k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
@@ -407,7 +410,7 @@ def state_stream(
 # -------------------------------------------------------------------------------------------------------- read, forward
 
 
-@triton.jit
+@_kernel
 def read_kernel(
     q, k, starts1, starts2, P, co, errors, y, bad, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
@@ -462,7 +465,7 @@ def read_kernel(
 # ------------------------------------------------------------------------------------------------------------- backward
 
 
-@triton.jit
+@_kernel
 def read_backward(
     q, k, starts1, starts2, P, co, errors, g_y, g_surprise, g_q, g_k, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
@@ -610,7 +613,7 @@ def _leash(limit, size):
     return tl.where(factor == factor, factor, 1.0)
 
 
-@triton.jit
+@_kernel
 def carry_kernel(
     k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
     g_end1, g_end2, g_first1, g_first2, g_v, L, n, HEADS, REACH,
@@ -695,7 +698,7 @@ def carry_kernel(
         _store(g_first2 + (m * PARTS + 1) * SIZE, T2, f, d, HIDDEN, D, EVEN)
 
 
-@triton.jit
+@_kernel
 def carry_stream(
     k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
     g_end1, g_end2, g_first1, g_first2, g_v, L, n, HEADS, REACH,
@@ -836,7 +839,7 @@ def carry_stream(
             _store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
 
 
-@triton.jit
+@_kernel
 def keys_backward(
     k, starts1, starts2, co, errors, g_Z1, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,

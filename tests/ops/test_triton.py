@@ -1,0 +1,158 @@
+"""Law 1 for the kernels: triton = chunked, in every output, every part of the state, and every gradient.
+
+Without a GPU they run under Triton's interpreter, in float64 as everywhere; outputs are allocated full of NaN. The interpreter must be
+asked for before Triton is imported, so those tests run in a process of their own.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import Case, pairwise
+
+from remanence.ops import MLP, Gates, Rule, fused, memorize, start
+from remanence.testing import assert_same_function, distance
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's own process")
+def test_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def _full_of_nan(monkeypatch):
+    """An element that no kernel writes must show."""
+    for name in ("empty", "empty_like"):
+        made = getattr(torch, name)
+
+        def filled(*args, made=made, **kwargs):
+            x = made(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        monkeypatch.setattr(torch, name, filled)
+
+
+COVER = pairwise(
+    norm=[True, False],
+    residual=[True, False],
+    activation=["gelu", "silu"],
+    momentum=[True, False],
+    forget=[True, False],
+    expansion=[1.5, 5.0],
+    chunk=[4, 16, 3],
+    tokens=[11, 18],
+    blocks=["registers", "streams"],
+    extreme=["none", "clear", "no past", "no step"],
+)
+
+
+@inside
+@pytest.mark.parametrize("s", COVER, ids=lambda s: "-".join(map(str, s.values())))
+def test_triton_equals_chunked(s, monkeypatch):
+    if s["blocks"] == "streams":
+        monkeypatch.setattr(fused, "REGISTERS", 8)
+        monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
+    net = MLP(norm=s["norm"], residual=s["residual"], activation=s["activation"], expansion=s["expansion"])
+    rule = Rule(momentum=s["momentum"], forget=s["forget"])
+    case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], batch=1, extreme=s["extreme"])
+    if not net.norm:
+        case.step = -6.0
+    assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
+
+
+@inside
+@pytest.mark.parametrize("offsets", [[0, 3, 3, 13], [0, 13]])
+def test_packed_documents(offsets):
+    case = Case(net=MLP(expansion=1.5), tokens=13, batch=1, offsets=offsets)
+    assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
+
+
+@inside
+def test_a_call_continues_what_another_began():
+    """From inside a chunk, and with gradients through the carried state and its tail."""
+    case = Case(net=MLP(expansion=1.5), tokens=11)
+    leaves = case.leaves()
+
+    def split(backend):
+        def run(q, k, v, *rest):
+            gates, (w1, w2), momentum = Gates(*rest[:3]), rest[3:5], rest[5:]
+            state = start((w1, w2), 2, chunk=4, momentum=momentum)
+            outputs = []
+            for part in (slice(0, 6), slice(6, 7), slice(7, 11)):
+                piece = Gates(*[gate[:, part] for gate in gates])
+                y, state, surprise = memorize(
+                    q[:, part], k[:, part], v[:, part], piece, state, net=case.net, chunk=4, backend=backend
+                )
+                outputs += [y, surprise]
+            return (*outputs, *state.layers, state.k, state.position)
+
+        return run
+
+    assert_same_function(split("chunked"), split("triton"), leaves, tolerance=1e-10)
+
+
+@inside
+@pytest.mark.parametrize("blocks", ["registers", "streams"])
+@pytest.mark.parametrize("width", [16, 32])
+def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
+    if blocks == "streams":
+        monkeypatch.setattr(fused, "REGISTERS", 8)
+        monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
+    case = Case(net=MLP(expansion=1.0), width=width, tokens=40, chunk=16, batch=1, heads=1, step=-3.0)
+    exact = case.leaves()
+    weights = None
+    found = {}
+    for backend, dtype in (("reference", torch.float64), ("chunked", torch.float32), ("triton", torch.float32)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in exact]
+        y, surprise, new = case.call(backend)(*leaves)
+        outputs = [y, surprise, *new.layers]
+        weights = weights or [torch.randn_like(x) for x in outputs]
+        loss = sum((x * w.to(dtype)).sum() for x, w in zip(outputs, weights, strict=True))
+        found[backend] = [x.double() for x in (*outputs, *torch.autograd.grad(loss, leaves))]
+    for index, (true, plain, ours) in enumerate(zip(*found.values(), strict=True)):
+        assert distance(true, ours) <= 2 * distance(true, plain) + 1e-6, f"result {index}"
+
+
+@inside
+@pytest.mark.parametrize("blocks", ["registers", "streams"])
+def test_the_leash_holds_as_chunked_does(blocks, monkeypatch):
+    """Equal keys and a full step: the carried gradient outgrows float32, and is held at the same length."""
+    if blocks == "streams":
+        monkeypatch.setattr(fused, "REGISTERS", 8)
+        monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
+    # A reach that is exceeded in most chunks, in float64, where both tiers agree to many digits.
+    monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 30.0}))
+    case = Case(net=MLP(expansion=5.0), tokens=64, chunk=4, batch=1, heads=2, step=3.0)
+    leaves = case.leaves()
+    leaves[1] = leaves[1].detach()[:, :1].expand_as(leaves[1]).contiguous().requires_grad_()
+    assert_same_function(case.call("chunked"), case.call("triton"), leaves, tolerance=1e-8)
+
+
+@inside
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_divergence_raises_the_flag(backend):
+    q, k, v = torch.randn(3, 2, 40, 1, 4)
+    v[0] = 1e18  # stored in the first chunk, its square met in the second
+    gates = Gates(*[torch.full((2, 40, 1), value) for value in (0.0, -0.1, 0.0)])
+    net = MLP(norm=False)
+    state = start(net.init(1, 4), 2, chunk=16)
+    y, state, _ = memorize(q, 0.1 * k, v, gates, state, net=net, chunk=16, backend=backend)
+    assert state.diverged.tolist() == [True, False]
+    assert y[1].isfinite().all()
+
+
+def test_what_it_cannot_run_is_said():
+    case = Case(net=MLP(depth=3))
+    with pytest.raises(ValueError, match="depth 2"):
+        case.call("triton")(*case.leaves())
