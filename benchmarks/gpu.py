@@ -50,7 +50,9 @@ def call(leaves: list[torch.Tensor], hidden: int, chunk: int, backend: str, widt
 NAMES = ["y", "surprise", "state 1", "state 2", *[f"d{x}" for x in ("q", "k", "v", "step", "momentum", "keep", "W1", "W2")]]
 
 
-def results(leaves: list[torch.Tensor], hidden: int, chunk: int, backend: str, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def results(
+    leaves: list[torch.Tensor], hidden: int, chunk: int, backend: str, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     """Outputs and gradients; in `dtype` throughout if given."""
     leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in leaves]
     outputs = call(leaves, hidden, chunk, backend)
@@ -80,7 +82,8 @@ def check(hidden: int, chunk: int, dtype: torch.dtype, tiny: bool) -> None:
     name = "bf16" if dtype == torch.bfloat16 else "fp32"
     worst = max(range(len(ours)), key=lambda i: ours[i] if ours[i] == ours[i] else float("inf"))
     told = " ".join(f"{n}={e:.1e}" for n, e in zip(NAMES, ours, strict=True))
-    print(f"check {name} h={hidden} c={chunk}: worst {NAMES[worst]} {ours[worst]:.1e} (torch fp32 {plain[worst]:.1e}), runs equal: {same}")
+    beside = f"worst {NAMES[worst]} {ours[worst]:.1e} (torch fp32 {plain[worst]:.1e}), runs equal: {same}"
+    print(f"check {name} h={hidden} c={chunk}: {beside}")
     print(f"      {told}", flush=True)
 
 
@@ -105,7 +108,9 @@ def sizes(tiny: bool) -> tuple[int, int, int]:
     return (1, 1, 0) if tiny else (8, 16, 8192)
 
 
-def one_call(hidden: int, chunk: int, tiny: bool, dtype: torch.dtype, backend: str) -> tuple[Callable[[], Any], Callable[[], Any], int]:
+def one_call(
+    hidden: int, chunk: int, tiny: bool, dtype: torch.dtype, backend: str
+) -> tuple[Callable[[], Any], Callable[[], Any], int]:
     batch, heads, tokens = sizes(tiny)
     tokens = tokens or 2 * chunk
     leaves = inputs(batch, heads, tokens, hidden, dtype)
@@ -147,7 +152,7 @@ def kernel_times(run: Callable[[], Any], rounds: int) -> dict[str, float]:
     return {name: sorted(times)[len(times) // 2] for name, times in found.items()}
 
 
-def clock(hidden: int, chunk: int, tiny: bool, dtype: torch.dtype = torch.bfloat16, backend: str = "triton", rounds: int = 7) -> None:
+def clock(hidden: int, chunk: int, tiny: bool, dtype: torch.dtype, backend: str = "triton", rounds: int = 7) -> None:
     name = "bf16" if dtype == torch.bfloat16 else "fp32"
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
@@ -156,7 +161,8 @@ def clock(hidden: int, chunk: int, tiny: bool, dtype: torch.dtype = torch.bfloat
     f, b = median_ms(forward, rounds), median_ms(both, rounds)
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else float("nan")
     speed = tokens / b / 1e3 if b == b else float("nan")
-    print(f"{backend:8} {name} h={hidden:<4} c={chunk:<4} forward {f:8.3f} ms   forward+backward {b:8.3f} ms   {speed:6.2f} Mtok/s   {peak:5.1f} GiB")
+    told = f"forward {f:8.3f} ms   forward+backward {b:8.3f} ms   {speed:6.2f} Mtok/s   {peak:5.1f} GiB"
+    print(f"{backend:8} {name} h={hidden:<4} c={chunk:<4} {told}", flush=True)
     if DEVICE == "cuda" and backend == "triton":
         parts = kernel_times(both, 3)
         rest = b - sum(parts.values())
@@ -169,23 +175,33 @@ def sweep(hidden: int, chunk: int, tiny: bool) -> None:
     if DEVICE == "cpu":
         both()
         return
-    used = list(kernel_times(both, 1))
-    for name in used:
+    for name in list(kernel_times(both, 1)):
         line = []
-        for block in [32, 64, 128] if name in fused.BLOCKS and hidden > 32 else [0]:
-            for warps in (4, 8, 16):
-                old = fused.WARPS[name], fused.BLOCKS.get(name)
-                fused.WARPS[name] = warps
-                if block:
-                    fused.BLOCKS[name] = block
-                try:
-                    line.append(f"w{warps}{f' b{block}' if block else ''} {kernel_times(both, 3)[name]:.3f}")
-                except Exception as error:
-                    line.append(f"w{warps}{f' b{block}' if block else ''} {type(error).__name__}")
-                fused.WARPS[name] = old[0]
-                if block:
-                    fused.BLOCKS[name] = old[1]
+        for block in [32, 64, 128] if name in fused.BLOCKS and hidden > 32 else [None]:
+            for stages in [1, 2, 3] if name in fused.STAGES else [None]:
+                for warps in (4, 8, 16):
+                    told = " ".join(f"{x}{y}" for x, y in (("w", warps), ("b", block), ("s", stages)) if y is not None)
+                    if block is not None and block > hidden:
+                        continue
+                    try:
+                        line.append(f"{told} {with_settings(name, warps, block, stages, both):.3f}")
+                    except Exception as error:
+                        line.append(f"{told} {type(error).__name__}")
         print(f"sweep h={hidden} c={chunk} {name}: " + " | ".join(line), flush=True)
+
+
+def with_settings(name: str, warps: int, block: int | None, stages: int | None, run: Callable[[], Any]) -> float:
+    changes = [(fused.WARPS, warps), (fused.BLOCKS, block), (fused.STAGES, stages)]
+    old = [table.get(name) for table, _ in changes]
+    try:
+        for table, value in changes:
+            if value is not None:
+                table[name] = value
+        return kernel_times(run, 3)[name]
+    finally:
+        for (table, value), before in zip(changes, old, strict=True):
+            if value is not None:
+                table[name] = before
 
 
 def attempt(what: str, run: Callable[..., None], *args: Any, **fields: Any) -> None:

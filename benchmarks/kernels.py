@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
 import subprocess
 import tempfile
@@ -28,7 +29,7 @@ EXACT = LISTS | {"log_step", "log_momentum", "log_keep", "g_step", "g_momentum",
 WHOLE = {"L": "i32", "n": "i32", "HEADS": "i32", "REACH": "fp32", "totals": "*i32", "bad": "*i32"}
 
 
-def compile_kernel(name: str, constants: dict[str, Any], op: str, arch: int, warps: int) -> dict[str, Any]:
+def compile_kernel(name: str, constants: dict[str, Any], op: str, arch: int, warps: int, stages: int) -> dict[str, Any]:
     kernel = getattr(fused.kernels(), name)
     arguments = list(inspect.signature(kernel.fn).parameters)
     signature = {}
@@ -43,7 +44,7 @@ def compile_kernel(name: str, constants: dict[str, Any], op: str, arch: int, war
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     start = time.perf_counter()
     target = GPUTarget("cuda", arch, 32)
-    built = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 1})
+    built = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
     seconds = time.perf_counter() - start
     report = assemble(built.asm["ptx"], arch)
     return {"shared_kib": built.metadata.shared / 1024, "seconds": seconds, **report}
@@ -64,7 +65,7 @@ def assemble(ptx: str, arch: int) -> dict[str, int]:
 
 def constants_of(name: str, plan: fused.Plan, op: torch.dtype) -> dict[str, Any]:
     if name.startswith("coef"):
-        return plan.coefficients(torch.float32)
+        return plan.coefficients(torch.float32, op)
     return plan.tiles(name, torch.float32, op)
 
 
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", default=list(fused.WARPS))
     parser.add_argument("--warps", type=int, nargs="+", default=[0], help="instead of the kernel's own")
     parser.add_argument("--block", type=int, default=0, help="hidden block instead of the plan's own")
+    parser.add_argument("--stages", type=int, default=0, help="instead of the kernel's own")
     options = parser.parse_args()
     print(f"{'kernel':14} sm  d   h    chunk dtype warps  registers spilled shared(KiB) compile")
     for arch in options.arch:
@@ -87,12 +89,12 @@ def main() -> None:
                     for dtype in options.dtype:
                         for name in options.kernel:
                             for warps in options.warps:
-                                row(arch, width, hidden, chunk, dtype, name, warps, options.block)
+                                row(arch, width, hidden, chunk, dtype, name, warps, options.block, options.stages)
 
 
-def row(arch: int, width: int, hidden: int, chunk: int, dtype: str, name: str, warps: int, block: int) -> None:
-    plan = fused.Plan(width, hidden, chunk, 16, True, True, True, True, True, fused.PRECISION)
-    if name in ("state_kernel", "carry_kernel") and plan.streams or name.endswith("stream") and not plan.streams:
+def row(arch: int, width: int, hidden: int, chunk: int, dtype: str, name: str, warps: int, block: int, stages: int) -> None:
+    plan = fused.Plan(width, hidden, chunk, 16, True, True, True, True, True, os.environ.get("PRECISION", fused.PRECISION))
+    if name.startswith(("state", "carry")) and name.endswith("stream") != plan.streams:
         return
     constants = constants_of(name, plan, torch.bfloat16 if dtype == "bf16" else torch.float32)
     if block and "BH" in constants:
@@ -100,12 +102,13 @@ def row(arch: int, width: int, hidden: int, chunk: int, dtype: str, name: str, w
     warps = warps or fused.WARPS[name]
     head = f"{name:14} {arch}  {width:<3} {hidden:<4} {chunk:<5} {dtype}  {warps:<5}"
     try:
-        told = compile_kernel(name, constants, dtype, arch, warps)
+        told = compile_kernel(name, constants, dtype, arch, warps, stages or (fused.STAGES.get(name, 1) if arch >= 90 else 1))
     except Exception as error:
         print(head, f"failed: {type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}", flush=True)
         return
     full = "" if told["shared_kib"] <= SHARED[arch] else "  TOO MUCH SHARED MEMORY"
-    print(head, f"{told['registers']:>9} {told['spilled']:>7} {told['shared_kib']:>10.1f} {told['seconds']:>6.1f}s{full}", flush=True)
+    numbers = f"{told['registers']:>9} {told['spilled']:>7} {told['shared_kib']:>10.1f} {told['seconds']:>6.1f}s"
+    print(head, numbers + full, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The two-layer memory on a GPU: triton_kernels.py behind one differentiable function.
 
-Kept for backward are the inputs, P, and the state at every chunk's start in the inputs' dtype (``4 d h`` numbers a chunk and head with
-momentum): the recurrence is walked once forwards and once backwards, never again and never inverted.
+Kept for backward are the inputs, P, and the state at every chunk's start in the inputs' dtype (``4 d h`` numbers a chunk and head
+with momentum): the recurrence is walked once forwards and once backwards, never again and never inverted.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ WARPS = {
     "coef_backward": 8,
 }
 """Per program of each kernel."""
+
+STAGES = {"state_kernel": 2, "carry_kernel": 2}
+"""Chunks under way at once in the kernels that never read back what they wrote; all others, and chips before Hopper, have one."""
 
 REGISTERS = 64
 """Widest hidden layer whose state stays in registers; beyond it the state goes through L2 in blocks."""
@@ -115,18 +118,23 @@ class Plan(NamedTuple):
     def streams(self) -> bool:
         return _power(self.hidden) > REGISTERS or self.width > 64
 
-    def block(self, kernel: str) -> int:
-        widest = BLOCKS.get(kernel, REGISTERS)
-        return min(_power(self.hidden), widest if self.width <= 64 else widest // 2)
+    def block(self, kernel: str, op: torch.dtype) -> int:
+        if kernel not in BLOCKS:
+            return _power(self.hidden)
+        # Wide heads and four-byte operands fill shared memory twice as fast, and twice again on long chunks.
+        shrink = (self.width > 64) + (op != torch.bfloat16) * (1 + (self.tile > 64))
+        return min(_power(self.hidden), max(16, BLOCKS[kernel] >> shrink))
 
-    def coefficients(self, acc: torch.dtype) -> dict[str, Any]:
+    def coefficients(self, acc: torch.dtype, op: torch.dtype) -> dict[str, Any]:
+        # Beside bfloat16 operands a product of gates need not be exacter than one tensor-core product of float32 is.
+        precision = "tf32" if op == torch.bfloat16 else self.precision
         return {
             "CHUNK": self.chunk,
             "BC": self.tile,
             "MOMENTUM": self.momentum,
             "FORGET": self.forget,
             "ACC": _tl(acc),
-            "PRECISION": self.precision,
+            "PRECISION": precision,
         }
 
     def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, train: bool = True) -> dict[str, Any]:
@@ -134,7 +142,7 @@ class Plan(NamedTuple):
             "D": self.width,
             "BD": _power(self.width),
             "HIDDEN": self.hidden,
-            "BH": self.block(kernel),
+            "BH": self.block(kernel, op),
             "CHUNK": self.chunk,
             "BC": self.tile,
             "MOMENTUM": self.momentum,
@@ -162,23 +170,31 @@ def _tl(dtype: torch.dtype) -> Any:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64}[dtype]
 
 
+@cache
+def _hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
-    getattr(kernels(), name)[grid](*tensors, **constants, num_warps=WARPS[name], num_stages=1)
+    stages = STAGES.get(name, 1) if _hopper() else 1
+    getattr(kernels(), name)[grid](*tensors, **constants, num_warps=WARPS[name], num_stages=stages)
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def _forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J1: Tensor, J2: Tensor, totals: Tensor, train: bool) -> tuple:
+def _forward(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J1: Tensor, J2: Tensor, totals: Tensor, train: bool
+) -> tuple[Tensor, ...]:
     """q, k, v ``[r L heads d]``, gates ``[r L heads]``, J ``[m p ..]``, totals ``[r]``; what backward needs comes last."""
-    rows, L, heads, width = q.shape
+    rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J1.dtype, q.dtype, plan.tile
     P, co = _empty(q, m, n, C, C, dtype=op), _empty(q, m, n, 4, C, dtype=acc)
     fold = _empty(q, m, n, 4, dtype=acc)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
-    _launch("coef_kernel", (n, m), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc))
+    _launch("coef_kernel", (n, m), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op))
     starts1, starts2 = (_empty(q, m, n, *J.shape[1:], dtype=op) for J in (J1, J2))
     end1, end2, errors = torch.empty_like(J1), torch.empty_like(J2), torch.empty_like(k)
     surprise = _empty(q, rows, L, heads, dtype=acc)
@@ -190,7 +206,8 @@ def _forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J1: Tens
         **plan.tiles(state, acc, op, train),
     )  # fmt: skip
     y, bad = torch.empty_like(q), _empty(q, m, n, dtype=torch.int32)
-    _launch("read_kernel", (n, m), q, k, starts1, starts2, P, co, errors, y, bad, L, n, heads, **plan.tiles("read_kernel", acc, op))
+    tiles = plan.tiles("read_kernel", acc, op)
+    _launch("read_kernel", (n, m), q, k, starts1, starts2, P, co, errors, y, bad, L, n, heads, **tiles)
     return y, surprise, end1, end2, bad, P, co, fold, starts1, starts2, errors, values, rstds
 
 
@@ -198,7 +215,7 @@ def _backward(
     plan: Plan, saved: tuple[Tensor, ...], gates: Gates, g_y: Tensor, g_surprise: Tensor, g_end1: Tensor, g_end2: Tensor
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
     q, k, v, totals, P, co, fold, starts1, starts2, errors, values, rstds = saved
-    rows, L, heads, width = q.shape
+    rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = co.dtype, q.dtype, plan.tile
     g_q, g_k, g_v, g_D2 = (torch.empty_like(q) for _ in range(4))
@@ -208,26 +225,30 @@ def _backward(
     came = _empty(q, m, n, dtype=acc)
     _launch(
         "read_backward", (n, m),
-        q, k, starts1, starts2, P, co, errors, g_y, g_surprise, g_q, g_k, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, heads,
+        q, k, starts1, starts2, P, co, errors, g_y, g_surprise,
+        g_q, g_k, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, heads,
         **plan.tiles("read_backward", acc, op),
     )  # fmt: skip
     came_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
     g_first1, g_first2 = torch.empty_like(g_end1), torch.empty_like(g_end2)
-    carry = "carry_stream" if plan.streams else "carry_kernel"
+    # In registers, chunks ahead can be fetched early, so what is written must not be what is read; streamed, memory comes first.
+    carry, ends = "carry_stream", (g_D1, g_J1, g_J2)
+    if not plan.streams:
+        carry, ends = "carry_kernel", (torch.empty_like(g_D1), torch.empty_like(g_J1), torch.empty_like(g_J2))
     _launch(
         carry, (m,),
         k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
-        g_end1, g_end2, g_first1, g_first2, g_v, L, n, heads, 1.0 / torch.finfo(acc).eps,
+        g_end1, g_end2, g_first1, g_first2, *ends, g_v, L, n, heads, 1.0 / torch.finfo(acc).eps,
         **plan.tiles(carry, acc, op),
     )  # fmt: skip
     _launch(
         "keys_backward", (n, m),
-        k, starts1, starts2, co, errors, g_D1, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, heads,
+        k, starts1, starts2, co, errors, *ends, g_v, g_k, g_co, g_fold, L, n, heads,
         **plan.tiles("keys_backward", acc, op),
     )  # fmt: skip
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
-    _launch("coef_backward", (n, m), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc))
+    _launch("coef_backward", (n, m), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
     grads = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
     return [g_q, g_k, g_v, *grads], g_first1, g_first2
 
@@ -267,7 +288,7 @@ def memorize(
     gates = gates_rows(layout, state, gates)
     rows, _, heads, width = q.shape
     totals = torch.tensor(layout.totals, dtype=torch.int32, device=q.device)
-    inputs = [x.to(op).contiguous() for x in (q, k, v)] + [None if x is None else x.contiguous() for x in gates]
+    inputs = [*[x.to(op).contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
     start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
     plan = Plan(
         width, state.layers[0].shape[-1], chunk, heads, rule.momentum, rule.forget, net.norm, net.residual,
@@ -280,6 +301,6 @@ def memorize(
     for layer in layers if layout.folds else ():
         diverged = diverged | ~layer.detach().isfinite().flatten(1).all(1)
     position = state.position + torch.tensor(layout.counts, device=q.device)
-    tail = [layout.tail(x).to(exact) for x in (k, v)]
-    new = MemoryState(layers, *tail, gates.map(layout.tail), position, diverged)
+    tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
+    new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), position, diverged)
     return layout.back(y), new, layout.back(surprise)

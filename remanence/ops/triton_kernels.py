@@ -1,6 +1,7 @@
+# mypy: ignore-errors
 """The closed form of a two-layer memory as Triton kernels: x + LN(act(x W1) W2), or without the LayerNorm.
 
-One chunk's tokens are a tile of C rows; a program is one (row, head), m of them, or one of its chunks. Letters as in closed_form.py:
+One chunk's tokens are a tile of C rows; a program is one (row, head), or one of its chunks. Letters as in closed_form.py:
 
     coef_kernel       gates -> P, (a, r, c, s), fold                       every chunk at once
     state_kernel      W, S over the chunks, keys only; D2, surprise        one program per (row, head), state in registers
@@ -12,8 +13,8 @@ One chunk's tokens are a tile of C rows; a program is one (row, head), m of them
     coef_backward     gradients of the gates
 
 What is linear stays split: what reading contributes (parallel) and what comes from later chunks (sequential) are added up in
-`carry_kernel`, so that nothing but the state's own recurrence waits. Operands of products have the inputs' dtype (OP), sums and the
-state are float32 (float64 under the interpreter, where the algebra is tested).
+`carry_kernel`, so that nothing but the state's own recurrence waits. Operands of products have the inputs' dtype (OP), sums and
+the state are float32 (float64 under the interpreter, where the algebra is tested).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _kernel = triton.jit(do_not_specialize=["L", "n", "HEADS"])
 @triton.jit
 def _dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
     a, b = a.to(OP), b.to(OP)
-    if LIFT and OP == tl.bfloat16:
+    if LIFT and tl.bfloat16 == OP:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
@@ -92,16 +93,6 @@ def _pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
     if D != BD:
         g = tl.where((tl.arange(0, BD) < D)[None, :], g, 0.0)
     return g * rstd[:, None]
-
-
-@triton.jit
-def _norm_backward(g_value, grad, pulled, g_pulled, value, rstd, D: tl.constexpr, BD: tl.constexpr):
-    """The source's gradient, from those of value and of pulled = pull(grad), which follows the source through value and rstd."""
-    along = tl.sum(grad * value, 1) / D
-    g_along = tl.sum(g_pulled * value, 1) / D
-    through_value = g_pulled * along[:, None] + grad * g_along[:, None]
-    through_rstd = tl.sum(g_pulled * pulled, 1) / D * rstd
-    return _pull(g_value - through_value * rstd[:, None], value, rstd, D, BD) - value * through_rstd[:, None]
 
 
 @triton.jit
@@ -165,7 +156,8 @@ def _products_backward(g, products, BC: tl.constexpr):
 @_kernel
 def coef_kernel(
     log_step, log_momentum, log_keep, totals, P, co, fold, L, n, HEADS,
-    CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i, m = tl.program_id(0), tl.program_id(1)
     t = tl.arange(0, BC)
@@ -204,7 +196,8 @@ def coef_kernel(
 @_kernel
 def coef_backward(
     log_step, log_momentum, log_keep, totals, g_P, g_co, g_fold, g_step, g_momentum, g_keep, L, n, HEADS,
-    CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i, m = tl.program_id(0), tl.program_id(1)
     t = tl.arange(0, BC)
@@ -251,13 +244,13 @@ def coef_backward(
 
 @triton.jit
 def _error(
-    O, K, k, v, at, live, errors, values, rstds, surprise,
+    out, K, k, v, at, live, errors, values, rstds, surprise,
     D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TRAIN: tl.constexpr,
 ):  # fmt: skip
     """From Z_2 to D2, with the surprise and what backward needs written on the way."""
-    value = O
+    value = out
     if NORM:
-        value, rstd = _norm(O, D, BD)
+        value, rstd = _norm(out, D, BD)
         if TRAIN:
             _store_tokens(values, value, at, live, D, BD)
             tl.store(rstds + at, rstd, mask=live)
@@ -299,12 +292,13 @@ def state_kernel(
             _store(starts1 + (base * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
             _store(starts2 + (base * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
         H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
-        O = _dot(H, W2, OP, PRECISION)
-        D2 = _error(O, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        H, slope = H.to(OP), slope.to(OP)
+        out = _dot(H, W2, OP, PRECISION)
+        D2 = _error(out, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
         D1 = _dot(D2, tl.trans(W2.to(OP)), OP, PRECISION) * slope
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
-        Kt, Ht = tl.trans(K), tl.trans(H.to(OP))
+        Kt, Ht = tl.trans(K), tl.trans(H)
         W1 = keep * W1 - _dot(Kt, c * D1, OP, PRECISION)
         W2 = keep * W2 - _dot(Ht, c * D2, OP, PRECISION)
         if MOMENTUM:
@@ -341,7 +335,7 @@ def state_stream(
     end2 += m * PARTS * SIZE
     at, live = _tokens(m, 0, L, HEADS, CHUNK, BC)
     K = _load_tokens(k, at, live, D, BD)
-    O = tl.zeros([BC, BD], ACC)
+    out = tl.zeros([BC, BD], ACC)
     starts1 += m * n * PARTS * SIZE
     starts2 += m * n * PARTS * SIZE
     for j in tl.range(BLOCKS, num_stages=1):
@@ -359,13 +353,13 @@ def state_stream(
             _store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
             _store(starts1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
             _store(starts2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
-        O += _dot(_activate(_dot(K, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
+        out += _dot(_activate(_dot(K, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
     for i in tl.range(n, num_stages=1):
         tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
         base = m * n + i
         starts1 += PARTS * SIZE
         starts2 += PARTS * SIZE
-        D2 = _error(O, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        D2 = _error(out, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
         if MOMENTUM:
@@ -376,14 +370,15 @@ def state_stream(
         at, live = _tokens(m, i + 1, L, HEADS, CHUNK, BC)
         live = live & more
         K_next = _load_tokens(k, at, live, D, BD)
-        O = tl.zeros([BC, BD], ACC)
+        out = tl.zeros([BC, BD], ACC)
         for j in tl.range(BLOCKS, num_stages=1):
             f = j * BH + tl.arange(0, BH)
             W1 = _load(end1, d, f, D, HIDDEN, EVEN)
             W2 = _load(end2, f, d, HIDDEN, D, EVEN)
             H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+            H, slope = H.to(OP), slope.to(OP)
             D1 = _dot(D2, tl.trans(W2.to(OP)), OP, PRECISION) * slope
-            Ht = tl.trans(H.to(OP))
+            Ht = tl.trans(H)
             W1 = keep * W1 - _dot(Kt, c * D1, OP, PRECISION)
             W2 = keep * W2 - _dot(Ht, c * D2, OP, PRECISION)
             if MOMENTUM:
@@ -403,7 +398,7 @@ def state_stream(
             if more:
                 _store(starts1, W1, d, f, D, HIDDEN, EVEN)
                 _store(starts2, W2, f, d, HIDDEN, D, EVEN)
-            O += _dot(_activate(_dot(K_next, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
+            out += _dot(_activate(_dot(K_next, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
         K = K_next
 
 
@@ -437,7 +432,7 @@ def read_kernel(
         rQ = (r * Q).to(OP)
     blend = (_dot(Q, tl.trans(K), OP, PRECISION) * mix).to(OP)
     scores = tl.zeros([BC, BC], ACC)
-    O = tl.zeros([BC, BD], ACC)
+    out = tl.zeros([BC, BD], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
         W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
@@ -448,17 +443,17 @@ def read_kernel(
         if MOMENTUM:
             Z += _dot(rQ, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
         A = _activate(Z, GELU)
-        O += _dot(a * A, W2, OP, PRECISION)
+        out += _dot(a * A, W2, OP, PRECISION)
         if MOMENTUM:
-            O += _dot(r * A, _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
+            out += _dot(r * A, _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
         scores += _dot(A, tl.trans(H.to(OP)), OP, PRECISION)
-    O -= _dot(scores * mix, D2, OP, PRECISION)
+    out -= _dot(scores * mix, D2, OP, PRECISION)
     if NORM:
-        O, _ = _norm(O, D, BD)
+        out, _ = _norm(out, D, BD)
     if RESIDUAL:
-        O += Q
-    _store_tokens(y, O, at, live, D, BD)
-    wrong = tl.where(live[:, None] & ~(tl.abs(O) < float("inf")), 1, 0)
+        out += Q
+    _store_tokens(y, out, at, live, D, BD)
+    wrong = tl.where(live[:, None] & ~(tl.abs(out) < float("inf")), 1, 0)
     tl.store(bad + base, tl.max(tl.max(wrong, 1), 0))
 
 
@@ -491,10 +486,8 @@ def read_backward(
     D2 = _load_tokens(errors, at, live, D, BD)
     mix = tl.load(P + base * BC * BC + t[:, None] * BC + t[None, :]).to(ACC)
     a = tl.load(co + base * 4 * BC + t)[:, None]
-    aQ = (a * Q).to(OP)
     if MOMENTUM:
         r = tl.load(co + base * 4 * BC + BC + t)[:, None]
-        rQ = (r * Q).to(OP)
     blend = (_dot(Q, tl.trans(K), OP, PRECISION) * mix).to(OP)
     g_O = _load_tokens(g_y, at, live, D, BD).to(ACC)
     g_s = tl.load(g_surprise + at, mask=live, other=0.0)
@@ -502,30 +495,33 @@ def read_backward(
     tl.store(came + base, tl.sum(tl.sum(tl.abs(g_O), 1), 0) * reach + tl.sum(tl.abs(g_s), 0))
     # The answers again, for A X^T and LayerNorm's backward.
     scores = tl.zeros([BC, BC], ACC)
-    O = tl.zeros([BC, BD], ACC)
+    out = tl.zeros([BC, BD], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
         W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
         W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
         H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
         D1 = _dot(D2, tl.trans(W2), OP, PRECISION) * slope
-        Z = _dot(aQ, W1, OP, PRECISION) - _dot(blend, D1, OP, PRECISION)
+        Z = a * _dot(Q, W1, OP, PRECISION) - _dot(blend, D1, OP, PRECISION)
         if MOMENTUM:
-            Z += _dot(rQ, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
+            Z += r * _dot(Q, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
         A = _activate(Z, GELU)
         if NORM:
-            O += _dot(a * A, W2, OP, PRECISION)
+            out += _dot(a * A, W2, OP, PRECISION)
             if MOMENTUM:
-                O += _dot(r * A, _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
+                out += _dot(r * A, _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
         scores += _dot(A, tl.trans(H.to(OP)), OP, PRECISION)
     if NORM:
-        O -= _dot(scores * mix, D2, OP, PRECISION)
-        value, rstd = _norm(O, D, BD)
+        out -= _dot(scores * mix, D2, OP, PRECISION)
+        value, rstd = _norm(out, D, BD)
         g_O = _pull(g_O, value, rstd, D, BD)
+    aG = (a * g_O).to(OP)
+    if MOMENTUM:
+        rG = (r * g_O).to(OP)
     g_O = g_O.to(OP)
-    # Layer 2's masked product: -[(A X^T) P] D2.
+    # Layer 2's masked product: -[(A X^T) P] D2. What need not stay in registers meanwhile waits in memory.
     g_blend = -_dot(g_O, tl.trans(D2), OP, PRECISION)
-    g_mix = g_blend * scores
+    tl.store(g_P + base * BC * BC + t[:, None] * BC + t[None, :], (g_blend * scores).to(g_P.dtype.element_ty))
     g_scores = (g_blend * mix).to(OP)
     g_error = -_dot(tl.trans((scores * mix).to(OP)), g_O, OP, PRECISION)
     g_blend = tl.zeros([BC, BC], ACC)
@@ -548,28 +544,33 @@ def read_backward(
         back = _dot(g_O, tl.trans(W2), OP, PRECISION)
         g_a += tl.sum(back * A, 1)
         g_A = a * back + _dot(g_scores, H, OP, PRECISION)
-        _store(g_J2, _dot(tl.trans((a * A).to(OP)), g_O, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+        A = A.to(OP)
+        _store(g_X2, _dot(tl.trans(g_scores), A, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
+        _store(g_J2, _dot(tl.trans(A), aG, OP, PRECISION), f, d, HIDDEN, D, EVEN)
         if MOMENTUM:
             S2 = _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)
             back = _dot(g_O, tl.trans(S2), OP, PRECISION)
             g_r += tl.sum(back * A, 1)
             g_A += r * back
-            _store(g_J2 + SIZE, _dot(tl.trans((r * A).to(OP)), g_O, OP, PRECISION), f, d, HIDDEN, D, EVEN)
-        _store(g_X2, _dot(tl.trans(g_scores), A, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
+            _store(g_J2 + SIZE, _dot(tl.trans(A), rG, OP, PRECISION), f, d, HIDDEN, D, EVEN)
         g_Z = g_A * slope_q
         g_a += tl.sum(g_Z * QW, 1)
-        g_query += _dot(a * g_Z, tl.trans(W1), OP, PRECISION)
-        _store(g_J1, _dot(tl.trans(aQ), g_Z, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+        scaled = (a * g_Z).to(OP)
+        g_query += _dot(scaled, tl.trans(W1), OP, PRECISION)
+        _store(g_J1, _dot(tl.trans(Q), scaled, OP, PRECISION), d, f, D, HIDDEN, EVEN)
         if MOMENTUM:
             g_r += tl.sum(g_Z * QS, 1)
-            g_query += _dot(r * g_Z, tl.trans(S1), OP, PRECISION)
-            _store(g_J1 + SIZE, _dot(tl.trans(rQ), g_Z, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+            scaled = (r * g_Z).to(OP)
+            g_query += _dot(scaled, tl.trans(S1), OP, PRECISION)
+            _store(g_J1 + SIZE, _dot(tl.trans(Q), scaled, OP, PRECISION), d, f, D, HIDDEN, EVEN)
         g_blend -= _dot(g_Z, tl.trans(D1), OP, PRECISION)
         g_first = -_dot(tl.trans(blend), g_Z, OP, PRECISION)
         _store(g_D1, g_first, t, f, BC, HIDDEN, EVEN)
         g_error += _dot(g_first * slope, W2, OP, PRECISION)
     _store_tokens(g_D2, g_error, at, live, D, BD)
-    g_mix += g_blend * _dot(Q, tl.trans(K), OP, PRECISION)
+    tl.debug_barrier()  # g_P is read back by other threads than wrote it
+    mix = tl.load(P + base * BC * BC + t[:, None] * BC + t[None, :]).to(ACC)
+    g_mix = tl.load(g_P + base * BC * BC + t[:, None] * BC + t[None, :]) + g_blend * _dot(Q, tl.trans(K), OP, PRECISION)
     tl.store(g_P + base * BC * BC + t[:, None] * BC + t[None, :], g_mix.to(g_P.dtype.element_ty))
     g_scores = (g_blend * mix).to(OP)
     g_query += _dot(g_scores, K, OP, PRECISION)
@@ -584,26 +585,37 @@ def read_backward(
 
 @triton.jit
 def _error_backward(
-    g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live,
+    g, D2, K, v, values, rstds, g_surprise, g_v, at, live,
     D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """From D2's gradient to that of Z_2; v's is written on the way."""
+    """From D2's gradient g to that of Z_2; v's is written on the way.
+
+    With LayerNorm's value x, the loss's slope e, pull(u) = rstd (u - mean(u) - x mean(u x)) and the surprise's gradient w:
+    g_value = pull(g) + w e, and Z_2 gets pull(g_value - rstd (g mean(e x) + e mean(g x))) - x rstd mean(g D2), D2 = pull(e). All
+    of it is a sum of g, e and x with one factor per row each, so that one pass over them is enough.
+    """
+    w = tl.load(g_surprise + at, mask=live, other=0.0)
     if NORM:
-        value = _load_tokens(values, at, live, D, BD).to(g_error.dtype)
+        x = _load_tokens(values, at, live, D, BD).to(g.dtype)
         rstd = tl.load(rstds + at, mask=live, other=0.0)
-        slope = value - _load_tokens(v, at, live, D, BD)
+        e = x - _load_tokens(v, at, live, D, BD)
         if RESIDUAL:
-            slope += K
-        g_value = _pull(g_error, value, rstd, D, BD)
+            e += K
+        g_mean, e_mean = tl.sum(g, 1) / D, tl.sum(e, 1) / D
+        gx, ex, ge, xx = tl.sum(g * x, 1) / D, tl.sum(e * x, 1) / D, tl.sum(g * e, 1) / D, tl.sum(x * x, 1) / D
+        g_value = rstd[:, None] * (g - g_mean[:, None] - x * gx[:, None]) + w[:, None] * e
+        _store_tokens(g_v, -g_value, at, live, D, BD)
+        of_g, of_e, of_x = rstd * (1.0 - ex), w - rstd * gx, -rstd * gx
+        constant = of_g * g_mean + of_e * e_mean
+        of_x -= of_g * gx + of_e * ex + of_x * xx + rstd * (ge - g_mean * e_mean - gx * ex)
+        g_out = of_g[:, None] * g + of_e[:, None] * e + of_x[:, None] * x - constant[:, None]
+        if D != BD:
+            g_out = tl.where((tl.arange(0, BD) < D)[None, :], g_out, 0.0)
+        return g_out * rstd[:, None]
     else:
-        slope = D2.to(g_error.dtype)
-        g_value = g_error
-    g_value += slope * tl.load(g_surprise + at, mask=live, other=0.0)[:, None]
-    _store_tokens(g_v, -g_value, at, live, D, BD)
-    if NORM:
-        return _norm_backward(g_value, slope, D2.to(g_error.dtype), g_error, value, rstd, D, BD)
-    else:
-        return g_value
+        g += D2 * w[:, None]
+        _store_tokens(g_v, -g, at, live, D, BD)
+        return g
 
 
 @triton.jit
@@ -616,12 +628,12 @@ def _leash(limit, size):
 @_kernel
 def carry_kernel(
     k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
-    g_end1, g_end2, g_first1, g_first2, g_v, L, n, HEADS, REACH,
+    g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS, REACH,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state's gradient from the last chunk to the first. In place: g_J becomes the gradient at each chunk's end, g_D1 that of Z_1."""
+    """The state's gradient from the last chunk to the first; at each chunk's end it is kept in g_ends, Z_1's gradient in g_Z."""
     m = tl.program_id(0).to(tl.int64)
     d, f, t = tl.arange(0, BD), tl.arange(0, BH), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
@@ -643,44 +655,40 @@ def carry_kernel(
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
         H, slope, curve = _derivatives(_dot(K, W1, OP, PRECISION), GELU)
-        curve *= _dot(D2, tl.trans(W2), OP, PRECISION)
-        # Through the fold: what the end state's gradient makes of D1, X2 and D2.
-        g_first = -_dot(c * K, G1, OP, PRECISION)
-        g_hidden = -c * _dot(D2, tl.trans(G2.to(OP)), OP, PRECISION)
+        curve = (curve * _dot(D2, tl.trans(W2), OP, PRECISION)).to(OP)
+        H, slope = H.to(OP), slope.to(OP)
+        # Through the fold: what the end state's gradient makes of D1 and D2.
         g_error = -_dot(c * H, G2, OP, PRECISION)
+        g_first = -_dot(c * K, G1, OP, PRECISION)
         if MOMENTUM:
             s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
-            g_first -= _dot(s * K, T1, OP, PRECISION)
-            g_hidden -= s * _dot(D2, tl.trans(T2.to(OP)), OP, PRECISION)
             g_error -= _dot(s * H, T2, OP, PRECISION)
-        g_error += _dot(g_first * slope, W2, OP, PRECISION) + _load_tokens(g_D2, at, live, D, BD)
+            g_first -= _dot(s * K, T1, OP, PRECISION)
+        g_error += _dot(g_first * slope, W2, OP, PRECISION)
+        g_error += _load_tokens(g_D2, at, live, D, BD)
+        g_first = (g_first + _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
         g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, D, BD, NORM, RESIDUAL).to(OP)
-        g_first += _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-        g_hidden += _load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) + _dot(g_O, tl.trans(W2), OP, PRECISION)
-        g_Z = curve * g_first + slope * g_hidden
-        tl.debug_barrier()  # all have read g_D1 and g_J before any writes there
-        _store(g_D1 + base * BC * HIDDEN, g_Z, t, f, BC, HIDDEN, EVEN)
+        g_hidden = _dot(g_O, tl.trans(W2), OP, PRECISION)
+        g_hidden -= _dot(c * D2, tl.trans(G2.to(OP)), OP, PRECISION)
+        if MOMENTUM:
+            g_hidden -= _dot(s * D2, tl.trans(T2.to(OP)), OP, PRECISION)
+        g_hidden += _load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
+        _store(g_Z + base * BC * HIDDEN, g_first_layer, t, f, BC, HIDDEN, EVEN)
         # To the state at the chunk's start.
-        now = _load(g_J1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN) + _dot(tl.trans(K), g_Z, OP, PRECISION)
-        tl.debug_barrier()
-        _store(g_J1 + base * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
+        _store(g_ends1 + base * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
+        _store(g_ends2 + base * PARTS * SIZE, G2, f, d, HIDDEN, D, EVEN)
         if MOMENTUM:
             carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
-            held = _load(g_J1 + (base * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN) + carry * G1 + past * T1
-            tl.debug_barrier()
-            _store(g_J1 + (base * PARTS + 1) * SIZE, T1, d, f, D, HIDDEN, EVEN)
-            T1 = held
-        G1 = keep * G1 + now
-        now = _load(g_J2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN) + _dot(tl.trans(H.to(OP)), g_O, OP, PRECISION)
-        now += _dot(tl.trans((g_first * slope).to(OP)), D2, OP, PRECISION)
-        tl.debug_barrier()
-        _store(g_J2 + base * PARTS * SIZE, G2, f, d, HIDDEN, D, EVEN)
-        if MOMENTUM:
-            held = _load(g_J2 + (base * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN) + carry * G2 + past * T2
-            tl.debug_barrier()
-            _store(g_J2 + (base * PARTS + 1) * SIZE, T2, f, d, HIDDEN, D, EVEN)
-            T2 = held
-        G2 = keep * G2 + now
+            _store(g_ends1 + (base * PARTS + 1) * SIZE, T1, d, f, D, HIDDEN, EVEN)
+            _store(g_ends2 + (base * PARTS + 1) * SIZE, T2, f, d, HIDDEN, D, EVEN)
+            T1 = past * T1 + carry * G1 + _load(g_J1 + (base * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
+            T2 = past * T2 + carry * G2 + _load(g_J2 + (base * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
+        G1 = keep * G1 + _load(g_J1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
+        G2 = keep * G2 + _load(g_J2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+        G1 += _dot(tl.trans(K), g_first_layer, OP, PRECISION)
+        G2 += _dot(tl.trans(H), g_O, OP, PRECISION)
+        G2 += _dot(tl.trans((g_first * slope).to(OP)), D2, OP, PRECISION)
         total += tl.load(came + base)
         size = tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0))
         if MOMENTUM:
@@ -701,14 +709,16 @@ def carry_kernel(
 @_kernel
 def carry_stream(
     k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
-    g_end1, g_end2, g_first1, g_first2, g_v, L, n, HEADS, REACH,
+    g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS, REACH,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`carry_kernel` with the gradient in blocks through L2, in g_first. One pass over it per chunk: a block that has reached a chunk's
-    start is at once sent through the fold before it, for that chunk's D2. The leash's factor is known only after the pass, so it is
-    applied when a block is read again, and to what was made of unheld blocks, which is linear in them.
+    """`carry_kernel` with the gradient in blocks through L2, in g_first. g_Z may be g_D1, and g_ends g_J.
+
+    One pass over it per chunk: a block that has reached a chunk's start is at once sent through the fold before it, for that
+    chunk's D2. The leash's factor is known only after the pass, so it is applied when a block is read again, and to what was made
+    of unheld blocks, which is linear in them.
     """
     m = tl.program_id(0).to(tl.int64)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -778,46 +788,48 @@ def carry_stream(
             G1 = _load(g_first1, d, f, D, HIDDEN, EVEN) * factor
             G2 = _load(g_first2, f, d, HIDDEN, D, EVEN) * factor
             H, slope, curve = _derivatives(_dot(K, W1, OP, PRECISION), GELU)
-            curve *= _dot(D2, tl.trans(W2), OP, PRECISION)
-            g_first = _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) - _dot(c * K, G1, OP, PRECISION)
-            g_hidden = _load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) + _dot(g_O, tl.trans(W2), OP, PRECISION)
-            g_hidden -= c * _dot(D2, tl.trans(G2.to(OP)), OP, PRECISION)
+            curve = (curve * _dot(D2, tl.trans(W2), OP, PRECISION)).to(OP)
+            H, slope = H.to(OP), slope.to(OP)
+            g_first = -_dot(c * K, G1, OP, PRECISION)
+            g_hidden = _dot(g_O, tl.trans(W2), OP, PRECISION)
+            g_hidden -= _dot(c * D2, tl.trans(G2.to(OP)), OP, PRECISION)
             now1 = _load(g_J1 + here, d, f, D, HIDDEN, EVEN) + keep * G1
             now2 = _load(g_J2 + here, f, d, HIDDEN, D, EVEN) + keep * G2
             if MOMENTUM:
                 T1 = _load(g_first1 + SIZE, d, f, D, HIDDEN, EVEN) * factor
                 T2 = _load(g_first2 + SIZE, f, d, HIDDEN, D, EVEN) * factor
                 g_first -= _dot(s * K, T1, OP, PRECISION)
-                g_hidden -= s * _dot(D2, tl.trans(T2.to(OP)), OP, PRECISION)
+                g_hidden -= _dot(s * D2, tl.trans(T2.to(OP)), OP, PRECISION)
                 held1 = _load(g_J1 + here + SIZE, d, f, D, HIDDEN, EVEN) + carry * G1 + past * T1
                 held2 = _load(g_J2 + here + SIZE, f, d, HIDDEN, D, EVEN) + carry * G2 + past * T2
-            g_Z = curve * g_first + slope * g_hidden
+            g_first = (g_first + _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
+            g_hidden += _load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+            g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
             tl.debug_barrier()  # all have read g_D1 and g_J before any writes there
-            _store(g_D1 + base * BC * HIDDEN, g_Z, t, f, BC, HIDDEN, EVEN)
-            _store(g_J1 + here, G1, d, f, D, HIDDEN, EVEN)
-            _store(g_J2 + here, G2, f, d, HIDDEN, D, EVEN)
-            G1 = now1 + _dot(tl.trans(K), g_Z, OP, PRECISION)
-            G2 = now2 + _dot(tl.trans(H.to(OP)), g_O, OP, PRECISION)
+            _store(g_Z + base * BC * HIDDEN, g_first_layer, t, f, BC, HIDDEN, EVEN)
+            _store(g_ends1 + here, G1, d, f, D, HIDDEN, EVEN)
+            _store(g_ends2 + here, G2, f, d, HIDDEN, D, EVEN)
+            G1 = now1 + _dot(tl.trans(K), g_first_layer, OP, PRECISION)
+            G2 = now2 + _dot(tl.trans(H), g_O, OP, PRECISION)
             G2 += _dot(tl.trans((g_first * slope).to(OP)), D2, OP, PRECISION)
             _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
             _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
             size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0)))
             if MOMENTUM:
-                _store(g_J1 + here + SIZE, T1, d, f, D, HIDDEN, EVEN)
-                _store(g_J2 + here + SIZE, T2, f, d, HIDDEN, D, EVEN)
+                _store(g_ends1 + here + SIZE, T1, d, f, D, HIDDEN, EVEN)
+                _store(g_ends2 + here + SIZE, T2, f, d, HIDDEN, D, EVEN)
                 _store(g_first1 + SIZE, held1, d, f, D, HIDDEN, EVEN)
                 _store(g_first2 + SIZE, held2, f, d, HIDDEN, D, EVEN)
                 size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(held1), 1), 0), tl.max(tl.max(tl.abs(held2), 1), 0)))
             if more:
-                W1 = _load(starts1 + here_next, d, f, D, HIDDEN, EVEN)
-                W2 = _load(starts2 + here_next, f, d, HIDDEN, D, EVEN)
-                H, slope = _activate_with_slope(_dot(K_next, W1, OP, PRECISION), GELU)
-                g_first = -_dot(c_next * K_next, G1, OP, PRECISION)
-                g_error -= _dot(c_next * H, G2, OP, PRECISION)
+                W1_next = _load(starts1 + here_next, d, f, D, HIDDEN, EVEN)
+                H_next, slope_next = _activate_with_slope(_dot(K_next, W1_next, OP, PRECISION), GELU)
+                g_next = -_dot(c_next * K_next, G1, OP, PRECISION)
+                g_error -= _dot(c_next * H_next, G2, OP, PRECISION)
                 if MOMENTUM:
-                    g_first -= _dot(s_next * K_next, held1, OP, PRECISION)
-                    g_error -= _dot(s_next * H, held2, OP, PRECISION)
-                g_error += _dot(g_first * slope, W2, OP, PRECISION)
+                    g_next -= _dot(s_next * K_next, held1, OP, PRECISION)
+                    g_error -= _dot(s_next * H_next, held2, OP, PRECISION)
+                g_error += _dot(g_next * slope_next, _load(starts2 + here_next, f, d, HIDDEN, D, EVEN), OP, PRECISION)
         total += tl.load(came + base)
         factor = _leash(total * REACH, size)
         K, c = K_next, c_next
