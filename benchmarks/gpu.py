@@ -212,11 +212,11 @@ def attempt(what: str, run: Callable[..., None], *args: Any, **fields: Any) -> N
         print(f"{what}: {type(error).__name__}: {' / '.join(text[:2] + text[-2:])[:600]}", flush=True)
 
 
-def build(jobs: list[tuple[int, int, str]], tiny: bool) -> None:
+def build(jobs: list[str]) -> None:
     """Compile every configuration in processes of their own, so that the disk cache has them."""
     if DEVICE == "cpu":
         return
-    waiting = [[sys.executable, __file__, "--build", f"{h},{c},{d}"] for h, c, d in jobs]
+    waiting = [[sys.executable, __file__, "--build", job] for job in jobs]
     running: list[subprocess.Popen] = []
     begin = time.perf_counter()
     while waiting or running:
@@ -228,7 +228,17 @@ def build(jobs: list[tuple[int, int, str]], tiny: bool) -> None:
 
 
 def build_one(job: str) -> None:
-    hidden, chunk, name = job.split(",")
+    """One call in small; "hidden,chunk,dtype" or, for the sweep, with warps, block and stages of every kernel behind them."""
+    hidden, chunk, name, *settings = job.split(",")
+    if settings:
+        for table, value in zip((fused.WARPS, fused.BLOCKS, fused.STAGES), settings, strict=True):
+            table.update(dict.fromkeys(table, int(value)))
+    launch = fused._launch
+
+    def go_on(*args: Any, **constants: Any) -> None:
+        attempt("build", launch, *args, **constants)
+
+    fused._launch = go_on
     dtype = torch.bfloat16 if name == "bf16" else torch.float32
     leaves = inputs(1, 2, 2 * int(chunk) + 1, int(hidden), dtype)
     results(leaves, int(hidden), int(chunk), "triton")
@@ -257,7 +267,11 @@ def main() -> None:
     names = ["fp32"] if options.tiny else ["bf16", "fp32"]
     print(f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else 'interpreter'}, torch {torch.__version__}", flush=True)
     rows = [(hidden, chunk) for hidden in hiddens for chunk in options.chunk]
-    build([(h, c, d) for d in names for h, c in rows if not (options.sweep and d == "fp32")], options.tiny)
+    jobs = [f"{h},{c},{d}" for d in names for h, c in rows if not (options.sweep and d == "fp32")]
+    if options.sweep:
+        ways = [(32, 1), (64, 2), (128, 3)]
+        jobs += [f"{h},{c},bf16,{warps},{block},{stages}" for h, c in rows for warps in (4, 8, 16) for block, stages in ways]
+    build(jobs)
     late = lambda: time.perf_counter() - BEGIN > options.budget
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     if options.sweep:

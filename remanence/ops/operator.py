@@ -25,6 +25,9 @@ BACKENDS: dict[str, Callable[..., tuple[Tensor, MemoryState, Tensor]]] = {
     "triton": fused.memorize,
 }
 
+AUTO_TRITON = False
+"""Whether "auto" may choose the kernels on CUDA: not before they have been compared with float64 on the chip itself."""
+
 
 def start(
     weights: Weights,
@@ -147,7 +150,7 @@ def _choose(backend: str, q: Tensor, net: Net, rule: Rule, chunk: int) -> str:
     if backend == "auto":
         backend = "chunked"
         # The kernels pay by whole chunks; a decoded token has none.
-        if q.device.type == "cuda" and q.shape[1] >= chunk:
+        if AUTO_TRITON and q.device.type == "cuda" and q.shape[1] >= chunk:
             reason = fused.unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device)
             backend = "triton" if reason is None else "chunked"
         if backend not in _said:

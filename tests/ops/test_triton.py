@@ -53,6 +53,7 @@ COVER = pairwise(
     chunk=[4, 16, 3],
     tokens=[11, 18],
     blocks=["registers", "streams"],
+    heads=[1, 2],
     extreme=["none", "clear", "no past", "no step"],
 )
 
@@ -65,7 +66,7 @@ def test_triton_equals_chunked(s, monkeypatch):
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     net = MLP(norm=s["norm"], residual=s["residual"], activation=s["activation"], expansion=s["expansion"])
     rule = Rule(momentum=s["momentum"], forget=s["forget"])
-    case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], batch=1, extreme=s["extreme"])
+    case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], batch=1, heads=s["heads"], extreme=s["extreme"])
     if not net.norm:
         case.step = -6.0
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
@@ -133,7 +134,7 @@ def test_the_leash_holds_as_chunked_does(blocks, monkeypatch):
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     # A reach that is exceeded in most chunks, in float64, where both tiers agree to many digits.
     monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 30.0}))
-    case = Case(net=MLP(expansion=5.0), tokens=64, chunk=4, batch=1, heads=2, step=3.0)
+    case = Case(net=MLP(expansion=5.0), tokens=40, chunk=4, batch=1, heads=1, step=3.0)
     leaves = case.leaves()
     leaves[1] = leaves[1].detach()[:, :1].expand_as(leaves[1]).contiguous().requires_grad_()
     assert_same_function(case.call("chunked"), case.call("triton"), leaves, tolerance=1e-8)
