@@ -177,7 +177,8 @@ def _hopper() -> bool:
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
     stages = STAGES.get(name, 1) if _hopper() else 1
-    getattr(kernels(), name)[grid](*tensors, **constants, num_warps=WARPS[name], num_stages=stages)
+    warps = max(WARPS[name], 8) if constants["BC"] > 64 else WARPS[name]
+    getattr(kernels(), name)[grid](*tensors, **constants, num_warps=warps, num_stages=stages)
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
