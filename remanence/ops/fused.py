@@ -150,7 +150,8 @@ class Plan(NamedTuple):
             "GELU": self.gelu,
             "ACC": _tl(acc),
             "OP": _tl(op),
-            "PRECISION": self.precision,
+            # Three products for one keep every operand twice in shared memory, which this kernel has no room for.
+            "PRECISION": "ieee" if kernel == "carry_stream" and self.tile > 32 else self.precision,
         }
         if kernel != "keys_backward":
             constants["NORM"] = self.norm
