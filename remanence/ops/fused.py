@@ -155,6 +155,8 @@ class Plan(NamedTuple):
         }
         if kernel != "keys_backward":
             constants["NORM"] = self.norm
+        if kernel.startswith("carry"):
+            constants["REACH"], constants["END"] = 1.0 / torch.finfo(acc).eps, torch.finfo(acc).max ** 0.5 * 1e-9
         if kernel.startswith("state"):
             constants["TRAIN"] = train
         return constants
@@ -240,7 +242,7 @@ def _backward(
     _launch(
         carry, (m,),
         k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
-        g_end1, g_end2, g_first1, g_first2, *ends, g_v, L, n, heads, 1.0 / torch.finfo(acc).eps,
+        g_end1, g_end2, g_first1, g_first2, *ends, g_v, L, n, heads,
         **plan.tiles(carry, acc, op),
     )  # fmt: skip
     _launch(

@@ -619,18 +619,19 @@ def _error_backward(
 
 
 @triton.jit
-def _leash(limit, size):
-    """Chunked's `Leash`: 1 while the gradient is within the limit."""
-    factor = tl.minimum(limit / size, 1.0)
+def _leash(came, size, REACH: tl.constexpr, END: tl.constexpr):
+    """Chunked's `Leash`: 1 while the gradient is within what came in times REACH, and within END."""
+    factor = tl.minimum(tl.minimum(came * REACH, END) / size, 1.0)
     return tl.where(factor == factor, factor, 1.0)
 
 
 @_kernel
 def carry_kernel(
     k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
-    g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS, REACH,
+    g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    REACH: tl.constexpr, END: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state's gradient from the last chunk to the first; at each chunk's end it is kept in g_ends, Z_1's gradient in g_Z."""
@@ -693,7 +694,7 @@ def carry_kernel(
         size = tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0))
         if MOMENTUM:
             size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(T1), 1), 0), tl.max(tl.max(tl.abs(T2), 1), 0)))
-        factor = _leash(total * REACH, size)
+        factor = _leash(total, size, REACH, END)
         G1 *= factor
         G2 *= factor
         if MOMENTUM:
@@ -709,9 +710,10 @@ def carry_kernel(
 @_kernel
 def carry_stream(
     k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
-    g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS, REACH,
+    g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    REACH: tl.constexpr, END: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`carry_kernel` with the gradient in blocks through L2, in g_first. g_Z may be g_D1, and g_ends g_J.
@@ -831,7 +833,7 @@ def carry_stream(
                     g_error -= _dot(s_next * H_next, held2, OP, PRECISION)
                 g_error += _dot(g_next * slope_next, _load(starts2 + here_next, f, d, HIDDEN, D, EVEN), OP, PRECISION)
         total += tl.load(came + base)
-        factor = _leash(total * REACH, size)
+        factor = _leash(total, size, REACH, END)
         K, c = K_next, c_next
         if MOMENTUM:
             s = s_next

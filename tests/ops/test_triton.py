@@ -126,14 +126,15 @@ def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
 
 
 @inside
+@pytest.mark.parametrize("largest", [1e30, 2.5e21], ids=["by reach", "by end"])
 @pytest.mark.parametrize("blocks", ["registers", "streams"])
-def test_the_leash_holds_as_chunked_does(blocks, monkeypatch):
+def test_the_leash_holds_as_chunked_does(blocks, largest, monkeypatch):
     """Equal keys and a full step: the carried gradient outgrows float32, and is held at the same length."""
     if blocks == "streams":
         monkeypatch.setattr(fused, "REGISTERS", 8)
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     # A reach that is exceeded in most chunks, in float64, where both tiers agree to many digits.
-    monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 30.0}))
+    monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 30.0, "max": largest}))
     case = Case(net=MLP(expansion=5.0), tokens=40, chunk=4, batch=1, heads=1, step=3.0)
     leaves = case.leaves()
     leaves[1] = leaves[1].detach()[:, :1].expand_as(leaves[1]).contiguous().requires_grad_()
