@@ -28,6 +28,7 @@ WARPS = {
     "state_stream": 8,
     "read_kernel": 4,
     "read_backward": 4,
+    "blend_backward": 4,
     "carry_kernel": 8,
     "carry_stream": 8,
     "keys_backward": 4,
@@ -41,7 +42,7 @@ STAGES = {"state_kernel": 2, "carry_kernel": 2}
 REGISTERS = 64
 """Widest hidden layer whose state stays in registers; beyond it the state goes through L2 in blocks."""
 
-BLOCKS = {"state_stream": 64, "carry_stream": 32, "read_kernel": 64, "read_backward": 32, "keys_backward": 32}
+BLOCKS = {"state_stream": 64, "carry_stream": 32, "read_kernel": 64, "read_backward": 32, "blend_backward": 32, "keys_backward": 32}
 """Those blocks, and the parallel kernels' tiles, along the hidden axis; half of it for heads wider than 64."""
 
 PRECISION = "tf32x3"
@@ -153,11 +154,13 @@ class Plan(NamedTuple):
             # Three products for one keep every operand twice in shared memory, which this kernel has no room for.
             "PRECISION": "ieee" if kernel == "carry_stream" and self.tile > 32 else self.precision,
         }
-        if kernel != "keys_backward":
+        if kernel == "blend_backward":
+            del constants["RESIDUAL"]
+        elif kernel != "keys_backward":
             constants["NORM"] = self.norm
         if kernel.startswith("carry"):
             constants["REACH"], constants["END"] = 1.0 / torch.finfo(acc).eps, torch.finfo(acc).max ** 0.5 * 1e-9
-        if kernel.startswith("state"):
+        if kernel.startswith("state") or kernel == "read_kernel":
             constants["TRAIN"] = train
         return constants
 
@@ -210,28 +213,41 @@ def _forward(
         **plan.tiles(state, acc, op, train),
     )  # fmt: skip
     y, bad = torch.empty_like(q), _empty(q, m, n, dtype=torch.int32)
-    tiles = plan.tiles("read_kernel", acc, op)
-    _launch("read_kernel", (n, m), q, k, starts1, starts2, P, co, errors, y, bad, L, n, heads, **tiles)
-    return y, surprise, end1, end2, bad, P, co, fold, starts1, starts2, errors, values, rstds
+    kept = [P, co, fold, starts1, starts2, errors, values, rstds]
+    if train:
+        kept += [_empty(q, m, n, C, plan.hidden, dtype=op) for _ in range(3)]  # firsts, returns, reads
+        kept += [torch.empty_like(P), *((torch.empty_like(q), torch.empty_like(surprise)) if plan.norm else (errors, surprise))]
+    firsts, returns, reads, scores, answers, spreads = kept[8:] or [errors, errors, errors, P, errors, surprise]
+    _launch(
+        "read_kernel", (n, m),
+        q, k, starts1, starts2, P, co, errors, firsts, returns, reads, scores, answers, spreads, y, bad, L, n, heads,
+        **plan.tiles("read_kernel", acc, op, train),
+    )  # fmt: skip
+    return y, surprise, end1, end2, bad, *kept
 
 
 def _backward(
     plan: Plan, saved: tuple[Tensor, ...], gates: Gates, g_y: Tensor, g_surprise: Tensor, g_end1: Tensor, g_end2: Tensor
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
-    q, k, v, totals, P, co, fold, starts1, starts2, errors, values, rstds = saved
+    q, k, v, totals, P, co, fold, starts1, starts2, errors, values, rstds, firsts, returns, reads, scores, answers, spreads = saved
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
-    acc, op, C = co.dtype, q.dtype, plan.tile
+    acc, op = co.dtype, q.dtype
     g_q, g_k, g_v, g_D2 = (torch.empty_like(q) for _ in range(4))
     g_P, g_co, g_fold = torch.empty_like(P), torch.empty_like(co), torch.empty_like(fold)
-    g_X2, g_D1 = (_empty(q, m, n, C, plan.hidden, dtype=op) for _ in range(2))
+    g_X2, g_D1 = torch.empty_like(reads), torch.empty_like(reads)
     g_J1, g_J2 = torch.empty_like(starts1), torch.empty_like(starts2)
     came = _empty(q, m, n, dtype=acc)
     _launch(
         "read_backward", (n, m),
-        q, k, starts1, starts2, P, co, errors, g_y, g_surprise,
-        g_q, g_k, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, heads,
+        q, starts1, starts2, P, co, errors, firsts, reads, scores, answers, spreads, g_y, g_surprise,
+        g_q, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, heads,
         **plan.tiles("read_backward", acc, op),
+    )  # fmt: skip
+    _launch(
+        "blend_backward", (n, m),
+        q, k, starts2, P, firsts, returns, g_D1, g_q, g_k, g_P, g_D1, g_D2, L, n, heads,
+        **plan.tiles("blend_backward", acc, op),
     )  # fmt: skip
     came_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
     g_first1, g_first2 = torch.empty_like(g_end1), torch.empty_like(g_end2)
@@ -241,13 +257,13 @@ def _backward(
         carry, ends = "carry_kernel", (torch.empty_like(g_D1), torch.empty_like(g_J1), torch.empty_like(g_J2))
     _launch(
         carry, (m,),
-        k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
+        k, v, starts2, co, fold, errors, values, rstds, firsts, returns, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
         g_end1, g_end2, g_first1, g_first2, *ends, g_v, L, n, heads,
         **plan.tiles(carry, acc, op),
     )  # fmt: skip
     _launch(
         "keys_backward", (n, m),
-        k, starts1, starts2, co, errors, *ends, g_v, g_k, g_co, g_fold, L, n, heads,
+        k, starts1, starts2, co, errors, firsts, returns, *ends, g_v, g_k, g_co, g_fold, L, n, heads,
         **plan.tiles("keys_backward", acc, op),
     )  # fmt: skip
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]

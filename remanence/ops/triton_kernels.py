@@ -7,7 +7,8 @@ One chunk's tokens are a tile of C rows; a program is one (row, head), or one of
     state_kernel      W, S over the chunks, keys only; D2, surprise        one program per (row, head), state in registers
     state_stream      the same, state in blocks of the hidden axis through L2
     read_kernel       the answers, from the states at the chunks' starts   every chunk at once
-    read_backward     gradients of q, P, a, r; what reading adds to the gradients of the state and of the keys' X and D
+    read_backward     gradients of q, a, r and half of P; what reading adds to the gradients of the state and of the keys' X2
+    blend_backward    the other half of P; what reading adds to the gradients of k and of the keys' D
     carry_kernel      the state's gradient, backwards over the chunks      one program per (row, head); carry_stream likewise
     keys_backward     gradients of k, c, s and fold, given the gradient of every chunk's end state
     coef_backward     gradients of the gates
@@ -407,11 +408,12 @@ def state_stream(
 
 @_kernel
 def read_kernel(
-    q, k, starts1, starts2, P, co, errors, y, bad, L, n, HEADS,
+    q, k, starts1, starts2, P, co, errors, firsts, returns, reads, scores, answers, spreads, y, bad, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
-    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """For backward it keeps the keys' Z_1 (firsts) and D2 W2^T (returns), the queries' Z_1 (reads), A X^T, and LayerNorm's."""
     i, m = tl.program_id(0), tl.program_id(1)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -424,32 +426,42 @@ def read_kernel(
     at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
     Q, K = _load_tokens(q, at, live, D, BD), _load_tokens(k, at, live, D, BD)
     D2 = _load_tokens(errors, at, live, D, BD)
-    mix = tl.load(P + base * BC * BC + t[:, None] * BC + t[None, :]).to(ACC)
     a = tl.load(co + base * 4 * BC + t)[:, None]
-    aQ = (a * Q).to(OP)
     if MOMENTUM:
         r = tl.load(co + base * 4 * BC + BC + t)[:, None]
-        rQ = (r * Q).to(OP)
-    blend = (_dot(Q, tl.trans(K), OP, PRECISION) * mix).to(OP)
-    scores = tl.zeros([BC, BC], ACC)
+    square = base * BC * BC + t[:, None] * BC + t[None, :]
+    blend = (_dot(Q, tl.trans(K), OP, PRECISION) * tl.load(P + square)).to(OP)
+    met = tl.zeros([BC, BC], ACC)
     out = tl.zeros([BC, BD], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
         W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
         W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
-        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
-        D1 = _dot(D2, tl.trans(W2), OP, PRECISION) * slope
-        Z = _dot(aQ, W1, OP, PRECISION) - _dot(blend, D1, OP, PRECISION)
+        first = _dot(K, W1, OP, PRECISION)
+        back = _dot(D2, tl.trans(W2), OP, PRECISION)
+        if TRAIN:
+            _store(firsts + base * BC * HIDDEN, first, t, f, BC, HIDDEN, EVEN)
+            _store(returns + base * BC * HIDDEN, back, t, f, BC, HIDDEN, EVEN)
+        H, slope = _activate_with_slope(first, GELU)
+        H = H.to(OP)
+        Z = a * _dot(Q, W1, OP, PRECISION) - _dot(blend, back * slope, OP, PRECISION)
         if MOMENTUM:
-            Z += _dot(rQ, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
+            Z += r * _dot(Q, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
+        if TRAIN:
+            _store(reads + base * BC * HIDDEN, Z, t, f, BC, HIDDEN, EVEN)
         A = _activate(Z, GELU)
+        met += _dot(A, tl.trans(H), OP, PRECISION)
         out += _dot(a * A, W2, OP, PRECISION)
         if MOMENTUM:
             out += _dot(r * A, _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
-        scores += _dot(A, tl.trans(H.to(OP)), OP, PRECISION)
-    out -= _dot(scores * mix, D2, OP, PRECISION)
+    if TRAIN:
+        tl.store(scores + square, met.to(scores.dtype.element_ty))
+    out -= _dot(met * tl.load(P + square), D2, OP, PRECISION)
     if NORM:
-        out, _ = _norm(out, D, BD)
+        out, rstd = _norm(out, D, BD)
+        if TRAIN:
+            _store_tokens(answers, out, at, live, D, BD)
+            tl.store(spreads + at, rstd, mask=live)
     if RESIDUAL:
         out += Q
     _store_tokens(y, out, at, live, D, BD)
@@ -462,12 +474,13 @@ def read_kernel(
 
 @_kernel
 def read_backward(
-    q, k, starts1, starts2, P, co, errors, g_y, g_surprise, g_q, g_k, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, HEADS,
+    q, starts1, starts2, P, co, errors, firsts, reads, scores, answers, spreads, g_y, g_surprise,
+    g_q, g_P, g_co, g_X2, g_Z, g_D2, g_J1, g_J2, came, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """g_D2 comes out complete but for what later chunks add: g_D1's way through W2 is in it."""
+    """The queries' way back, to Z_1's gradient and through the state; g_q, g_P and g_D2 without layer 1's masked product."""
     i, m = tl.program_id(0), tl.program_id(1)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -479,108 +492,109 @@ def read_backward(
     starts2 += base * PARTS * SIZE
     g_J1 += base * PARTS * SIZE
     g_J2 += base * PARTS * SIZE
-    g_X2 += base * BC * HIDDEN
-    g_D1 += base * BC * HIDDEN
     at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
-    Q, K = _load_tokens(q, at, live, D, BD), _load_tokens(k, at, live, D, BD)
-    D2 = _load_tokens(errors, at, live, D, BD)
-    mix = tl.load(P + base * BC * BC + t[:, None] * BC + t[None, :]).to(ACC)
     a = tl.load(co + base * 4 * BC + t)[:, None]
     if MOMENTUM:
         r = tl.load(co + base * 4 * BC + BC + t)[:, None]
-    blend = (_dot(Q, tl.trans(K), OP, PRECISION) * mix).to(OP)
-    g_O = _load_tokens(g_y, at, live, D, BD).to(ACC)
+    g_out = _load_tokens(g_y, at, live, D, BD).to(ACC)
     g_s = tl.load(g_surprise + at, mask=live, other=0.0)
+    Q = _load_tokens(q, at, live, D, BD)
     reach = tl.maximum(tl.max(tl.max(tl.abs(Q).to(ACC), 1), 0), 1.0)
-    tl.store(came + base, tl.sum(tl.sum(tl.abs(g_O), 1), 0) * reach + tl.sum(tl.abs(g_s), 0))
-    # The answers again, for A X^T and LayerNorm's backward.
-    scores = tl.zeros([BC, BC], ACC)
-    out = tl.zeros([BC, BD], ACC)
-    for j in tl.range(BLOCKS, num_stages=1):
-        f = j * BH + tl.arange(0, BH)
-        W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
-        W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
-        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
-        D1 = _dot(D2, tl.trans(W2), OP, PRECISION) * slope
-        Z = a * _dot(Q, W1, OP, PRECISION) - _dot(blend, D1, OP, PRECISION)
-        if MOMENTUM:
-            Z += r * _dot(Q, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
-        A = _activate(Z, GELU)
-        if NORM:
-            out += _dot(a * A, W2, OP, PRECISION)
-            if MOMENTUM:
-                out += _dot(r * A, _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
-        scores += _dot(A, tl.trans(H.to(OP)), OP, PRECISION)
+    tl.store(came + base, tl.sum(tl.sum(tl.abs(g_out), 1), 0) * reach + tl.sum(tl.abs(g_s), 0))
     if NORM:
-        out -= _dot(scores * mix, D2, OP, PRECISION)
-        value, rstd = _norm(out, D, BD)
-        g_O = _pull(g_O, value, rstd, D, BD)
-    aG = (a * g_O).to(OP)
-    if MOMENTUM:
-        rG = (r * g_O).to(OP)
-    g_O = g_O.to(OP)
-    # Layer 2's masked product: -[(A X^T) P] D2. What need not stay in registers meanwhile waits in memory.
-    g_blend = -_dot(g_O, tl.trans(D2), OP, PRECISION)
-    tl.store(g_P + base * BC * BC + t[:, None] * BC + t[None, :], (g_blend * scores).to(g_P.dtype.element_ty))
+        rstd = tl.load(spreads + at, mask=live, other=0.0)
+        g_out = _pull(g_out, _load_tokens(answers, at, live, D, BD).to(ACC), rstd, D, BD)
+    g_O = g_out.to(OP)
+    # Layer 2's masked product: -[(A X^T) P] D2.
+    square = base * BC * BC + t[:, None] * BC + t[None, :]
+    mix, met = tl.load(P + square).to(ACC), tl.load(scores + square).to(ACC)
+    g_error = -_dot(tl.trans((met * mix).to(OP)), g_O, OP, PRECISION)
+    _store_tokens(g_D2, g_error, at, live, D, BD)
+    g_blend = -_dot(g_O, tl.trans(_load_tokens(errors, at, live, D, BD)), OP, PRECISION)
+    tl.store(g_P + square, (g_blend * met).to(g_P.dtype.element_ty))
     g_scores = (g_blend * mix).to(OP)
-    g_error = -_dot(tl.trans((scores * mix).to(OP)), g_O, OP, PRECISION)
-    g_blend = tl.zeros([BC, BC], ACC)
     g_query = tl.zeros([BC, BD], ACC)
+    if RESIDUAL:
+        g_query += _load_tokens(g_y, at, live, D, BD)
     g_a = tl.zeros([BC], ACC)
     g_r = tl.zeros([BC], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
-        W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
-        W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
-        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
-        D1 = (_dot(D2, tl.trans(W2), OP, PRECISION) * slope).to(OP)
-        QW = _dot(Q, W1, OP, PRECISION)
-        Z = a * QW - _dot(blend, D1, OP, PRECISION)
-        if MOMENTUM:
-            S1 = _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN)
-            QS = _dot(Q, S1, OP, PRECISION)
-            Z += r * QS
-        A, slope_q = _activate_with_slope(Z, GELU)
-        back = _dot(g_O, tl.trans(W2), OP, PRECISION)
+        H = _activate(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
+        A, slope = _activate_with_slope(_load(reads + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
+        _store(g_X2 + base * BC * HIDDEN, _dot(tl.trans(g_scores), A, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
+        _store(g_J2, _dot(tl.trans((a * A).to(OP)), g_O, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+        g_first = _dot(g_scores, H, OP, PRECISION)
+        back = _dot(g_O, tl.trans(_load(starts2, f, d, HIDDEN, D, EVEN)), OP, PRECISION)
         g_a += tl.sum(back * A, 1)
-        g_A = a * back + _dot(g_scores, H, OP, PRECISION)
-        A = A.to(OP)
-        _store(g_X2, _dot(tl.trans(g_scores), A, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
-        _store(g_J2, _dot(tl.trans(A), aG, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+        g_first += a * back
         if MOMENTUM:
-            S2 = _load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)
-            back = _dot(g_O, tl.trans(S2), OP, PRECISION)
+            _store(g_J2 + SIZE, _dot(tl.trans((r * A).to(OP)), g_O, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+            back = _dot(g_O, tl.trans(_load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)), OP, PRECISION)
             g_r += tl.sum(back * A, 1)
-            g_A += r * back
-            _store(g_J2 + SIZE, _dot(tl.trans(A), rG, OP, PRECISION), f, d, HIDDEN, D, EVEN)
-        g_Z = g_A * slope_q
-        g_a += tl.sum(g_Z * QW, 1)
-        scaled = (a * g_Z).to(OP)
-        g_query += _dot(scaled, tl.trans(W1), OP, PRECISION)
-        _store(g_J1, _dot(tl.trans(Q), scaled, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+            g_first += r * back
+        g_first *= slope
+        _store(g_Z + base * BC * HIDDEN, g_first, t, f, BC, HIDDEN, EVEN)
+        _store(g_J1, _dot(tl.trans(Q), a * g_first, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+        back = _dot(g_first, tl.trans(_load(starts1, d, f, D, HIDDEN, EVEN)), OP, PRECISION)
+        g_a += tl.sum(back * Q, 1)
+        g_query += a * back
         if MOMENTUM:
-            g_r += tl.sum(g_Z * QS, 1)
-            scaled = (r * g_Z).to(OP)
-            g_query += _dot(scaled, tl.trans(S1), OP, PRECISION)
-            _store(g_J1 + SIZE, _dot(tl.trans(Q), scaled, OP, PRECISION), d, f, D, HIDDEN, EVEN)
-        g_blend -= _dot(g_Z, tl.trans(D1), OP, PRECISION)
-        g_first = -_dot(tl.trans(blend), g_Z, OP, PRECISION)
-        _store(g_D1, g_first, t, f, BC, HIDDEN, EVEN)
-        g_error += _dot(g_first * slope, W2, OP, PRECISION)
-    _store_tokens(g_D2, g_error, at, live, D, BD)
-    tl.debug_barrier()  # g_P is read back by other threads than wrote it
-    mix = tl.load(P + base * BC * BC + t[:, None] * BC + t[None, :]).to(ACC)
-    g_mix = tl.load(g_P + base * BC * BC + t[:, None] * BC + t[None, :]) + g_blend * _dot(Q, tl.trans(K), OP, PRECISION)
-    tl.store(g_P + base * BC * BC + t[:, None] * BC + t[None, :], g_mix.to(g_P.dtype.element_ty))
-    g_scores = (g_blend * mix).to(OP)
-    g_query += _dot(g_scores, K, OP, PRECISION)
-    if RESIDUAL:
-        g_query += _load_tokens(g_y, at, live, D, BD)
+            _store(g_J1 + SIZE, _dot(tl.trans(Q), r * g_first, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+            back = _dot(g_first, tl.trans(_load(starts1 + SIZE, d, f, D, HIDDEN, EVEN)), OP, PRECISION)
+            g_r += tl.sum(back * Q, 1)
+            g_query += r * back
     _store_tokens(g_q, g_query, at, live, D, BD)
-    _store_tokens(g_k, _dot(tl.trans(g_scores), Q, OP, PRECISION), at, live, D, BD)
     tl.store(g_co + base * 4 * BC + t, g_a)
     if MOMENTUM:
         tl.store(g_co + base * 4 * BC + BC + t, g_r)
+
+
+@_kernel
+def blend_backward(
+    q, k, starts2, P, firsts, returns, g_Z, g_q, g_k, g_P, g_D1, g_D2, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, GELU: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Layer 1's masked product, -[(Q K^T) P] D1: added to g_q, g_P and g_D2, with D1's own way through W2. g_D1 may be g_Z.
+
+    g_D2 comes out complete but for what later chunks add.
+    """
+    i, m = tl.program_id(0), tl.program_id(1)
+    base = m.to(tl.int64) * n + i
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
+    square = base * BC * BC + t[:, None] * BC + t[None, :]
+    Q, K = _load_tokens(q, at, live, D, BD), _load_tokens(k, at, live, D, BD)
+    # Transposed, [j t], so that no product below has to turn it.
+    across = t[:, None] + t[None, :] * BC + base * BC * BC
+    blend = (_dot(K, tl.trans(Q), OP, PRECISION) * tl.load(P + across)).to(OP)
+    g_blend = tl.zeros([BC, BC], ACC)
+    g_error = tl.zeros([BC, BD], ACC)
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        g_first = _load(g_Z + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        _, slope = _activate_with_slope(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
+        D1 = _load(returns + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) * slope
+        g_blend += _dot(g_first, tl.trans(D1.to(OP)), OP, PRECISION)
+        g_first = -_dot(blend, g_first, OP, PRECISION)
+        g_error += _dot(g_first * slope, _load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
+        tl.debug_barrier()  # all have read g_Z before any writes there
+        _store(g_D1 + base * BC * HIDDEN, g_first, t, f, BC, HIDDEN, EVEN)
+    g_error += _load_tokens(g_D2, at, live, D, BD)
+    _store_tokens(g_D2, g_error, at, live, D, BD)
+    g_mix = tl.load(g_P + square) - g_blend * _dot(Q, tl.trans(K), OP, PRECISION)
+    tl.debug_barrier()
+    tl.store(g_P + square, g_mix.to(g_P.dtype.element_ty))
+    g_scores = (g_blend * tl.load(P + square)).to(OP)
+    _store_tokens(g_k, -_dot(tl.trans(g_scores), Q, OP, PRECISION), at, live, D, BD)
+    g_query = _load_tokens(g_q, at, live, D, BD) - _dot(g_scores, K, OP, PRECISION)
+    tl.debug_barrier()
+    _store_tokens(g_q, g_query, at, live, D, BD)
 
 
 @triton.jit
@@ -627,7 +641,7 @@ def _leash(came, size, REACH: tl.constexpr, END: tl.constexpr):
 
 @_kernel
 def carry_kernel(
-    k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
+    k, v, starts2, co, fold, errors, values, rstds, firsts, returns, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
     g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
@@ -651,12 +665,11 @@ def carry_kernel(
         base = m * n + i
         at, live = _tokens(m, i, L, HEADS, CHUNK, BC)
         K, D2 = _load_tokens(k, at, live, D, BD), _load_tokens(errors, at, live, D, BD)
-        W1 = _load(starts1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
         W2 = _load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
-        H, slope, curve = _derivatives(_dot(K, W1, OP, PRECISION), GELU)
-        curve = (curve * _dot(D2, tl.trans(W2), OP, PRECISION)).to(OP)
+        H, slope, curve = _derivatives(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
+        curve = (curve * _load(returns + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
         H, slope = H.to(OP), slope.to(OP)
         # Through the fold: what the end state's gradient makes of D1 and D2.
         g_error = -_dot(c * H, G2, OP, PRECISION)
@@ -709,7 +722,7 @@ def carry_kernel(
 
 @_kernel
 def carry_stream(
-    k, v, starts1, starts2, co, fold, errors, values, rstds, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
+    k, v, starts2, co, fold, errors, values, rstds, firsts, returns, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
     g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
@@ -744,13 +757,12 @@ def carry_stream(
     g_error = tl.zeros([BC, BD], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
-        W1 = _load(starts1 + last, d, f, D, HIDDEN, EVEN)
         W2 = _load(starts2 + last, f, d, HIDDEN, D, EVEN)
         G1 = _load(g_end1, d, f, D, HIDDEN, EVEN)
         G2 = _load(g_end2, f, d, HIDDEN, D, EVEN)
         _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
         _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
-        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+        H, slope = _activate_with_slope(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
         g_first = -_dot(c * K, G1, OP, PRECISION)
         g_error -= _dot(c * H, G2, OP, PRECISION)
         if MOMENTUM:
@@ -785,12 +797,11 @@ def carry_stream(
         size = tl.max(tl.max(g_error, 1), 0)
         for j in tl.range(BLOCKS, num_stages=1):
             f = j * BH + tl.arange(0, BH)
-            W1 = _load(starts1 + here, d, f, D, HIDDEN, EVEN)
             W2 = _load(starts2 + here, f, d, HIDDEN, D, EVEN)
             G1 = _load(g_first1, d, f, D, HIDDEN, EVEN) * factor
             G2 = _load(g_first2, f, d, HIDDEN, D, EVEN) * factor
-            H, slope, curve = _derivatives(_dot(K, W1, OP, PRECISION), GELU)
-            curve = (curve * _dot(D2, tl.trans(W2), OP, PRECISION)).to(OP)
+            H, slope, curve = _derivatives(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
+            curve = (curve * _load(returns + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
             H, slope = H.to(OP), slope.to(OP)
             g_first = -_dot(c * K, G1, OP, PRECISION)
             g_hidden = _dot(g_O, tl.trans(W2), OP, PRECISION)
@@ -824,8 +835,8 @@ def carry_stream(
                 _store(g_first2 + SIZE, held2, f, d, HIDDEN, D, EVEN)
                 size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(held1), 1), 0), tl.max(tl.max(tl.abs(held2), 1), 0)))
             if more:
-                W1_next = _load(starts1 + here_next, d, f, D, HIDDEN, EVEN)
-                H_next, slope_next = _activate_with_slope(_dot(K_next, W1_next, OP, PRECISION), GELU)
+                first = _load(firsts + before * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC)
+                H_next, slope_next = _activate_with_slope(first, GELU)
                 g_next = -_dot(c_next * K_next, G1, OP, PRECISION)
                 g_error -= _dot(c_next * H_next, G2, OP, PRECISION)
                 if MOMENTUM:
@@ -855,7 +866,7 @@ def carry_stream(
 
 @_kernel
 def keys_backward(
-    k, starts1, starts2, co, errors, g_Z1, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, HEADS,
+    k, starts1, starts2, co, errors, firsts, returns, g_Z, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -890,10 +901,10 @@ def keys_backward(
         W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
         G1 = _load(g_J1, d, f, D, HIDDEN, EVEN)
         G2 = _load(g_J2, f, d, HIDDEN, D, EVEN)
-        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
-        D1 = (_dot(D2, tl.trans(W2), OP, PRECISION) * slope).to(OP)
+        H, slope = _activate_with_slope(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
+        D1 = (_load(returns + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) * slope).to(OP)
         keep += tl.sum(tl.sum(W1.to(ACC) * G1, 1), 0) + tl.sum(tl.sum(W2.to(ACC) * G2, 1), 0)
-        g_key += _dot(_load(g_Z1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), tl.trans(W1), OP, PRECISION)
+        g_key += _dot(_load(g_Z + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), tl.trans(W1), OP, PRECISION)
         back = _dot(D1, tl.trans(G1), OP, PRECISION)
         g_key -= c * back
         g_c -= tl.sum(back * K, 1) + tl.sum(_dot(D2, tl.trans(G2), OP, PRECISION) * H, 1)
