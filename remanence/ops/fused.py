@@ -147,17 +147,17 @@ class Plan(NamedTuple):
             "CHUNK": self.chunk,
             "BC": self.tile,
             "MOMENTUM": self.momentum,
-            "RESIDUAL": self.residual,
-            "GELU": self.gelu,
             "ACC": _tl(acc),
             "OP": _tl(op),
             # Three products for one keep every operand twice in shared memory, which this kernel has no room for.
             "PRECISION": "ieee" if kernel == "carry_stream" and self.tile > 32 else self.precision,
         }
-        if kernel == "blend_backward":
-            del constants["RESIDUAL"]
-        elif kernel != "keys_backward":
+        if kernel not in ("blend_backward", "keys_backward"):
             constants["NORM"] = self.norm
+        if kernel != "blend_backward":
+            constants["RESIDUAL"] = self.residual
+        if kernel.startswith(("state", "read")):
+            constants["GELU"] = self.gelu
         if kernel.startswith("carry"):
             constants["REACH"], constants["END"] = 1.0 / torch.finfo(acc).eps, torch.finfo(acc).max ** 0.5 * 1e-9
         if kernel.startswith("state") or kernel == "read_kernel":
@@ -215,12 +215,12 @@ def _forward(
     y, bad = torch.empty_like(q), _empty(q, m, n, dtype=torch.int32)
     kept = [P, co, fold, starts1, starts2, errors, values, rstds]
     if train:
-        kept += [_empty(q, m, n, C, plan.hidden, dtype=op) for _ in range(3)]  # firsts, returns, reads
+        kept += [_empty(q, m, n, C, plan.hidden, dtype=op) for _ in range(5)]  # hiddens, slopes, firsts, bends, reads
         kept += [torch.empty_like(P), *((torch.empty_like(q), torch.empty_like(surprise)) if plan.norm else (errors, surprise))]
-    firsts, returns, reads, scores, answers, spreads = kept[8:] or [errors, errors, errors, P, errors, surprise]
+    hiddens, slopes, firsts, bends, reads, scores, answers, spreads = kept[8:] or [*[errors] * 5, P, errors, surprise]
     _launch(
         "read_kernel", (n, m),
-        q, k, starts1, starts2, P, co, errors, firsts, returns, reads, scores, answers, spreads, y, bad, L, n, heads,
+        q, k, starts1, starts2, P, co, errors, hiddens, slopes, firsts, bends, reads, scores, answers, spreads, y, bad, L, n, heads,
         **plan.tiles("read_kernel", acc, op, train),
     )  # fmt: skip
     return y, surprise, end1, end2, bad, *kept
@@ -229,7 +229,8 @@ def _forward(
 def _backward(
     plan: Plan, saved: tuple[Tensor, ...], gates: Gates, g_y: Tensor, g_surprise: Tensor, g_end1: Tensor, g_end2: Tensor
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
-    q, k, v, totals, P, co, fold, starts1, starts2, errors, values, rstds, firsts, returns, reads, scores, answers, spreads = saved
+    q, k, v, totals, P, co, fold, starts1, starts2, errors, values, rstds, *tiles, scores, answers, spreads = saved
+    hiddens, slopes, firsts, bends, reads = tiles
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op = co.dtype, q.dtype
@@ -240,13 +241,13 @@ def _backward(
     came = _empty(q, m, n, dtype=acc)
     _launch(
         "read_backward", (n, m),
-        q, starts1, starts2, P, co, errors, firsts, reads, scores, answers, spreads, g_y, g_surprise,
+        q, starts1, starts2, P, co, errors, hiddens, reads, scores, answers, spreads, g_y, g_surprise,
         g_q, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, heads,
         **plan.tiles("read_backward", acc, op),
     )  # fmt: skip
     _launch(
         "blend_backward", (n, m),
-        q, k, starts2, P, firsts, returns, g_D1, g_q, g_k, g_P, g_D1, g_D2, L, n, heads,
+        q, k, starts2, P, slopes, firsts, g_D1, g_q, g_k, g_P, g_D1, g_D2, L, n, heads,
         **plan.tiles("blend_backward", acc, op),
     )  # fmt: skip
     came_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
@@ -257,13 +258,13 @@ def _backward(
         carry, ends = "carry_kernel", (torch.empty_like(g_D1), torch.empty_like(g_J1), torch.empty_like(g_J2))
     _launch(
         carry, (m,),
-        k, v, starts2, co, fold, errors, values, rstds, firsts, returns, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
-        g_end1, g_end2, g_first1, g_first2, *ends, g_v, L, n, heads,
+        k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
+        g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, *ends, g_v, L, n, heads,
         **plan.tiles(carry, acc, op),
     )  # fmt: skip
     _launch(
         "keys_backward", (n, m),
-        k, starts1, starts2, co, errors, firsts, returns, *ends, g_v, g_k, g_co, g_fold, L, n, heads,
+        k, starts1, starts2, co, errors, hiddens, firsts, *ends, g_v, g_k, g_co, g_fold, L, n, heads,
         **plan.tiles("keys_backward", acc, op),
     )  # fmt: skip
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]

@@ -45,6 +45,18 @@ def _dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _dot_apart(a, b, go, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """`_dot`, go being true. Triton gives products that lead to other products to all warps by rows, and with more warps than
+    rows has each computed twice and held twice; a branch hides what a product leads to.
+    """
+    x = tl.zeros([a.shape[0], b.shape[1]], ACC)
+    while go > 0:
+        x = _dot(a, b, OP, PRECISION)
+        go = -go
+    return x
+
+
+@triton.jit
 def _activate(z, GELU: tl.constexpr):
     if GELU:
         return z * (0.5 * tl.erf(z * ROOT_HALF) + 0.5)
@@ -408,12 +420,14 @@ def state_stream(
 
 @_kernel
 def read_kernel(
-    q, k, starts1, starts2, P, co, errors, firsts, returns, reads, scores, answers, spreads, y, bad, L, n, HEADS,
+    q, k, starts1, starts2, P, co, errors, hiddens, slopes, firsts, bends, reads, scores, answers, spreads, y, bad, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For backward it keeps the keys' Z_1 (firsts) and D2 W2^T (returns), the queries' Z_1 (reads), A X^T, and LayerNorm's."""
+    """What backward needs of the keys and of the queries is kept, rounded as the products here see it: X2 = act(Z_1) (hiddens),
+    act'(Z_1) (slopes), D1 (firsts), act''(Z_1) D2 W2^T (bends); the queries' Z_1 (reads), A X2^T, LayerNorm's value and 1 / deviation.
+    """
     i, m = tl.program_id(0), tl.program_id(1)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -437,14 +451,18 @@ def read_kernel(
         f = j * BH + tl.arange(0, BH)
         W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
         W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
-        first = _dot(K, W1, OP, PRECISION)
         back = _dot(D2, tl.trans(W2), OP, PRECISION)
         if TRAIN:
-            _store(firsts + base * BC * HIDDEN, first, t, f, BC, HIDDEN, EVEN)
-            _store(returns + base * BC * HIDDEN, back, t, f, BC, HIDDEN, EVEN)
-        H, slope = _activate_with_slope(first, GELU)
-        H = H.to(OP)
-        Z = a * _dot(Q, W1, OP, PRECISION) - _dot(blend, back * slope, OP, PRECISION)
+            H, slope, bend = _derivatives(_dot(K, W1, OP, PRECISION), GELU)
+            _store(bends + base * BC * HIDDEN, back * bend, t, f, BC, HIDDEN, EVEN)
+            _store(slopes + base * BC * HIDDEN, slope, t, f, BC, HIDDEN, EVEN)
+        else:
+            H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+        H, D1 = H.to(OP), (back * slope).to(OP)
+        if TRAIN:
+            _store(hiddens + base * BC * HIDDEN, H, t, f, BC, HIDDEN, EVEN)
+            _store(firsts + base * BC * HIDDEN, D1, t, f, BC, HIDDEN, EVEN)
+        Z = a * _dot(Q, W1, OP, PRECISION) - _dot(blend, D1, OP, PRECISION)
         if MOMENTUM:
             Z += r * _dot(Q, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
         if TRAIN:
@@ -474,7 +492,7 @@ def read_kernel(
 
 @_kernel
 def read_backward(
-    q, starts1, starts2, P, co, errors, firsts, reads, scores, answers, spreads, g_y, g_surprise,
+    q, starts1, starts2, P, co, errors, hiddens, reads, scores, answers, spreads, g_y, g_surprise,
     g_q, g_P, g_co, g_X2, g_Z, g_D2, g_J1, g_J2, came, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
@@ -520,7 +538,7 @@ def read_backward(
     g_r = tl.zeros([BC], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
-        H = _activate(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
+        H = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         A, slope = _activate_with_slope(_load(reads + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
         _store(g_X2 + base * BC * HIDDEN, _dot(tl.trans(g_scores), A, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
         _store(g_J2, _dot(tl.trans((a * A).to(OP)), g_O, OP, PRECISION), f, d, HIDDEN, D, EVEN)
@@ -552,9 +570,9 @@ def read_backward(
 
 @_kernel
 def blend_backward(
-    q, k, starts2, P, firsts, returns, g_Z, g_q, g_k, g_P, g_D1, g_D2, L, n, HEADS,
+    q, k, starts2, P, slopes, firsts, g_Z, g_q, g_k, g_P, g_D1, g_D2, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
-    MOMENTUM: tl.constexpr, GELU: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    MOMENTUM: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Layer 1's masked product, -[(Q K^T) P] D1: added to g_q, g_P and g_D2, with D1's own way through W2. g_D1 may be g_Z.
 
@@ -578,10 +596,9 @@ def blend_backward(
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
         g_first = _load(g_Z + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-        _, slope = _activate_with_slope(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
-        D1 = _load(returns + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) * slope
-        g_blend += _dot(g_first, tl.trans(D1.to(OP)), OP, PRECISION)
+        g_blend += _dot(g_first, tl.trans(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)), OP, PRECISION)
         g_first = -_dot(blend, g_first, OP, PRECISION)
+        slope = _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         g_error += _dot(g_first * slope, _load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
         tl.debug_barrier()  # all have read g_Z before any writes there
         _store(g_D1 + base * BC * HIDDEN, g_first, t, f, BC, HIDDEN, EVEN)
@@ -641,10 +658,10 @@ def _leash(came, size, REACH: tl.constexpr, END: tl.constexpr):
 
 @_kernel
 def carry_kernel(
-    k, v, starts2, co, fold, errors, values, rstds, firsts, returns, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
+    k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
     g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
-    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -668,26 +685,28 @@ def carry_kernel(
         W2 = _load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
-        H, slope, curve = _derivatives(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
-        curve = (curve * _load(returns + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
-        H, slope = H.to(OP), slope.to(OP)
+        H, slope = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        curve = _load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         # Through the fold: what the end state's gradient makes of D1 and D2.
-        g_error = -_dot(c * H, G2, OP, PRECISION)
-        g_first = -_dot(c * K, G1, OP, PRECISION)
+        g_first = -c * _dot_apart(K, G1, n, ACC, OP, PRECISION)
+        g_error = -c * _dot_apart(H, G2, n, ACC, OP, PRECISION)
         if MOMENTUM:
             s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
-            g_error -= _dot(s * H, T2, OP, PRECISION)
-            g_first -= _dot(s * K, T1, OP, PRECISION)
-        g_error += _dot(g_first * slope, W2, OP, PRECISION)
-        g_error += _load_tokens(g_D2, at, live, D, BD)
-        g_first = (g_first + _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
-        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, D, BD, NORM, RESIDUAL).to(OP)
-        g_hidden = _dot(g_O, tl.trans(W2), OP, PRECISION)
-        g_hidden -= _dot(c * D2, tl.trans(G2.to(OP)), OP, PRECISION)
+            g_first -= s * _dot_apart(K, T1, n, ACC, OP, PRECISION)
+            g_error -= s * _dot_apart(H, T2, n, ACC, OP, PRECISION)
+        g_first = g_first
+        g_error += _dot_apart((g_first * slope).to(OP), W2, n, ACC, OP, PRECISION)
+        g_error = g_error + _load_tokens(g_D2, at, live, D, BD)
+        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, D, BD, NORM, RESIDUAL)
+        g_O = g_O.to(OP)
+        g_hidden = _dot_apart(g_O, tl.trans(W2), n, ACC, OP, PRECISION)
+        g_hidden -= c * _dot_apart(D2, tl.trans(G2.to(OP)), n, ACC, OP, PRECISION)
         if MOMENTUM:
-            g_hidden -= _dot(s * D2, tl.trans(T2.to(OP)), OP, PRECISION)
+            g_hidden -= s * _dot_apart(D2, tl.trans(T2.to(OP)), n, ACC, OP, PRECISION)
         g_hidden += _load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        g_first = (g_first + _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
         g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
+        g_first = (g_first * slope).to(OP)
         _store(g_Z + base * BC * HIDDEN, g_first_layer, t, f, BC, HIDDEN, EVEN)
         # To the state at the chunk's start.
         _store(g_ends1 + base * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
@@ -701,8 +720,8 @@ def carry_kernel(
         G1 = keep * G1 + _load(g_J1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
         G2 = keep * G2 + _load(g_J2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
         G1 += _dot(tl.trans(K), g_first_layer, OP, PRECISION)
-        G2 += _dot(tl.trans(H), g_O, OP, PRECISION)
-        G2 += _dot(tl.trans((g_first * slope).to(OP)), D2, OP, PRECISION)
+        G2 += _dot_apart(tl.trans(H), g_O, n, ACC, OP, PRECISION)
+        G2 += _dot(tl.trans(g_first), D2, OP, PRECISION)
         total += tl.load(came + base)
         size = tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0))
         if MOMENTUM:
@@ -722,10 +741,10 @@ def carry_kernel(
 
 @_kernel
 def carry_stream(
-    k, v, starts2, co, fold, errors, values, rstds, firsts, returns, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
+    k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
     g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
-    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -762,17 +781,17 @@ def carry_stream(
         G2 = _load(g_end2, f, d, HIDDEN, D, EVEN)
         _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
         _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
-        H, slope = _activate_with_slope(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
-        g_first = -_dot(c * K, G1, OP, PRECISION)
-        g_error -= _dot(c * H, G2, OP, PRECISION)
+        H, slope = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        g_first = -c * _dot_apart(K, G1, n, ACC, OP, PRECISION)
+        g_error -= c * _dot_apart(H, G2, n, ACC, OP, PRECISION)
         if MOMENTUM:
             T1 = _load(g_end1 + SIZE, d, f, D, HIDDEN, EVEN)
             T2 = _load(g_end2 + SIZE, f, d, HIDDEN, D, EVEN)
             _store(g_first1 + SIZE, T1, d, f, D, HIDDEN, EVEN)
             _store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
-            g_first -= _dot(s * K, T1, OP, PRECISION)
-            g_error -= _dot(s * H, T2, OP, PRECISION)
-        g_error += _dot(g_first * slope, W2, OP, PRECISION)
+            g_first -= s * _dot_apart(K, T1, n, ACC, OP, PRECISION)
+            g_error -= s * _dot_apart(H, T2, n, ACC, OP, PRECISION)
+        g_error += _dot_apart(g_first * slope, W2, n, ACC, OP, PRECISION)
     for back_from in tl.range(n, num_stages=1):
         tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
         i = n - 1 - back_from
@@ -800,19 +819,18 @@ def carry_stream(
             W2 = _load(starts2 + here, f, d, HIDDEN, D, EVEN)
             G1 = _load(g_first1, d, f, D, HIDDEN, EVEN) * factor
             G2 = _load(g_first2, f, d, HIDDEN, D, EVEN) * factor
-            H, slope, curve = _derivatives(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
-            curve = (curve * _load(returns + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
-            H, slope = H.to(OP), slope.to(OP)
-            g_first = -_dot(c * K, G1, OP, PRECISION)
-            g_hidden = _dot(g_O, tl.trans(W2), OP, PRECISION)
-            g_hidden -= _dot(c * D2, tl.trans(G2.to(OP)), OP, PRECISION)
+            H, slope = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+            curve = _load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+            g_first = -c * _dot_apart(K, G1, n, ACC, OP, PRECISION)
+            g_hidden = _dot_apart(g_O, tl.trans(W2), n, ACC, OP, PRECISION)
+            g_hidden -= c * _dot_apart(D2, tl.trans(G2.to(OP)), n, ACC, OP, PRECISION)
             now1 = _load(g_J1 + here, d, f, D, HIDDEN, EVEN) + keep * G1
             now2 = _load(g_J2 + here, f, d, HIDDEN, D, EVEN) + keep * G2
             if MOMENTUM:
                 T1 = _load(g_first1 + SIZE, d, f, D, HIDDEN, EVEN) * factor
                 T2 = _load(g_first2 + SIZE, f, d, HIDDEN, D, EVEN) * factor
-                g_first -= _dot(s * K, T1, OP, PRECISION)
-                g_hidden -= _dot(s * D2, tl.trans(T2.to(OP)), OP, PRECISION)
+                g_first -= s * _dot_apart(K, T1, n, ACC, OP, PRECISION)
+                g_hidden -= s * _dot_apart(D2, tl.trans(T2.to(OP)), n, ACC, OP, PRECISION)
                 held1 = _load(g_J1 + here + SIZE, d, f, D, HIDDEN, EVEN) + carry * G1 + past * T1
                 held2 = _load(g_J2 + here + SIZE, f, d, HIDDEN, D, EVEN) + carry * G2 + past * T2
             g_first = (g_first + _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
@@ -822,9 +840,9 @@ def carry_stream(
             _store(g_Z + base * BC * HIDDEN, g_first_layer, t, f, BC, HIDDEN, EVEN)
             _store(g_ends1 + here, G1, d, f, D, HIDDEN, EVEN)
             _store(g_ends2 + here, G2, f, d, HIDDEN, D, EVEN)
-            G1 = now1 + _dot(tl.trans(K), g_first_layer, OP, PRECISION)
-            G2 = now2 + _dot(tl.trans(H), g_O, OP, PRECISION)
-            G2 += _dot(tl.trans((g_first * slope).to(OP)), D2, OP, PRECISION)
+            G1 = now1 + _dot_apart(tl.trans(K), g_first_layer, n, ACC, OP, PRECISION)
+            G2 = now2 + _dot_apart(tl.trans(H), g_O, n, ACC, OP, PRECISION)
+            G2 += _dot_apart(tl.trans((g_first * slope).to(OP)), D2, n, ACC, OP, PRECISION)
             _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
             _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
             size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0)))
@@ -835,13 +853,13 @@ def carry_stream(
                 _store(g_first2 + SIZE, held2, f, d, HIDDEN, D, EVEN)
                 size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(held1), 1), 0), tl.max(tl.max(tl.abs(held2), 1), 0)))
             if more:
-                first = _load(firsts + before * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC)
-                H_next, slope_next = _activate_with_slope(first, GELU)
-                g_next = -_dot(c_next * K_next, G1, OP, PRECISION)
-                g_error -= _dot(c_next * H_next, G2, OP, PRECISION)
+                H_next = _load(hiddens + before * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+                slope_next = _load(slopes + before * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+                g_next = -c_next * _dot_apart(K_next, G1, n, ACC, OP, PRECISION)
+                g_error -= c_next * _dot_apart(H_next, G2, n, ACC, OP, PRECISION)
                 if MOMENTUM:
-                    g_next -= _dot(s_next * K_next, held1, OP, PRECISION)
-                    g_error -= _dot(s_next * H_next, held2, OP, PRECISION)
+                    g_next -= s_next * _dot_apart(K_next, held1, n, ACC, OP, PRECISION)
+                    g_error -= s_next * _dot_apart(H_next, held2, n, ACC, OP, PRECISION)
                 g_error += _dot(g_next * slope_next, _load(starts2 + here_next, f, d, HIDDEN, D, EVEN), OP, PRECISION)
         total += tl.load(came + base)
         factor = _leash(total, size, REACH, END)
@@ -866,9 +884,9 @@ def carry_stream(
 
 @_kernel
 def keys_backward(
-    k, starts1, starts2, co, errors, firsts, returns, g_Z, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, HEADS,
+    k, starts1, starts2, co, errors, hiddens, firsts, g_Z, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
-    MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What nothing in the sequence waits for. g_k holds what reading gave, and is added to; g_J is each chunk's end gradient."""
@@ -901,8 +919,7 @@ def keys_backward(
         W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
         G1 = _load(g_J1, d, f, D, HIDDEN, EVEN)
         G2 = _load(g_J2, f, d, HIDDEN, D, EVEN)
-        H, slope = _activate_with_slope(_load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
-        D1 = (_load(returns + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN) * slope).to(OP)
+        H, D1 = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         keep += tl.sum(tl.sum(W1.to(ACC) * G1, 1), 0) + tl.sum(tl.sum(W2.to(ACC) * G2, 1), 0)
         g_key += _dot(_load(g_Z + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), tl.trans(W1), OP, PRECISION)
         back = _dot(D1, tl.trans(G1), OP, PRECISION)
