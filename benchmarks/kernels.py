@@ -99,7 +99,7 @@ def row(arch: int, width: int, hidden: int, chunk: int, dtype: str, name: str, w
     constants = constants_of(name, plan, torch.bfloat16 if dtype == "bf16" else torch.float32)
     if block and "BH" in constants:
         constants["BH"] = block
-    warps = warps or fused.WARPS[name]
+    warps = warps or fused.warps_of(name, plan.tile)
     head = f"{name:14} {arch}  {width:<3} {hidden:<4} {chunk:<5} {dtype}  {warps:<5}"
     try:
         told = compile_kernel(name, constants, dtype, arch, warps, stages or (fused.STAGES.get(name, 1) if arch >= 90 else 1))

@@ -26,8 +26,8 @@ WARPS = {
     "coef_kernel": 8,
     "state_kernel": 8,
     "state_stream": 8,
-    "read_kernel": 4,
-    "read_backward": 4,
+    "read_kernel": 8,
+    "read_backward": 8,
     "blend_backward": 4,
     "carry_kernel": 8,
     "carry_stream": 8,
@@ -36,13 +36,16 @@ WARPS = {
 }
 """Per program of each kernel."""
 
+SHORT = {"read_kernel": 4, "read_backward": 4}
+"""The same for chunks shorter than 64."""
+
 STAGES = {"state_kernel": 2, "carry_kernel": 2}
 """Chunks under way at once in the kernels that never read back what they wrote; all others, and chips before Hopper, have one."""
 
 REGISTERS = 64
 """Widest hidden layer whose state stays in registers; beyond it the state goes through L2 in blocks."""
 
-BLOCKS = {"state_stream": 64, "carry_stream": 32, "read_kernel": 64, "read_backward": 32, "blend_backward": 32, "keys_backward": 32}
+BLOCKS = {"state_stream": 64, "carry_stream": 32, "read_kernel": 64, "read_backward": 64, "blend_backward": 32, "keys_backward": 32}
 """Those blocks, and the parallel kernels' tiles, along the hidden axis; half of it for heads wider than 64."""
 
 PRECISION = "tf32x3"
@@ -181,9 +184,15 @@ def _hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
+def warps_of(name: str, tile: int) -> int:
+    if tile < 64:
+        return SHORT.get(name, WARPS[name])
+    return max(WARPS[name], 8) if tile > 64 else WARPS[name]
+
+
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
     stages = STAGES.get(name, 1) if _hopper() else 1
-    warps = max(WARPS[name], 8) if constants["BC"] > 64 else WARPS[name]
+    warps = warps_of(name, constants["BC"])
     getattr(kernels(), name)[grid](*tensors, **constants, num_warps=warps, num_stages=stages)
 
 

@@ -304,11 +304,11 @@ def state_kernel(
         if MOMENTUM:
             _store(starts1 + (base * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
             _store(starts2 + (base * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
-        H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+        H, slope = _activate_with_slope(_dot_apart(K, W1, n, ACC, OP, PRECISION), GELU)
         H, slope = H.to(OP), slope.to(OP)
-        out = _dot(H, W2, OP, PRECISION)
+        out = _dot_apart(H, W2, n, ACC, OP, PRECISION)
         D2 = _error(out, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
-        D1 = _dot(D2, tl.trans(W2.to(OP)), OP, PRECISION) * slope
+        D1 = _dot_apart(D2, tl.trans(W2.to(OP)), n, ACC, OP, PRECISION) * slope
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
         Kt, Ht = tl.trans(K), tl.trans(H)
@@ -388,19 +388,19 @@ def state_stream(
             f = j * BH + tl.arange(0, BH)
             W1 = _load(end1, d, f, D, HIDDEN, EVEN)
             W2 = _load(end2, f, d, HIDDEN, D, EVEN)
-            H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+            H, slope = _activate_with_slope(_dot_apart(K, W1, n, ACC, OP, PRECISION), GELU)
             H, slope = H.to(OP), slope.to(OP)
-            D1 = _dot(D2, tl.trans(W2.to(OP)), OP, PRECISION) * slope
+            D1 = _dot_apart(D2, tl.trans(W2.to(OP)), n, ACC, OP, PRECISION) * slope
             Ht = tl.trans(H)
-            W1 = keep * W1 - _dot(Kt, c * D1, OP, PRECISION)
-            W2 = keep * W2 - _dot(Ht, c * D2, OP, PRECISION)
+            W1 = keep * W1 - _dot_apart(Kt, c * D1, n, ACC, OP, PRECISION)
+            W2 = keep * W2 - _dot_apart(Ht, c * D2, n, ACC, OP, PRECISION)
             if MOMENTUM:
                 S1 = _load(end1 + SIZE, d, f, D, HIDDEN, EVEN)
                 S2 = _load(end2 + SIZE, f, d, HIDDEN, D, EVEN)
                 W1 += carry * S1
                 W2 += carry * S2
-                S1 = past * S1 - _dot(Kt, s * D1, OP, PRECISION)
-                S2 = past * S2 - _dot(Ht, s * D2, OP, PRECISION)
+                S1 = past * S1 - _dot_apart(Kt, s * D1, n, ACC, OP, PRECISION)
+                S2 = past * S2 - _dot_apart(Ht, s * D2, n, ACC, OP, PRECISION)
                 _store(end1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
                 _store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
                 if more:
@@ -411,7 +411,7 @@ def state_stream(
             if more:
                 _store(starts1, W1, d, f, D, HIDDEN, EVEN)
                 _store(starts2, W2, f, d, HIDDEN, D, EVEN)
-            out += _dot(_activate(_dot(K_next, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
+            out += _dot(_activate(_dot_apart(K_next, W1, n, ACC, OP, PRECISION), GELU), W2, OP, PRECISION)
         K = K_next
 
 
@@ -451,20 +451,20 @@ def read_kernel(
         f = j * BH + tl.arange(0, BH)
         W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
         W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
-        back = _dot(D2, tl.trans(W2), OP, PRECISION)
+        back = _dot_apart(D2, tl.trans(W2), n, ACC, OP, PRECISION)
         if TRAIN:
-            H, slope, bend = _derivatives(_dot(K, W1, OP, PRECISION), GELU)
+            H, slope, bend = _derivatives(_dot_apart(K, W1, n, ACC, OP, PRECISION), GELU)
             _store(bends + base * BC * HIDDEN, back * bend, t, f, BC, HIDDEN, EVEN)
             _store(slopes + base * BC * HIDDEN, slope, t, f, BC, HIDDEN, EVEN)
         else:
-            H, slope = _activate_with_slope(_dot(K, W1, OP, PRECISION), GELU)
+            H, slope = _activate_with_slope(_dot_apart(K, W1, n, ACC, OP, PRECISION), GELU)
         H, D1 = H.to(OP), (back * slope).to(OP)
         if TRAIN:
             _store(hiddens + base * BC * HIDDEN, H, t, f, BC, HIDDEN, EVEN)
             _store(firsts + base * BC * HIDDEN, D1, t, f, BC, HIDDEN, EVEN)
-        Z = a * _dot(Q, W1, OP, PRECISION) - _dot(blend, D1, OP, PRECISION)
+        Z = a * _dot_apart(Q, W1, n, ACC, OP, PRECISION) - _dot_apart(blend, D1, n, ACC, OP, PRECISION)
         if MOMENTUM:
-            Z += r * _dot(Q, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), OP, PRECISION)
+            Z += r * _dot_apart(Q, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), n, ACC, OP, PRECISION)
         if TRAIN:
             _store(reads + base * BC * HIDDEN, Z, t, f, BC, HIDDEN, EVEN)
         A = _activate(Z, GELU)
@@ -540,26 +540,26 @@ def read_backward(
         f = j * BH + tl.arange(0, BH)
         H = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         A, slope = _activate_with_slope(_load(reads + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
-        _store(g_X2 + base * BC * HIDDEN, _dot(tl.trans(g_scores), A, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
-        _store(g_J2, _dot(tl.trans((a * A).to(OP)), g_O, OP, PRECISION), f, d, HIDDEN, D, EVEN)
-        g_first = _dot(g_scores, H, OP, PRECISION)
-        back = _dot(g_O, tl.trans(_load(starts2, f, d, HIDDEN, D, EVEN)), OP, PRECISION)
+        _store(g_X2 + base * BC * HIDDEN, _dot_apart(tl.trans(g_scores), A, n, ACC, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
+        _store(g_J2, _dot_apart(tl.trans((a * A).to(OP)), g_O, n, ACC, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+        g_first = _dot_apart(g_scores, H, n, ACC, OP, PRECISION)
+        back = _dot_apart(g_O, tl.trans(_load(starts2, f, d, HIDDEN, D, EVEN)), n, ACC, OP, PRECISION)
         g_a += tl.sum(back * A, 1)
         g_first += a * back
         if MOMENTUM:
-            _store(g_J2 + SIZE, _dot(tl.trans((r * A).to(OP)), g_O, OP, PRECISION), f, d, HIDDEN, D, EVEN)
-            back = _dot(g_O, tl.trans(_load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)), OP, PRECISION)
+            _store(g_J2 + SIZE, _dot_apart(tl.trans((r * A).to(OP)), g_O, n, ACC, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+            back = _dot_apart(g_O, tl.trans(_load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)), n, ACC, OP, PRECISION)
             g_r += tl.sum(back * A, 1)
             g_first += r * back
         g_first *= slope
         _store(g_Z + base * BC * HIDDEN, g_first, t, f, BC, HIDDEN, EVEN)
-        _store(g_J1, _dot(tl.trans(Q), a * g_first, OP, PRECISION), d, f, D, HIDDEN, EVEN)
-        back = _dot(g_first, tl.trans(_load(starts1, d, f, D, HIDDEN, EVEN)), OP, PRECISION)
+        _store(g_J1, _dot_apart(tl.trans(Q), a * g_first, n, ACC, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+        back = _dot_apart(g_first, tl.trans(_load(starts1, d, f, D, HIDDEN, EVEN)), n, ACC, OP, PRECISION)
         g_a += tl.sum(back * Q, 1)
         g_query += a * back
         if MOMENTUM:
-            _store(g_J1 + SIZE, _dot(tl.trans(Q), r * g_first, OP, PRECISION), d, f, D, HIDDEN, EVEN)
-            back = _dot(g_first, tl.trans(_load(starts1 + SIZE, d, f, D, HIDDEN, EVEN)), OP, PRECISION)
+            _store(g_J1 + SIZE, _dot_apart(tl.trans(Q), r * g_first, n, ACC, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+            back = _dot_apart(g_first, tl.trans(_load(starts1 + SIZE, d, f, D, HIDDEN, EVEN)), n, ACC, OP, PRECISION)
             g_r += tl.sum(back * Q, 1)
             g_query += r * back
     _store_tokens(g_q, g_query, at, live, D, BD)
