@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from remanence.ops.layout import Layout, gates_rows
 from remanence.ops.nets import MLP, Net
@@ -50,6 +51,9 @@ BLOCKS = {"state_stream": 64, "carry_stream": 32, "read_kernel": 64, "read_backw
 
 PRECISION = "tf32x3"
 """Of products of float32 operands: three tensor-core products for one of (nearly) float32. "ieee" is exact and slow."""
+
+EXACT: set[str] = set()
+"""Kernels ("coef" for the coefficients' two) that multiply float32 operands with "ieee" nevertheless."""
 
 
 @cache
@@ -131,7 +135,7 @@ class Plan(NamedTuple):
 
     def coefficients(self, acc: torch.dtype, op: torch.dtype) -> dict[str, Any]:
         # Beside bfloat16 operands a product of gates need not be exacter than one tensor-core product of float32 is.
-        precision = "tf32" if op == torch.bfloat16 else self.precision
+        precision = "tf32" if op == torch.bfloat16 else "ieee" if "coef" in EXACT else self.precision
         return {
             "CHUNK": self.chunk,
             "BC": self.tile,
@@ -153,7 +157,7 @@ class Plan(NamedTuple):
             "ACC": _tl(acc),
             "OP": _tl(op),
             # Three products for one keep every operand twice in shared memory, which this kernel has no room for.
-            "PRECISION": "ieee" if kernel == "carry_stream" and self.tile > 32 else self.precision,
+            "PRECISION": "ieee" if kernel in EXACT or (kernel == "carry_stream" and self.tile > 32) else self.precision,
         }
         if kernel not in ("blend_backward", "keys_backward"):
             constants["NORM"] = self.norm
@@ -191,6 +195,8 @@ def warps_of(name: str, tile: int) -> int:
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
+    if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only
+        return
     stages = STAGES.get(name, 1) if _hopper() else 1
     warps = warps_of(name, constants["BC"])
     getattr(kernels(), name)[grid](*tensors, **constants, num_warps=warps, num_stages=stages)
@@ -198,6 +204,13 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _kept_norm(plan: Plan, like: Tensor, acc: torch.dtype, train: bool) -> tuple[Tensor, Tensor]:
+    """LayerNorm's value and 1 / deviation at each token, where backward needs them."""
+    if train and plan.norm:
+        return torch.empty_like(like), _empty(like, *like.shape[:3], dtype=acc)
+    return _empty(like, 0, dtype=like.dtype), _empty(like, 0, dtype=acc)
 
 
 def _forward(
@@ -214,7 +227,7 @@ def _forward(
     starts1, starts2 = (_empty(q, m, n, *J.shape[1:], dtype=op) for J in (J1, J2))
     end1, end2, errors = torch.empty_like(J1), torch.empty_like(J2), torch.empty_like(k)
     surprise = _empty(q, rows, L, heads, dtype=acc)
-    values, rstds = (torch.empty_like(k), torch.empty_like(surprise)) if train and plan.norm else (errors, surprise)
+    values, rstds = _kept_norm(plan, k, acc, train)
     state = "state_stream" if plan.streams else "state_kernel"
     _launch(
         state, (m,),
@@ -222,22 +235,22 @@ def _forward(
         **plan.tiles(state, acc, op, train),
     )  # fmt: skip
     y, bad = torch.empty_like(q), _empty(q, m, n, dtype=torch.int32)
-    kept = [P, co, fold, starts1, starts2, errors, values, rstds]
-    if train:
-        kept += [_empty(q, m, n, C, plan.hidden, dtype=op) for _ in range(5)]  # hiddens, slopes, firsts, bends, reads
-        kept += [torch.empty_like(P), *((torch.empty_like(q), torch.empty_like(surprise)) if plan.norm else (errors, surprise))]
-    hiddens, slopes, firsts, bends, reads, scores, answers, spreads = kept[8:] or [*[errors] * 5, P, errors, surprise]
+    size = (m, n, C, plan.hidden) if train else (0,)
+    tiles = [_empty(q, *size, dtype=op) for _ in range(5)]  # hiddens, slopes, firsts, bends, reads
+    scores = _empty(q, *((m, n, C, C) if train else (0,)), dtype=op)
+    answers, spreads = _kept_norm(plan, q, acc, train)
     _launch(
         "read_kernel", (n, m),
-        q, k, starts1, starts2, P, co, errors, hiddens, slopes, firsts, bends, reads, scores, answers, spreads, y, bad, L, n, heads,
+        q, k, starts1, starts2, P, co, errors, *tiles, scores, answers, spreads, y, bad, L, n, heads,
         **plan.tiles("read_kernel", acc, op, train),
     )  # fmt: skip
+    kept = [P, co, fold, starts1, starts2, errors, values, rstds, *tiles, scores, answers, spreads]
     return y, surprise, end1, end2, bad, *kept
 
 
 def _backward(
     plan: Plan, saved: tuple[Tensor, ...], gates: Gates, g_y: Tensor, g_surprise: Tensor, g_end1: Tensor, g_end2: Tensor
-) -> tuple[list[Tensor | None], Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     q, k, v, totals, P, co, fold, starts1, starts2, errors, values, rstds, *tiles, scores, answers, spreads = saved
     hiddens, slopes, firsts, bends, reads = tiles
     rows, L, heads = q.shape[:3]
@@ -279,29 +292,63 @@ def _backward(
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
     _launch("coef_backward", (n, m), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
-    grads = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
-    return [g_q, g_k, g_v, *grads], g_first1, g_first2
+    grads = [_empty(q, 0, dtype=acc) if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
+    return g_q, g_k, g_v, *grads, g_first1, g_first2
 
 
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, train: bool, totals: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        q, k, v, log_step, log_momentum, log_keep, J1, J2 = tensors
-        gates = Gates(log_step, log_momentum, log_keep)
-        y, surprise, end1, end2, bad, *kept = _forward(plan, q, k, v, gates, J1, J2, totals, train)
-        if train:
-            ctx.plan = plan
-            ctx.save_for_backward(*gates, q, k, v, totals, *kept)
-        ctx.mark_non_differentiable(bad)
-        return y, surprise, end1, end2, bad
+# As operators of torch's own, opaque to its compiler: no graph breaks at them.
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_step, Tensor? log_momentum, Tensor? log_keep, Tensor J1, Tensor J2, Tensor totals"
+_PLAN = "int width, int hidden, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision"
+_OUTPUTS, _KEPT, _GRADS = 5, 16, 8
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        g_y, g_surprise, g_end1, g_end2 = (grad.contiguous() for grad in grads[:4])
-        kept = ctx.saved_tensors
-        inputs, g_J1, g_J2 = _backward(ctx.plan, kept[3:], Gates(*kept[:3]), g_y, g_surprise, g_end1, g_end2)
-        return None, None, None, *inputs, g_J1, g_J2
+
+def _tensors(count: int) -> str:
+    return "(" + ", ".join(["Tensor"] * count) + ")"
+
+
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, J1: Tensor,
+    J2: Tensor, totals: Tensor, train: bool, *plan: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _forward(Plan(*plan), q, k, v, Gates(log_step, log_momentum, log_keep), J1, J2, totals, train)
+
+
+def _backward_op(
+    log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, saved: list[Tensor], grads: list[Tensor], *plan: Any
+) -> tuple[Tensor, ...]:
+    return _backward(Plan(*plan), tuple(saved), Gates(log_step, log_momentum, log_keep), *grads)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, log_step, log_momentum, log_keep, _, _, totals, _, *plan = inputs
+    ctx.plan = plan
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[4:])
+    ctx.save_for_backward(log_step, log_momentum, log_keep, q, k, v, totals, *output)
+
+
+def _autograd(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    *gates, q, k, v, totals, y, surprise, end1, end2, _bad = ctx.saved_tensors[:12]
+    saved = [q, k, v, totals, *ctx.saved_tensors[12:]]
+    outputs = (y, surprise, end1, end2)
+    given = [torch.zeros_like(x) if g is None else g.contiguous() for g, x in zip(grads[:4], outputs, strict=True)]
+    g_q, g_k, g_v, *g_gates, g_J1, g_J2 = memory_backward(*gates, saved, given, *ctx.plan)
+    kept = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
+    return g_q, g_k, g_v, *kept, g_J1, g_J2, None, None, *[None] * len(ctx.plan)
+
+
+memory_forward = torch.library.custom_op(
+    "remanence::memory_forward", _forward_op, mutates_args=(),
+    schema=f"({_INPUTS}, bool train, {_PLAN}) -> {_tensors(_OUTPUTS + _KEPT)}",
+)  # fmt: skip
+memory_backward = torch.library.custom_op(
+    "remanence::memory_backward", _backward_op, mutates_args=(),
+    schema=f"(Tensor log_step, Tensor? log_momentum, Tensor? log_keep, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {_tensors(_GRADS)}",
+)  # fmt: skip
+memory_forward.register_fake(_forward_op)
+memory_backward.register_fake(_backward_op)
+memory_forward.register_autograd(_autograd, setup_context=_setup)
+
 
 
 def memorize(
@@ -325,7 +372,7 @@ def memorize(
         net.activation == "gelu", "ieee" if interpreted() else PRECISION,
     )  # fmt: skip
     train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *start))
-    y, surprise, end1, end2, bad = _Fused.apply(plan, train, totals, *inputs, *start)
+    y, surprise, end1, end2, bad, *_ = memory_forward(*inputs, *start, totals, train, *plan)
     layers = tuple(end.unflatten(0, (rows, heads)) for end in (end1, end2)) if layout.folds else state.layers
     diverged = state.diverged | bad.view(rows, -1).any(1) | ~surprise.detach().isfinite().flatten(1).all(1)
     for layer in layers if layout.folds else ():

@@ -122,7 +122,7 @@ def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
         loss = sum((x * w.to(dtype)).sum() for x, w in zip(outputs, weights, strict=True))
         found[backend] = [x.double() for x in (*outputs, *torch.autograd.grad(loss, leaves))]
     for index, (true, plain, ours) in enumerate(zip(*found.values(), strict=True)):
-        assert distance(true, ours) <= 2 * distance(true, plain) + 1e-6, f"result {index}"
+        assert distance(true, ours) <= 2 * distance(true, plain) + 3e-6, f"result {index}"
 
 
 @inside
@@ -139,6 +139,27 @@ def test_the_leash_holds_as_chunked_does(blocks, largest, monkeypatch):
     leaves = case.leaves()
     leaves[1] = leaves[1].detach()[:, :1].expand_as(leaves[1]).contiguous().requires_grad_()
     assert_same_function(case.call("chunked"), case.call("triton"), leaves, tolerance=1e-8)
+
+
+@inside
+@pytest.mark.parametrize("norm", [True, False])
+def test_the_compiler_sees_one_operator(norm):
+    """torch's own checks of it, and a compiled function that calls it, whole."""
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64).mul_(0.3).requires_grad_()
+    gates = [make(1, 8, 1).detach().abs().neg().requires_grad_() for _ in range(3)]
+    leaves = [*[make(1, 8, 1, 4) for _ in range(3)], *gates, make(1, 2, 4, 6), make(1, 2, 6, 4)]
+    plan = (4, 6, 4, 1, True, True, norm, True, True, "ieee")
+    totals = torch.tensor([8], dtype=torch.int32)
+
+    def loss(q, *rest):
+        y, surprise, end1, end2, *_ = fused.memory_forward(1.5 * q, *rest, totals, True, *plan)
+        return y.square().sum() + surprise.sum() + end1.sin().sum() + end2.sum()
+
+    torch.library.opcheck(fused.memory_forward, (*leaves, totals, True, *plan))
+    true = torch.autograd.grad(loss(*leaves), leaves)
+    for backend in ("eager", "aot_eager"):
+        found = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(*leaves), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(true, found, strict=True))
 
 
 @inside
