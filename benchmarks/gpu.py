@@ -36,9 +36,9 @@ WIDTH = 64
 BEGIN = time.perf_counter()
 
 
-def inputs(batch: int, heads: int, tokens: int, hidden: int, dtype: torch.dtype, width: int = WIDTH) -> list[torch.Tensor]:
+def inputs(batch: int, heads: int, tokens: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
     """q, k, v, log gates, initial weights: gates as the layer's at the start of training."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
+    width, generator = WIDTH, torch.Generator(DEVICE).manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, device=DEVICE)
     q, k, v = (draw(batch, tokens, heads, width) for _ in range(3))
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
@@ -47,9 +47,9 @@ def inputs(batch: int, heads: int, tokens: int, hidden: int, dtype: torch.dtype,
     return [*[x.to(dtype) for x in (q, k, v)], *gates, *weights]
 
 
-def call(leaves: list[torch.Tensor], hidden: int, chunk: int, backend: str, width: int = WIDTH) -> tuple[torch.Tensor, ...]:
+def call(leaves: list[torch.Tensor], hidden: int, chunk: int, backend: str) -> tuple[torch.Tensor, ...]:
     q, k, v, *rest = leaves
-    net = MLP(expansion=hidden / width)
+    net = MLP(expansion=hidden / WIDTH)
     state = start(tuple(rest[3:]), q.shape[0], chunk=chunk)
     y, new, surprise = memorize(q, k, v, Gates(*rest[:3]), state, net=net, chunk=chunk, backend=backend, check=False)
     return y, surprise, *new.layers
@@ -180,7 +180,7 @@ def clock(hidden: int, chunk: int, tiny: bool, dtype: torch.dtype, backend: str 
         print("         " + "  ".join(f"{n} {t:.3f}" for n, t in parts.items()) + f"  torch and gaps {rest:.3f}", flush=True)
 
 
-def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[int | None]]) -> None:
+def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[Any]]) -> None:
     """One kernel by itself, with other numbers of warps, blocks and stages: built first, then timed while no other process is."""
     launch, found = fused._launch, []
 
@@ -194,9 +194,11 @@ def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[in
         one_call(hidden, chunk, tiny, torch.bfloat16, "triton")[1]()
         synchronize()
     (grid, tensors, constants), kernel, ready, line = found[0], getattr(fused.kernels(), name), [], []
-    for warps, block, stages in settings:
-        told = " ".join(f"{x}{y}" for x, y in (("w", warps), ("b", block), ("s", stages)) if y is not None)
-        fields = {**constants, **({} if block is None else {"BH": block}), "num_warps": warps, "num_stages": stages or 1}
+    for warps, block, stages, apart in settings:
+        told = " ".join(f"{x}{int(y)}" for x, y in (("w", warps), ("b", block), ("s", stages), ("a", apart)) if y is not None)
+        fields = {**constants, "num_warps": warps, "num_stages": stages or 1}
+        fields |= {} if block is None else {"BH": block}
+        fields |= {} if apart is None else {"APART": apart}
         try:
             if DEVICE == "cuda":
                 kernel.warmup(*tensors, grid=grid, **fields)
@@ -214,13 +216,16 @@ def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[in
 
 
 def exactness(hidden: int, chunk: int, tiny: bool, exact: list[str]) -> None:
-    """float32's errors with plain products in some kernels, as multiples of torch's own."""
+    """float32's errors with plain products in some kernels, as multiples of torch's own: a geometric mean over seeds."""
     fused.EXACT.update(exact)
     batch, heads, tokens = (1, 1, 2 * chunk + 3) if tiny else (2, 4, 8 * chunk + 5)
-    leaves = inputs(batch, heads, tokens, hidden, torch.float32)
-    true = results(leaves, hidden, chunk, "chunked", torch.float64)
-    plain, ours = (results(leaves, hidden, chunk, backend) for backend in ("chunked", "triton"))
-    ratios = [apart(a, c) / max(apart(a, b), 1e-30) for a, b, c in zip(true, plain, ours, strict=True)]
+    found = []
+    for seed in range(1 if tiny else 4):
+        leaves = inputs(batch, heads, tokens, hidden, torch.float32, seed)
+        true = results(leaves, hidden, chunk, "chunked", torch.float64)
+        plain, ours = (results(leaves, hidden, chunk, backend) for backend in ("chunked", "triton"))
+        found.append([apart(a, c) / max(apart(a, b), 1e-30) for a, b, c in zip(true, plain, ours, strict=True)])
+    ratios = torch.tensor(found).log().mean(0).exp().tolist()
     told = " ".join(f"{n} {x:.1f}" for n, x in zip(NAMES, ratios, strict=True))
     print(f"fp32 h={hidden} c={chunk}, ieee in {' '.join(exact) or 'nothing'}; error / torch's: {told}", flush=True)
 
@@ -310,13 +315,14 @@ class Jobs:
         print(f"[{time.perf_counter() - BEGIN:4.0f} s] {title}" + "\n".join(lines[-12:]), flush=True)
 
 
-def settings_of(name: str) -> list[list[int | None]]:
-    """Warps, block, stages to try."""
+def settings_of(name: str) -> list[list[Any]]:
+    """Warps, block, stages, products apart or not, to try."""
     if name in ("state_kernel", "carry_kernel"):
-        return [[warps, None, stages] for warps in (4, 8) for stages in (1, 2)]
+        return [[4, None, 2, False], [8, None, 1, False], [8, None, 2, False], [4, None, 1, True], [8, None, 1, True]]
     if name.startswith("coef"):
-        return [[warps, None, None] for warps in (2, 4, 8, 16)]
-    return [[warps, block, None] for block in (32, 64) for warps in (4, 8)]
+        return [[warps, None, None, None] for warps in (2, 4, 8, 16)]
+    apart = [False, True] if name in fused.APART else [None]
+    return [[warps, block, None, way] for block in (32, 64) for warps in (4, 8) for way in apart]
 
 
 def rescues() -> list[tuple[dict[str, Any], dict[str, str], str]]:

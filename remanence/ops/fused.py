@@ -52,6 +52,9 @@ BLOCKS = {"state_stream": 64, "carry_stream": 32, "read_kernel": 64, "read_backw
 PRECISION = "tf32x3"
 """Of products of float32 operands: three tensor-core products for one of (nearly) float32. "ieee" is exact and slow."""
 
+APART = dict.fromkeys(("state_kernel", "state_stream", "read_kernel", "read_backward", "carry_kernel", "carry_stream"), True)
+"""Whether these hold their products apart (`_dot_apart`) on chunks of 64 and more: fewer registers, nothing fetched early."""
+
 EXACT: set[str] = set()
 """Kernels ("coef" for the coefficients' two) that multiply float32 operands with "ieee" nevertheless."""
 
@@ -165,6 +168,8 @@ class Plan(NamedTuple):
             constants["RESIDUAL"] = self.residual
         if kernel.startswith(("state", "read")):
             constants["GELU"] = self.gelu
+        if kernel in APART:
+            constants["APART"] = self.tile >= 64 and APART[kernel]
         if kernel.startswith("carry"):
             constants["REACH"], constants["END"] = 1.0 / torch.finfo(acc).eps, torch.finfo(acc).max ** 0.5 * 1e-9
         if kernel.startswith("state") or kernel == "read_kernel":

@@ -45,15 +45,19 @@ def _dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _dot_apart(a, b, go, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """`_dot`, go being true. Triton gives products that lead to other products to all warps by rows, and with more warps than
-    rows has each computed twice and held twice; a branch hides what a product leads to.
+def _dot_apart(a, b, go, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """`_dot`, go being above 0. With APART, in a loop of one round: Triton gives products that lead to others to the warps row by
+    row, so that eight warps hold a tile of 64 rows twice over, and computes what led to an operand again in that operand's layout.
+    It does neither across a loop of unknown length (nor does it fetch the next round's operands early around one).
     """
-    x = tl.zeros([a.shape[0], b.shape[1]], ACC)
-    while go > 0:
-        x = _dot(a, b, OP, PRECISION)
-        go = -go
-    return x
+    if APART:
+        x = tl.zeros([a.shape[0], b.shape[1]], ACC)
+        while go > 0:
+            x = _dot(a, b, OP, PRECISION)
+            go = -go
+        return x
+    else:
+        return _dot(a, b, OP, PRECISION)
 
 
 @triton.jit
@@ -199,6 +203,7 @@ def coef_kernel(
     tl.store(co + base * 4 * BC + t, a)
     tl.store(co + base * 4 * BC + 2 * BC + t, tl.sum(tl.where(last[None, :], mix, 0.0), 1) * whole)
     tl.store(fold + base * 4, tl.where(complete, tl.sum(tl.where(last, a, 0.0)), 1.0))
+    tl.store(fold + base * 4 + 3, 0.0)
     if MOMENTUM:
         tl.store(co + base * 4 * BC + BC + t, r)
         tl.store(co + base * 4 * BC + 3 * BC + t, tl.sum(tl.where(last[None, :], moved, 0.0), 1) * theta * whole)
@@ -283,7 +288,7 @@ def state_kernel(
     k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
-    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     d, f, t = tl.arange(0, BD), tl.arange(0, BH), tl.arange(0, BC)
@@ -304,11 +309,11 @@ def state_kernel(
         if MOMENTUM:
             _store(starts1 + (base * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
             _store(starts2 + (base * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
-        H, slope = _activate_with_slope(_dot_apart(K, W1, n, ACC, OP, PRECISION), GELU)
+        H, slope = _activate_with_slope(_dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
         H, slope = H.to(OP), slope.to(OP)
-        out = _dot_apart(H, W2, n, ACC, OP, PRECISION)
+        out = _dot_apart(H, W2, n, APART, ACC, OP, PRECISION)
         D2 = _error(out, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
-        D1 = _dot_apart(D2, tl.trans(W2.to(OP)), n, ACC, OP, PRECISION) * slope
+        D1 = _dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
         Kt, Ht = tl.trans(K), tl.trans(H)
@@ -333,7 +338,7 @@ def state_stream(
     k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
-    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`end` holds the state while it changes. One pass over it per chunk: a block folded is read by the next chunk at once."""
     m = tl.program_id(0).to(tl.int64)
@@ -388,19 +393,19 @@ def state_stream(
             f = j * BH + tl.arange(0, BH)
             W1 = _load(end1, d, f, D, HIDDEN, EVEN)
             W2 = _load(end2, f, d, HIDDEN, D, EVEN)
-            H, slope = _activate_with_slope(_dot_apart(K, W1, n, ACC, OP, PRECISION), GELU)
+            H, slope = _activate_with_slope(_dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
             H, slope = H.to(OP), slope.to(OP)
-            D1 = _dot_apart(D2, tl.trans(W2.to(OP)), n, ACC, OP, PRECISION) * slope
+            D1 = _dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
             Ht = tl.trans(H)
-            W1 = keep * W1 - _dot_apart(Kt, c * D1, n, ACC, OP, PRECISION)
-            W2 = keep * W2 - _dot_apart(Ht, c * D2, n, ACC, OP, PRECISION)
+            W1 = keep * W1 - _dot_apart(Kt, c * D1, n, APART, ACC, OP, PRECISION)
+            W2 = keep * W2 - _dot_apart(Ht, c * D2, n, APART, ACC, OP, PRECISION)
             if MOMENTUM:
                 S1 = _load(end1 + SIZE, d, f, D, HIDDEN, EVEN)
                 S2 = _load(end2 + SIZE, f, d, HIDDEN, D, EVEN)
                 W1 += carry * S1
                 W2 += carry * S2
-                S1 = past * S1 - _dot_apart(Kt, s * D1, n, ACC, OP, PRECISION)
-                S2 = past * S2 - _dot_apart(Ht, s * D2, n, ACC, OP, PRECISION)
+                S1 = past * S1 - _dot_apart(Kt, s * D1, n, APART, ACC, OP, PRECISION)
+                S2 = past * S2 - _dot_apart(Ht, s * D2, n, APART, ACC, OP, PRECISION)
                 _store(end1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
                 _store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
                 if more:
@@ -411,7 +416,7 @@ def state_stream(
             if more:
                 _store(starts1, W1, d, f, D, HIDDEN, EVEN)
                 _store(starts2, W2, f, d, HIDDEN, D, EVEN)
-            out += _dot(_activate(_dot_apart(K_next, W1, n, ACC, OP, PRECISION), GELU), W2, OP, PRECISION)
+            out += _dot(_activate(_dot_apart(K_next, W1, n, APART, ACC, OP, PRECISION), GELU), W2, OP, PRECISION)
         K = K_next
 
 
@@ -423,7 +428,7 @@ def read_kernel(
     q, k, starts1, starts2, P, co, errors, hiddens, slopes, firsts, bends, reads, scores, answers, spreads, y, bad, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
-    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What backward needs of the keys and of the queries is kept, rounded as the products here see it: X2 = act(Z_1) (hiddens),
     act'(Z_1) (slopes), D1 (firsts), act''(Z_1) D2 W2^T (bends); the queries' Z_1 (reads), A X2^T, LayerNorm's value and 1 / deviation.
@@ -451,20 +456,20 @@ def read_kernel(
         f = j * BH + tl.arange(0, BH)
         W1 = _load(starts1, d, f, D, HIDDEN, EVEN)
         W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
-        back = _dot_apart(D2, tl.trans(W2), n, ACC, OP, PRECISION)
+        back = _dot_apart(D2, tl.trans(W2), n, APART, ACC, OP, PRECISION)
         if TRAIN:
-            H, slope, bend = _derivatives(_dot_apart(K, W1, n, ACC, OP, PRECISION), GELU)
+            H, slope, bend = _derivatives(_dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
             _store(bends + base * BC * HIDDEN, back * bend, t, f, BC, HIDDEN, EVEN)
             _store(slopes + base * BC * HIDDEN, slope, t, f, BC, HIDDEN, EVEN)
         else:
-            H, slope = _activate_with_slope(_dot_apart(K, W1, n, ACC, OP, PRECISION), GELU)
+            H, slope = _activate_with_slope(_dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
         H, D1 = H.to(OP), (back * slope).to(OP)
         if TRAIN:
             _store(hiddens + base * BC * HIDDEN, H, t, f, BC, HIDDEN, EVEN)
             _store(firsts + base * BC * HIDDEN, D1, t, f, BC, HIDDEN, EVEN)
-        Z = a * _dot_apart(Q, W1, n, ACC, OP, PRECISION) - _dot_apart(blend, D1, n, ACC, OP, PRECISION)
+        Z = a * _dot_apart(Q, W1, n, APART, ACC, OP, PRECISION) - _dot_apart(blend, D1, n, APART, ACC, OP, PRECISION)
         if MOMENTUM:
-            Z += r * _dot_apart(Q, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), n, ACC, OP, PRECISION)
+            Z += r * _dot_apart(Q, _load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), n, APART, ACC, OP, PRECISION)
         if TRAIN:
             _store(reads + base * BC * HIDDEN, Z, t, f, BC, HIDDEN, EVEN)
         A = _activate(Z, GELU)
@@ -496,7 +501,7 @@ def read_backward(
     g_q, g_P, g_co, g_X2, g_Z, g_D2, g_J1, g_J2, came, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
-    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The queries' way back, to Z_1's gradient and through the state; g_q, g_P and g_D2 without layer 1's masked product."""
     i, m = tl.program_id(0), tl.program_id(1)
@@ -540,26 +545,26 @@ def read_backward(
         f = j * BH + tl.arange(0, BH)
         H = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         A, slope = _activate_with_slope(_load(reads + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
-        _store(g_X2 + base * BC * HIDDEN, _dot_apart(tl.trans(g_scores), A, n, ACC, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
-        _store(g_J2, _dot_apart(tl.trans((a * A).to(OP)), g_O, n, ACC, OP, PRECISION), f, d, HIDDEN, D, EVEN)
-        g_first = _dot_apart(g_scores, H, n, ACC, OP, PRECISION)
-        back = _dot_apart(g_O, tl.trans(_load(starts2, f, d, HIDDEN, D, EVEN)), n, ACC, OP, PRECISION)
+        _store(g_X2 + base * BC * HIDDEN, _dot_apart(tl.trans(g_scores), A, n, APART, ACC, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
+        _store(g_J2, _dot_apart(tl.trans((a * A).to(OP)), g_O, n, APART, ACC, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+        g_first = _dot_apart(g_scores, H, n, APART, ACC, OP, PRECISION)
+        back = _dot_apart(g_O, tl.trans(_load(starts2, f, d, HIDDEN, D, EVEN)), n, APART, ACC, OP, PRECISION)
         g_a += tl.sum(back * A, 1)
         g_first += a * back
         if MOMENTUM:
-            _store(g_J2 + SIZE, _dot_apart(tl.trans((r * A).to(OP)), g_O, n, ACC, OP, PRECISION), f, d, HIDDEN, D, EVEN)
-            back = _dot_apart(g_O, tl.trans(_load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)), n, ACC, OP, PRECISION)
+            _store(g_J2 + SIZE, _dot_apart(tl.trans((r * A).to(OP)), g_O, n, APART, ACC, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+            back = _dot_apart(g_O, tl.trans(_load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)), n, APART, ACC, OP, PRECISION)
             g_r += tl.sum(back * A, 1)
             g_first += r * back
         g_first *= slope
         _store(g_Z + base * BC * HIDDEN, g_first, t, f, BC, HIDDEN, EVEN)
-        _store(g_J1, _dot_apart(tl.trans(Q), a * g_first, n, ACC, OP, PRECISION), d, f, D, HIDDEN, EVEN)
-        back = _dot_apart(g_first, tl.trans(_load(starts1, d, f, D, HIDDEN, EVEN)), n, ACC, OP, PRECISION)
+        _store(g_J1, _dot_apart(tl.trans(Q), a * g_first, n, APART, ACC, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+        back = _dot_apart(g_first, tl.trans(_load(starts1, d, f, D, HIDDEN, EVEN)), n, APART, ACC, OP, PRECISION)
         g_a += tl.sum(back * Q, 1)
         g_query += a * back
         if MOMENTUM:
-            _store(g_J1 + SIZE, _dot_apart(tl.trans(Q), r * g_first, n, ACC, OP, PRECISION), d, f, D, HIDDEN, EVEN)
-            back = _dot_apart(g_first, tl.trans(_load(starts1 + SIZE, d, f, D, HIDDEN, EVEN)), n, ACC, OP, PRECISION)
+            _store(g_J1 + SIZE, _dot_apart(tl.trans(Q), r * g_first, n, APART, ACC, OP, PRECISION), d, f, D, HIDDEN, EVEN)
+            back = _dot_apart(g_first, tl.trans(_load(starts1 + SIZE, d, f, D, HIDDEN, EVEN)), n, APART, ACC, OP, PRECISION)
             g_r += tl.sum(back * Q, 1)
             g_query += r * back
     _store_tokens(g_q, g_query, at, live, D, BD)
@@ -663,7 +668,7 @@ def carry_kernel(
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
-    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state's gradient from the last chunk to the first; at each chunk's end it is kept in g_ends, Z_1's gradient in g_Z."""
     m = tl.program_id(0).to(tl.int64)
@@ -688,21 +693,21 @@ def carry_kernel(
         H, slope = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         curve = _load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         # Through the fold: what the end state's gradient makes of D1 and D2.
-        g_first = -c * _dot_apart(K, G1, n, ACC, OP, PRECISION)
-        g_error = -c * _dot_apart(H, G2, n, ACC, OP, PRECISION)
+        g_first = -c * _dot_apart(K, G1, n, APART, ACC, OP, PRECISION)
+        g_error = -c * _dot_apart(H, G2, n, APART, ACC, OP, PRECISION)
         if MOMENTUM:
             s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
-            g_first -= s * _dot_apart(K, T1, n, ACC, OP, PRECISION)
-            g_error -= s * _dot_apart(H, T2, n, ACC, OP, PRECISION)
+            g_first -= s * _dot_apart(K, T1, n, APART, ACC, OP, PRECISION)
+            g_error -= s * _dot_apart(H, T2, n, APART, ACC, OP, PRECISION)
         g_first = g_first
-        g_error += _dot_apart((g_first * slope).to(OP), W2, n, ACC, OP, PRECISION)
+        g_error += _dot_apart((g_first * slope).to(OP), W2, n, APART, ACC, OP, PRECISION)
         g_error = g_error + _load_tokens(g_D2, at, live, D, BD)
         g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, D, BD, NORM, RESIDUAL)
         g_O = g_O.to(OP)
-        g_hidden = _dot_apart(g_O, tl.trans(W2), n, ACC, OP, PRECISION)
-        g_hidden -= c * _dot_apart(D2, tl.trans(G2.to(OP)), n, ACC, OP, PRECISION)
+        g_hidden = _dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
+        g_hidden -= c * _dot_apart(D2, tl.trans(G2.to(OP)), n, APART, ACC, OP, PRECISION)
         if MOMENTUM:
-            g_hidden -= s * _dot_apart(D2, tl.trans(T2.to(OP)), n, ACC, OP, PRECISION)
+            g_hidden -= s * _dot_apart(D2, tl.trans(T2.to(OP)), n, APART, ACC, OP, PRECISION)
         g_hidden += _load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         g_first = (g_first + _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
         g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
@@ -720,7 +725,7 @@ def carry_kernel(
         G1 = keep * G1 + _load(g_J1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
         G2 = keep * G2 + _load(g_J2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
         G1 += _dot(tl.trans(K), g_first_layer, OP, PRECISION)
-        G2 += _dot_apart(tl.trans(H), g_O, n, ACC, OP, PRECISION)
+        G2 += _dot_apart(tl.trans(H), g_O, n, APART, ACC, OP, PRECISION)
         G2 += _dot(tl.trans(g_first), D2, OP, PRECISION)
         total += tl.load(came + base)
         size = tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0))
@@ -746,7 +751,7 @@ def carry_stream(
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
-    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`carry_kernel` with the gradient in blocks through L2, in g_first. g_Z may be g_D1, and g_ends g_J.
 
@@ -782,16 +787,16 @@ def carry_stream(
         _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
         _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
         H, slope = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-        g_first = -c * _dot_apart(K, G1, n, ACC, OP, PRECISION)
-        g_error -= c * _dot_apart(H, G2, n, ACC, OP, PRECISION)
+        g_first = -c * _dot_apart(K, G1, n, APART, ACC, OP, PRECISION)
+        g_error -= c * _dot_apart(H, G2, n, APART, ACC, OP, PRECISION)
         if MOMENTUM:
             T1 = _load(g_end1 + SIZE, d, f, D, HIDDEN, EVEN)
             T2 = _load(g_end2 + SIZE, f, d, HIDDEN, D, EVEN)
             _store(g_first1 + SIZE, T1, d, f, D, HIDDEN, EVEN)
             _store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
-            g_first -= s * _dot_apart(K, T1, n, ACC, OP, PRECISION)
-            g_error -= s * _dot_apart(H, T2, n, ACC, OP, PRECISION)
-        g_error += _dot_apart(g_first * slope, W2, n, ACC, OP, PRECISION)
+            g_first -= s * _dot_apart(K, T1, n, APART, ACC, OP, PRECISION)
+            g_error -= s * _dot_apart(H, T2, n, APART, ACC, OP, PRECISION)
+        g_error += _dot_apart(g_first * slope, W2, n, APART, ACC, OP, PRECISION)
     for back_from in tl.range(n, num_stages=1):
         tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
         i = n - 1 - back_from
@@ -821,16 +826,16 @@ def carry_stream(
             G2 = _load(g_first2, f, d, HIDDEN, D, EVEN) * factor
             H, slope = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
             curve = _load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-            g_first = -c * _dot_apart(K, G1, n, ACC, OP, PRECISION)
-            g_hidden = _dot_apart(g_O, tl.trans(W2), n, ACC, OP, PRECISION)
-            g_hidden -= c * _dot_apart(D2, tl.trans(G2.to(OP)), n, ACC, OP, PRECISION)
+            g_first = -c * _dot_apart(K, G1, n, APART, ACC, OP, PRECISION)
+            g_hidden = _dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
+            g_hidden -= c * _dot_apart(D2, tl.trans(G2.to(OP)), n, APART, ACC, OP, PRECISION)
             now1 = _load(g_J1 + here, d, f, D, HIDDEN, EVEN) + keep * G1
             now2 = _load(g_J2 + here, f, d, HIDDEN, D, EVEN) + keep * G2
             if MOMENTUM:
                 T1 = _load(g_first1 + SIZE, d, f, D, HIDDEN, EVEN) * factor
                 T2 = _load(g_first2 + SIZE, f, d, HIDDEN, D, EVEN) * factor
-                g_first -= s * _dot_apart(K, T1, n, ACC, OP, PRECISION)
-                g_hidden -= s * _dot_apart(D2, tl.trans(T2.to(OP)), n, ACC, OP, PRECISION)
+                g_first -= s * _dot_apart(K, T1, n, APART, ACC, OP, PRECISION)
+                g_hidden -= s * _dot_apart(D2, tl.trans(T2.to(OP)), n, APART, ACC, OP, PRECISION)
                 held1 = _load(g_J1 + here + SIZE, d, f, D, HIDDEN, EVEN) + carry * G1 + past * T1
                 held2 = _load(g_J2 + here + SIZE, f, d, HIDDEN, D, EVEN) + carry * G2 + past * T2
             g_first = (g_first + _load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
@@ -840,9 +845,9 @@ def carry_stream(
             _store(g_Z + base * BC * HIDDEN, g_first_layer, t, f, BC, HIDDEN, EVEN)
             _store(g_ends1 + here, G1, d, f, D, HIDDEN, EVEN)
             _store(g_ends2 + here, G2, f, d, HIDDEN, D, EVEN)
-            G1 = now1 + _dot_apart(tl.trans(K), g_first_layer, n, ACC, OP, PRECISION)
-            G2 = now2 + _dot_apart(tl.trans(H), g_O, n, ACC, OP, PRECISION)
-            G2 += _dot_apart(tl.trans((g_first * slope).to(OP)), D2, n, ACC, OP, PRECISION)
+            G1 = now1 + _dot_apart(tl.trans(K), g_first_layer, n, APART, ACC, OP, PRECISION)
+            G2 = now2 + _dot_apart(tl.trans(H), g_O, n, APART, ACC, OP, PRECISION)
+            G2 += _dot_apart(tl.trans((g_first * slope).to(OP)), D2, n, APART, ACC, OP, PRECISION)
             _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
             _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
             size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0)))
@@ -855,11 +860,11 @@ def carry_stream(
             if more:
                 H_next = _load(hiddens + before * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
                 slope_next = _load(slopes + before * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-                g_next = -c_next * _dot_apart(K_next, G1, n, ACC, OP, PRECISION)
-                g_error -= c_next * _dot_apart(H_next, G2, n, ACC, OP, PRECISION)
+                g_next = -c_next * _dot_apart(K_next, G1, n, APART, ACC, OP, PRECISION)
+                g_error -= c_next * _dot_apart(H_next, G2, n, APART, ACC, OP, PRECISION)
                 if MOMENTUM:
-                    g_next -= s_next * _dot_apart(K_next, held1, n, ACC, OP, PRECISION)
-                    g_error -= s_next * _dot_apart(H_next, held2, n, ACC, OP, PRECISION)
+                    g_next -= s_next * _dot_apart(K_next, held1, n, APART, ACC, OP, PRECISION)
+                    g_error -= s_next * _dot_apart(H_next, held2, n, APART, ACC, OP, PRECISION)
                 g_error += _dot(g_next * slope_next, _load(starts2 + here_next, f, d, HIDDEN, D, EVEN), OP, PRECISION)
         total += tl.load(came + base)
         factor = _leash(total, size, REACH, END)

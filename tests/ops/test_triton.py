@@ -64,6 +64,10 @@ def test_triton_equals_chunked(s, monkeypatch):
     if s["blocks"] == "streams":
         monkeypatch.setattr(fused, "REGISTERS", 8)
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
+    if s["chunk"] != 4:  # held apart as on long chunks
+        tiles = fused.Plan.tiles
+        force = lambda *args: {name: True if name == "APART" else value for name, value in tiles(*args).items()}
+        monkeypatch.setattr(fused.Plan, "tiles", force)
     net = MLP(norm=s["norm"], residual=s["residual"], activation=s["activation"], expansion=s["expansion"])
     rule = Rule(momentum=s["momentum"], forget=s["forget"])
     case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], batch=1, heads=s["heads"], extreme=s["extreme"])
@@ -110,7 +114,7 @@ def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
     if blocks == "streams":
         monkeypatch.setattr(fused, "REGISTERS", 8)
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
-    case = Case(net=MLP(expansion=1.0), width=width, tokens=40, chunk=16, batch=1, heads=1, step=-3.0)
+    case = Case(net=MLP(expansion=1.0), width=width, tokens=40, chunk=16, batch=1, heads=1, step=-5.0)
     exact = case.leaves()
     weights = None
     found = {}
@@ -122,7 +126,7 @@ def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
         loss = sum((x * w.to(dtype)).sum() for x, w in zip(outputs, weights, strict=True))
         found[backend] = [x.double() for x in (*outputs, *torch.autograd.grad(loss, leaves))]
     for index, (true, plain, ours) in enumerate(zip(*found.values(), strict=True)):
-        assert distance(true, ours) <= 2 * distance(true, plain) + 3e-6, f"result {index}"
+        assert distance(true, ours) <= 2 * distance(true, plain) + 1e-6, f"result {index}"
 
 
 @inside
