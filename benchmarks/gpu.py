@@ -283,13 +283,13 @@ class Jobs:
         self.deadline = deadline
 
     def run(self, jobs: list[tuple[dict[str, Any], dict[str, str], str]], at_once: int) -> list[int]:
-        """Return codes of (fields, environment, title), 124 for one that the deadline ended; output is printed when a job ends."""
+        """Return codes of (fields, environment, title), 124 where the deadline came first; output is printed when a job ends."""
         codes, waiting, running = [124] * len(jobs), list(enumerate(jobs)), []
         while (waiting or running) and time.perf_counter() - BEGIN < self.deadline:
             while waiting and len(running) < at_once:
                 index, (fields, env, title) = waiting.pop(0)
                 command = [sys.executable, "-W", "ignore", __file__, "--job", json.dumps(fields)]
-                out = tempfile.TemporaryFile("w+")
+                out = tempfile.TemporaryFile("w+")  # noqa: SIM115, read when the job ends
                 process = subprocess.Popen(
                     command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
                 )
@@ -300,7 +300,7 @@ class Jobs:
                     codes[entry[0]] = entry[1].returncode
                     self.tell(entry[2], entry[3])
             time.sleep(0.05)
-        for index, process, out, title in running:
+        for _, process, out, title in running:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             self.tell(out, f"{title}out of time:")
@@ -333,7 +333,9 @@ def rescues() -> list[tuple[dict[str, Any], dict[str, str], str]]:
     found = [Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell", *Path("/usr/local").glob("cuda-1*/bin/ptxas")]
     for ptxas in found:
         if ptxas.exists():
-            ways.append(({}, {"TRITON_PTXAS_PATH": str(ptxas), "TRITON_CACHE_DIR": f"/tmp/triton-{ptxas.parent.parent.name}"}, str(ptxas)))
+            ways.append(
+                ({}, {"TRITON_PTXAS_PATH": str(ptxas), "TRITON_CACHE_DIR": f"/tmp/triton-{ptxas.parent.parent.name}"}, str(ptxas))
+            )
     ways.append(({}, {"DISABLE_PTXAS_OPT": "1", "TRITON_CACHE_DIR": "/tmp/triton-plain"}, "ptxas without optimiser"))
     ways.append(({"warps": dict.fromkeys(fused.WARPS, 4)}, {}, "4 warps everywhere"))
     parallel = ("read_kernel", "read_backward", "blend_backward", "keys_backward")
@@ -360,20 +362,27 @@ def main() -> None:
     rows = [(hidden, chunk) for chunk in options.chunk for hidden in hiddens]
     cores = os.cpu_count() or 2
     jobs, several = Jobs(options.budget), 1 if DEVICE == "cpu" else min(8, max(1, cores - 2))
-    print(f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else 'interpreter'}, torch {torch.__version__}, {cores} cores", flush=True)
+    print(
+        f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else 'interpreter'}, torch {torch.__version__}, {cores} cores",
+        flush=True,
+    )
     size = {"tiny": tiny}
     checks = [{"what": "check", "hidden": h, "chunk": c, **size} for h, c in rows]
     if "check" in parts:
         dtype = "fp32" if tiny else "bf16"
         codes = jobs.run([({**fields, "dtype": dtype}, {}, "") for fields in checks], several)
         failed = [fields for fields, code in zip(checks, codes, strict=True) if code not in (0, 124)]
-        again = [({**fields, "dtype": dtype, **way}, env, f"with {name}: ") for fields in failed[:2] for way, env, name in rescues()]
+        again = [
+            ({**fields, "dtype": dtype, **way}, env, f"with {name}: ") for fields in failed[:2] for way, env, name in rescues()
+        ]
         if not tiny:
             jobs.run(again, several)
     if "time" in parts:
         print("B{} H{} T{}".format(*sizes(tiny)), flush=True)
         timed = [{"what": "time", "hidden": h, "chunk": c, **size} for h, c in rows if h != 128 or c == 64]
-        timed += [{"what": "time", "hidden": h, "chunk": 64, "backend": "chunked", "rounds": 2, **size} for h in hiddens[:2] if not tiny]
+        timed += [
+            {"what": "time", "hidden": h, "chunk": 64, "backend": "chunked", "rounds": 2, **size} for h in hiddens[:2] if not tiny
+        ]
         jobs.run([({**fields, "dtype": "fp32" if tiny else "bf16"}, {}, "") for fields in timed], 1)
     rest: list[tuple[dict[str, Any], dict[str, str], str]] = []
     if "sweep" in parts:
@@ -387,7 +396,13 @@ def main() -> None:
     if "exactness" in parts:
         kernels = ["state_kernel", "read_kernel", "read_backward", "blend_backward", "carry_kernel", "keys_backward"]
         for exact in [[], ["coef"], ["state_kernel"], ["carry_kernel"], ["read_kernel"], [*kernels, "coef"]]:
-            rest.append(({"what": "exactness", "hidden": hiddens[0], "chunk": min(16, min(options.chunk)), "exact": exact, **size}, {}, ""))
+            rest.append(
+                (
+                    {"what": "exactness", "hidden": hiddens[0], "chunk": min(16, min(options.chunk)), "exact": exact, **size},
+                    {},
+                    "",
+                )
+            )
     if "check" in parts and not tiny:
         rest += [({**fields, "dtype": "fp32"}, {}, "") for fields in sorted(checks, key=lambda x: x["chunk"])]
     jobs.run(rest, several)

@@ -25,7 +25,19 @@ from remanence.ops import fused
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
 """KiB a block may use, by compute capability."""
 LISTS = {"J1", "J2", "end1", "end2", "g_end1", "g_end2", "g_first1", "g_first2", "co", "fold", "rstds", "surprise", "g_surprise"}
-EXACT = LISTS | {"log_step", "log_momentum", "log_keep", "g_step", "g_momentum", "g_keep", "g_co", "g_fold", "came", "came_end", "spreads"}
+EXACT = LISTS | {
+    "log_step",
+    "log_momentum",
+    "log_keep",
+    "g_step",
+    "g_momentum",
+    "g_keep",
+    "g_co",
+    "g_fold",
+    "came",
+    "came_end",
+    "spreads",
+}
 WHOLE = {"L": "i32", "n": "i32", "HEADS": "i32", "totals": "*i32", "bad": "*i32"}
 
 

@@ -46,7 +46,14 @@ STAGES = {"state_kernel": 2, "carry_kernel": 2}
 REGISTERS = 64
 """Widest hidden layer whose state stays in registers; beyond it the state goes through L2 in blocks."""
 
-BLOCKS = {"state_stream": 64, "carry_stream": 32, "read_kernel": 64, "read_backward": 64, "blend_backward": 32, "keys_backward": 32}
+BLOCKS = {
+    "state_stream": 64,
+    "carry_stream": 32,
+    "read_kernel": 64,
+    "read_backward": 64,
+    "blend_backward": 32,
+    "keys_backward": 32,
+}
 """Those blocks, and the parallel kernels' tiles, along the hidden axis; half of it for heads wider than 64."""
 
 PRECISION = "tf32x3"
@@ -302,8 +309,12 @@ def _backward(
 
 
 # As operators of torch's own, opaque to its compiler: no graph breaks at them.
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_step, Tensor? log_momentum, Tensor? log_keep, Tensor J1, Tensor J2, Tensor totals"
-_PLAN = "int width, int hidden, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor log_step, Tensor? log_momentum, Tensor? log_keep, Tensor J1, Tensor J2, Tensor totals"
+)
+_PLAN = (
+    "int width, int hidden, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision"
+)
 _OUTPUTS, _KEPT, _GRADS = 5, 16, 8
 
 
@@ -348,12 +359,11 @@ memory_forward = torch.library.custom_op(
 )  # fmt: skip
 memory_backward = torch.library.custom_op(
     "remanence::memory_backward", _backward_op, mutates_args=(),
-    schema=f"(Tensor log_step, Tensor? log_momentum, Tensor? log_keep, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {_tensors(_GRADS)}",
+    schema=f"({_GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {_tensors(_GRADS)}",
 )  # fmt: skip
 memory_forward.register_fake(_forward_op)
 memory_backward.register_fake(_backward_op)
 memory_forward.register_autograd(_autograd, setup_context=_setup)
-
 
 
 def memorize(

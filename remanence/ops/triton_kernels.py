@@ -47,8 +47,8 @@ def _dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _dot_apart(a, b, go, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
     """`_dot`, go being above 0. With APART, in a loop of one round: Triton gives products that lead to others to the warps row by
-    row, so that eight warps hold a tile of 64 rows twice over, and computes what led to an operand again in that operand's layout.
-    It does neither across a loop of unknown length (nor does it fetch the next round's operands early around one).
+    row, so that eight warps hold a tile of 64 rows twice over, and computes what led to an operand again in its layout. It does
+    neither across a loop of unknown length (nor does it fetch the next round's operands early around one).
     """
     if APART:
         x = tl.zeros([a.shape[0], b.shape[1]], ACC)
@@ -431,7 +431,7 @@ def read_kernel(
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What backward needs of the keys and of the queries is kept, rounded as the products here see it: X2 = act(Z_1) (hiddens),
-    act'(Z_1) (slopes), D1 (firsts), act''(Z_1) D2 W2^T (bends); the queries' Z_1 (reads), A X2^T, LayerNorm's value and 1 / deviation.
+    act'(Z_1) (slopes), D1 (firsts), act''(Z_1) D2 W2^T (bends); the queries' Z_1 (reads), A X2^T, LayerNorm's value and scale.
     """
     i, m = tl.program_id(0), tl.program_id(1)
     base = m.to(tl.int64) * n + i
@@ -663,8 +663,8 @@ def _leash(came, size, REACH: tl.constexpr, END: tl.constexpr):
 
 @_kernel
 def carry_kernel(
-    k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
-    g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
+    k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
+    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
@@ -690,7 +690,8 @@ def carry_kernel(
         W2 = _load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
-        H, slope = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        H = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        slope = _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         curve = _load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         # Through the fold: what the end state's gradient makes of D1 and D2.
         g_first = -c * _dot_apart(K, G1, n, APART, ACC, OP, PRECISION)
@@ -746,8 +747,8 @@ def carry_kernel(
 
 @_kernel
 def carry_stream(
-    k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise, g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end,
-    g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
+    k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
+    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
@@ -786,7 +787,8 @@ def carry_stream(
         G2 = _load(g_end2, f, d, HIDDEN, D, EVEN)
         _store(g_first1, G1, d, f, D, HIDDEN, EVEN)
         _store(g_first2, G2, f, d, HIDDEN, D, EVEN)
-        H, slope = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        H = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        slope = _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         g_first = -c * _dot_apart(K, G1, n, APART, ACC, OP, PRECISION)
         g_error -= c * _dot_apart(H, G2, n, APART, ACC, OP, PRECISION)
         if MOMENTUM:
@@ -824,7 +826,8 @@ def carry_stream(
             W2 = _load(starts2 + here, f, d, HIDDEN, D, EVEN)
             G1 = _load(g_first1, d, f, D, HIDDEN, EVEN) * factor
             G2 = _load(g_first2, f, d, HIDDEN, D, EVEN) * factor
-            H, slope = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+            H = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+            slope = _load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
             curve = _load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
             g_first = -c * _dot_apart(K, G1, n, APART, ACC, OP, PRECISION)
             g_hidden = _dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
@@ -924,7 +927,8 @@ def keys_backward(
         W2 = _load(starts2, f, d, HIDDEN, D, EVEN)
         G1 = _load(g_J1, d, f, D, HIDDEN, EVEN)
         G2 = _load(g_J2, f, d, HIDDEN, D, EVEN)
-        H, D1 = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), _load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        H = _load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        D1 = _load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         keep += tl.sum(tl.sum(W1.to(ACC) * G1, 1), 0) + tl.sum(tl.sum(W2.to(ACC) * G2, 1), 0)
         g_key += _dot(_load(g_Z + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), tl.trans(W1), OP, PRECISION)
         back = _dot(D1, tl.trans(G1), OP, PRECISION)
