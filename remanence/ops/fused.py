@@ -309,9 +309,8 @@ def _backward(
 
 
 # As operators of torch's own, opaque to its compiler: no graph breaks at them.
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor log_step, Tensor? log_momentum, Tensor? log_keep, Tensor J1, Tensor J2, Tensor totals"
-)
+_GATES = "Tensor log_step, Tensor? log_momentum, Tensor? log_keep"
+_INPUTS = f"Tensor q, Tensor k, Tensor v, {_GATES}, Tensor J1, Tensor J2, Tensor totals"
 _PLAN = (
     "int width, int hidden, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision"
 )
