@@ -1,4 +1,4 @@
-"""The two-layer memory on a GPU: triton_kernels.py behind one differentiable function.
+"""The two-layer memory on a GPU: the kernels behind one differentiable function.
 
 Kept for backward are the inputs, P, and the state at every chunk's start in the inputs' dtype (``4 d h`` numbers a chunk and head
 with momentum): the recurrence is walked once forwards and once backwards, never again and never inverted.
@@ -70,12 +70,12 @@ EXACT: set[str] = set()
 def kernels() -> ModuleType | None:
     """The kernels' module, or None where Triton cannot be imported."""
     try:
-        from remanence.ops import triton_kernels
+        from remanence.ops import kernels as written
     except ImportError:
         return None
     if interpreted():
         _mend_interpreter()
-    return triton_kernels
+    return written
 
 
 def _mend_interpreter() -> None:

@@ -1,0 +1,132 @@
+# mypy: ignore-errors
+"""What the kernels are made of: products, activations, LayerNorm, and where tokens and states stand."""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+LIFT = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+EPS = tl.constexpr(1e-5)
+LARGE = tl.constexpr(1e12)
+DENSITY = tl.constexpr(0.3989422804014327)
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+
+# One build for every length and number of heads.
+kernel = triton.jit(do_not_specialize=["L", "n", "HEADS"])
+
+
+@triton.jit
+def dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
+    a, b = a.to(OP), b.to(OP)
+    if LIFT and tl.bfloat16 == OP:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_apart(a, b, go, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """`_dot`, go being above 0. With APART, in a loop of one round: Triton gives products that lead to others to the warps row by
+    row, so that eight warps hold a tile of 64 rows twice over, and computes what led to an operand again in its layout. It does
+    neither across a loop of unknown length (nor does it fetch the next round's operands early around one).
+    """
+    if APART:
+        x = tl.zeros([a.shape[0], b.shape[1]], ACC)
+        while go > 0:
+            x = dot(a, b, OP, PRECISION)
+            go = -go
+        return x
+    else:
+        return dot(a, b, OP, PRECISION)
+
+
+@triton.jit
+def activate(z, GELU: tl.constexpr):
+    if GELU:
+        return z * (0.5 * tl.erf(z * ROOT_HALF) + 0.5)
+    else:
+        return z / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def activate_with_slope(z, GELU: tl.constexpr):
+    if GELU:
+        below = 0.5 * tl.erf(z * ROOT_HALF) + 0.5
+        return z * below, below + z * tl.exp(-0.5 * z * z) * DENSITY
+    else:
+        gate = 1.0 / (1.0 + tl.exp(-z))
+        return z * gate, gate + z * gate * (1.0 - gate)
+
+
+@triton.jit
+def derivatives(z, GELU: tl.constexpr):
+    """act, act', act''."""
+    if GELU:
+        below = 0.5 * tl.erf(z * ROOT_HALF) + 0.5
+        density = tl.exp(-0.5 * z * z) * DENSITY
+        return z * below, below + z * density, density * (2.0 - z * z)
+    else:
+        gate = 1.0 / (1.0 + tl.exp(-z))
+        slope = gate * (1.0 - gate)
+        return z * gate, gate + z * slope, slope * (2.0 + z * (1.0 - 2.0 * gate))
+
+
+@triton.jit
+def norm(x, D: tl.constexpr, BD: tl.constexpr):
+    """LayerNorm without gain: value, and 1 / deviation (of the row before it was shrunk into float32's squares)."""
+    shrink = tl.minimum(LARGE / tl.max(tl.abs(x), 1), 1.0)
+    x = x * shrink[:, None]
+    x = x - (tl.sum(x, 1) / D)[:, None]
+    if D != BD:
+        x = tl.where((tl.arange(0, BD) < D)[None, :], x, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + EPS)
+    return x * rstd[:, None], rstd * shrink
+
+
+@triton.jit
+def pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
+    """LayerNorm's backward."""
+    g = g - (tl.sum(g, 1) / D)[:, None] - value * (tl.sum(g * value, 1) / D)[:, None]
+    if D != BD:
+        g = tl.where((tl.arange(0, BD) < D)[None, :], g, 0.0)
+    return g * rstd[:, None]
+
+
+@triton.jit
+def load(ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    at = ptr + rows[:, None] * COLS + cols[None, :]
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(rows < ROWS)[:, None] & (cols < COLS)[None, :], other=0.0)
+
+
+@triton.jit
+def store(ptr, x, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    at = ptr + rows[:, None] * COLS + cols[None, :]
+    if EVEN:
+        tl.store(at, x.to(ptr.dtype.element_ty))
+    else:
+        tl.store(at, x.to(ptr.dtype.element_ty), mask=(rows < ROWS)[:, None] & (cols < COLS)[None, :])
+
+
+@triton.jit
+def tokens(m, i, L, HEADS, CHUNK: tl.constexpr, BC: tl.constexpr):
+    """Where the chunk's tokens stand in ``[r L heads]``, and which of the tile's rows are tokens."""
+    t = tl.arange(0, BC)
+    token = i * CHUNK + t
+    return ((m // HEADS).to(tl.int64) * L + token) * HEADS + m % HEADS, (t < CHUNK) & (token < L)
+
+
+@triton.jit
+def load_tokens(ptr, at, live, D: tl.constexpr, BD: tl.constexpr):
+    cols = tl.arange(0, BD)
+    return tl.load(ptr + at[:, None] * D + cols[None, :], mask=live[:, None] & (cols < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tokens(ptr, x, at, live, D: tl.constexpr, BD: tl.constexpr):
+    cols = tl.arange(0, BD)
+    tl.store(ptr + at[:, None] * D + cols[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (cols < D)[None, :])
