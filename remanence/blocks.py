@@ -165,9 +165,12 @@ class MAC(nn.Module):
         return MACState(memory, memory.memory.weights, memory.conv[0], self.attention.start(rows))
 
     def forward(self, x: Tensor, state: MACState | None, offsets: list[int] | None, mode: Mode) -> Passed:
+        new = state is None
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
-        opened = state.segment.position.tolist()
+        opened = [0] * len(state.segment.position) if new else state.segment.position.tolist()
+        # Of a document read from its start each segment begins where a chunk does: nobody has to look.
+        aligned = new and offsets is None and self.size % self.memory.layer.config.chunk == 0
         if mode == "fresh":
             old = [place > self.size for place in state.memory.memory.position.tolist()]
             state = self._anew(state, old) if any(old) else state
@@ -177,9 +180,10 @@ class MAC(nn.Module):
             begins = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
             if any(begins):
                 state = self._anew(state, begins) if mode == "fresh" else state
-                now = tuple(weight.contiguous() for weight in self.memory.layer.settle(state.memory))
+                settled = state.memory.memory.weights if aligned else self.memory.layer.settle(state.memory)
+                now = tuple(weight.contiguous() for weight in settled)
                 state = state._replace(weights=where(begins, now, state.weights))
-            y, state, seen = self._step(cuts.take(x, part), state, opened, part.borders, mode)
+            y, state, seen = self._step(cuts.take(x, part), state, opened, part.borders, mode, aligned)
             opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
             pieces.append(y)
             noted.append(seen)
@@ -191,7 +195,7 @@ class MAC(nn.Module):
         return state._replace(memory=where(rows, fresh, state.memory), weights=where(rows, fresh.memory.weights, state.weights))
 
     def _step(
-        self, x: Tensor, state: MACState, opened: list[int], borders: list[int] | None, mode: Mode
+        self, x: Tensor, state: MACState, opened: list[int], borders: list[int] | None, mode: Mode, aligned: bool
     ) -> tuple[Tensor, MACState, Seen | None]:
         """Tokens of one segment per row."""
         if mode == "off":
@@ -200,7 +204,7 @@ class MAC(nn.Module):
         h, asked = self.memory.layer.ask(x, state.weights, state.asked, borders)  # (21)
         y, segment = self.attention(x, self.norm_retrieved(h), state.segment, opened, borders)  # (22, 23)
         written = self.norm_written(x + y)
-        m, memory, seen = self.memory(written, state.memory, borders, "frozen" if mode == "frozen" else "on")  # (24)
+        m, memory, seen = self.memory(written, state.memory, borders, "frozen" if mode == "frozen" else "on", aligned)  # (24)
         return self.join(y, m), MACState(memory, state.weights, asked, segment), seen  # (25)
 
 
@@ -231,9 +235,11 @@ class Memory(nn.Module):
         wide = self.layer.q_proj.weight.dtype == torch.float64
         return self.layer.start(rows, torch.float64 if wide else torch.float32)
 
-    def forward(self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None, mode: Mode) -> Passed:
+    def forward(
+        self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None, mode: Mode, aligned: bool = False
+    ) -> Passed:
         if mode == "on":
-            seen = self.layer.trace(x, state, offsets=offsets)
+            seen = self.layer.trace(x, state, offsets=offsets, aligned=aligned)
             return Passed(seen.y, seen.state, Seen(seen.surprise, seen.gates))
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)

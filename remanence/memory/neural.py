@@ -163,8 +163,12 @@ class NeuralMemory(nn.Module):
         *,
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        aligned: bool = False,
     ) -> Trace:
-        """`forward`, with the surprise and the gates of every token and head beside its result."""
+        """`forward`, with the surprise and the gates of every token and head beside its result.
+
+        `aligned` says that all rows of the state stand at a chunk's border; without a state they do.
+        """
         carried = state is not None
         if mask is not None:
             inside, documents = self._unpad(x, mask, offsets)
@@ -187,6 +191,7 @@ class NeuralMemory(nn.Module):
             rule=self.rule,
             chunk=self.config.chunk,
             offsets=borders,
+            aligned=aligned or not carried,
             check=False,
         )
         y = self._output(x, answers)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from remanence.ops.layout import Layout, gates_rows
+from remanence.ops.layout import DeviceLayout, gates_rows
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates, MemoryState
@@ -151,6 +151,7 @@ class Plan(NamedTuple):
             "BC": self.tile,
             "MOMENTUM": self.momentum,
             "FORGET": self.forget,
+            "QUICK": op == torch.bfloat16,
             "ACC": _tl(acc),
             "PRECISION": precision,
         }
@@ -366,7 +367,16 @@ memory_forward.register_autograd(_autograd, setup_context=_setup)
 
 
 def memorize(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: list[int] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState,
+    net: Net,
+    rule: Rule,
+    chunk: int,
+    offsets: list[int] | None,
+    aligned: bool = False,
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The arguments are those of `remanence.ops.memorize`, already checked, q, k and v in the dtype they came in."""
     reason = unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device)
@@ -374,24 +384,25 @@ def memorize(
         raise ValueError(f"backend: 'triton' cannot run this call: {reason}")
     exact = state.k.dtype
     op = q.dtype if q.dtype == torch.bfloat16 else exact
-    layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets, replay=True)
+    layout = DeviceLayout(q.shape[0], q.shape[1], state, chunk, offsets, aligned)
+    q, k, v = (x.to(op) for x in (q, k, v))
     q, k, v = layout.queries(q), layout.rows(state.k, k), layout.rows(state.v, v)
     gates = gates_rows(layout, state, gates)
     rows, _, heads, width = q.shape
-    totals = torch.tensor(layout.totals, dtype=torch.int32, device=q.device)
-    inputs = [*[x.to(op).contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
+    inputs = [*[x.contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
     start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
     plan = Plan(
         width, state.layers[0].shape[-1], chunk, heads, rule.momentum, rule.forget, net.norm, net.residual,
         net.activation == "gelu", "ieee" if interpreted() else PRECISION,
     )  # fmt: skip
     train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *start))
-    y, surprise, end1, end2, bad, *_ = memory_forward(*inputs, *start, totals, train, *plan)
+    y, surprise, end1, end2, bad, *_ = memory_forward(*inputs, *start, layout.totals.to(torch.int32), train, *plan)
     layers = tuple(end.unflatten(0, (rows, heads)) for end in (end1, end2)) if layout.folds else state.layers
-    diverged = state.diverged | bad.view(rows, -1).any(1) | ~surprise.detach().isfinite().flatten(1).all(1)
-    for layer in layers if layout.folds else ():
-        diverged = diverged | ~layer.detach().isfinite().flatten(1).all(1)
-    position = state.position + torch.tensor(layout.counts, device=q.device)
+    diverged = state.diverged | bad.view(rows, -1).any(1)
+    for outcome in (surprise, *(layers if layout.folds else ())):
+        # In one pass: NaN is the largest of all.
+        diverged = diverged | ~torch.linalg.vector_norm(outcome.detach().flatten(1), torch.inf, 1).isfinite()
     tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
+    position = state.position + layout.counts
     new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), position, diverged)
     return layout.back(y), new, layout.back(surprise)

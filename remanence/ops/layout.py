@@ -9,6 +9,7 @@ where the closed form's triangles keep it from everything before it, and a chunk
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -103,6 +104,70 @@ class Layout:
         return MemoryState(layers, self.tail(k), self.tail(v), gates.map(self.tail), position, bad)
 
 
+class DeviceLayout:
+    """`Layout`'s arrangement where nothing is asked of the device: how far each row stands in its chunk is a tensor there, and
+    shapes allow for any of it. A row may end with a chunk that holds no token.
+
+    `aligned` is the caller's word that every row stands at a chunk's border, which spares the rearrangement.
+    """
+
+    def __init__(
+        self, batch: int, tokens: int, state: MemoryState, chunk: int, offsets: list[int] | None, aligned: bool
+    ) -> None:
+        self.batch, self.tokens, self.chunk, self.aligned = batch, tokens, chunk, aligned
+        self.device, self.count = state.position.device, len(state.position)
+        self.uniform = offsets is None and aligned
+        if offsets is None:
+            longest, self.counts = tokens, torch.full((self.count,), tokens, device=self.device)
+            self.starts = torch.arange(self.count, device=self.device) * tokens
+        else:
+            longest, places = max(b - a for a, b in pairwise(offsets)), _on_device(tuple(offsets), self.device)
+            self.starts, self.counts = places[:-1], places.diff()
+        self.length = longest + (0 if aligned else chunk - 1)
+        self.folds = self.length >= chunk
+        self.tails = torch.zeros_like(self.counts) if aligned else state.position % chunk
+        self.totals = self.tails + self.counts
+
+    def rows(self, tail: Tensor, x: Tensor) -> Tensor:
+        """The call's ``[b t ...]`` behind the state's ``[r c-1 ...]``, as ``[r length ...]``."""
+        if self.uniform:
+            return x
+        place = torch.arange(self.length, device=self.device) - self.tails.unsqueeze(-1)
+        row = torch.arange(self.count, device=self.device).unsqueeze(-1)
+        index = torch.where(place < self.counts.unsqueeze(-1), self.starts.unsqueeze(-1) + place, -1)
+        if not self.aligned:
+            old = place + self.tails.unsqueeze(-1) + row * tail.shape[1]
+            index = torch.where(place < 0, self.batch * self.tokens + old, index)
+        return pick(torch.cat([x.flatten(0, 1), tail.to(x.dtype).flatten(0, 1)]), index)
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.rows(q.new_zeros(self.count, self.chunk - 1, *q.shape[2:]), q)
+
+    def back(self, y: Tensor) -> Tensor:
+        """From ``[r length ...]`` to the call's ``[b t ...]``."""
+        if self.uniform:
+            return y
+        first = torch.arange(self.count, device=self.device) * self.length + self.tails
+        token = torch.arange(self.batch * self.tokens, device=self.device)
+        row = torch.searchsorted(self.starts + self.counts, token, right=True)
+        index = first[row] + token - self.starts[row]
+        return y.flatten(0, 1).index_select(0, index).unflatten(0, (self.batch, self.tokens))
+
+    def tail(self, x: Tensor) -> Tensor:
+        """What is left open at each row's end, ``[r length ...]`` to ``[r c-1 ...]``."""
+        if self.uniform:
+            return _pad(x[:, self.tokens // self.chunk * self.chunk :], self.chunk - 1)
+        place = (self.totals // self.chunk * self.chunk).unsqueeze(-1) + torch.arange(self.chunk - 1, device=self.device)
+        row = torch.arange(self.count, device=self.device).unsqueeze(-1)
+        return pick(x.flatten(0, 1), torch.where(place < self.totals.unsqueeze(-1), place + row * self.length, -1))
+
+
+@lru_cache(maxsize=16)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Once for all the layers that read the same documents: each copy from the host waits for the device."""
+    return torch.tensor(numbers, device=device)
+
+
 def to_rows(x: Tensor, offsets: list[int] | None) -> tuple[Tensor, Tensor | None]:
     """``[b t ...]`` or packed ``[1 t ...]`` to one row per document ``[r longest ...]``, zeros behind; and how to go back."""
     if offsets is None:
@@ -141,6 +206,6 @@ def pick(rows: Tensor, index: Tensor) -> Tensor:
     return picked.view(*index.shape, *rows.shape[1:])
 
 
-def gates_rows(layout: Layout, state: MemoryState, gates: Gates) -> Gates:
+def gates_rows(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:
     pairs = zip(state.gates, gates, strict=True)
     return Gates._make(layout.rows(old, new) if old is not None and new is not None else None for old, new in pairs)

@@ -60,6 +60,7 @@ def memorize(
     rule: Rule = RULES["titans"],
     chunk: int = 16,
     offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    aligned: bool = False,
     backend: str = "auto",
     check: bool | None = None,
 ) -> tuple[Float[Tensor, "b t h e"], MemoryState, Float[Tensor, "b t h"]]:
@@ -78,6 +79,8 @@ def memorize(
         rule: how it changes: `Rule(...)` or an entry of `RULES`.
         chunk: tokens that share the gradient's anchor. Part of what the model is: another chunk is another function.
         offsets: for documents packed one behind the other in a single batch row: 0, each one's end, the last being t.
+        aligned: your word that every row stands at a chunk's border, as at a document's start. The kernels then rearrange
+            nothing; without it they neither ask the device where a row stands nor wait for it, but copy.
         backend: "auto", or one of `BACKENDS`.
         check: whether to look at values (finite, gates in range). None: on the CPU only, since on a GPU a look waits for it. What
             is not finite and not looked at raises the state's flag, and can reach the whole of its own chunk.
@@ -98,8 +101,9 @@ def memorize(
         return q, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)
     exact = state.k.dtype
     operands = (q, k, v) if backend == "triton" else (q.to(exact), k.to(exact), v.to(exact))
+    known = {"aligned": aligned} if backend == "triton" else {}
     with torch.autocast(q.device.type, enabled=False):
-        y, new, surprise = BACKENDS[backend](*operands, gates, state, net, rule, chunk, borders)
+        y, new, surprise = BACKENDS[backend](*operands, gates, state, net, rule, chunk, borders, **known)
     return y.to(q.dtype), new, surprise
 
 

@@ -55,6 +55,7 @@ COVER = pairwise(
     blocks=["registers", "streams"],
     heads=[1, 2],
     extreme=["none", "clear", "no past", "no step"],
+    quick=[False, True],
 )
 
 
@@ -68,6 +69,9 @@ def test_triton_equals_chunked(s, monkeypatch):
         tiles = fused.Plan.tiles
         force = lambda *args: {name: True if name == "APART" else value for name, value in tiles(*args).items()}
         monkeypatch.setattr(fused.Plan, "tiles", force)
+    if s["quick"]:  # the gates' products as beside bfloat16 operands
+        coefficients = fused.Plan.coefficients
+        monkeypatch.setattr(fused.Plan, "coefficients", lambda *args: {**coefficients(*args), "QUICK": True})
     net = MLP(norm=s["norm"], residual=s["residual"], activation=s["activation"], expansion=s["expansion"])
     rule = Rule(momentum=s["momentum"], forget=s["forget"])
     case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], batch=1, heads=s["heads"], extreme=s["extreme"])

@@ -8,29 +8,43 @@ import triton.language as tl
 
 from remanence.ops.kernels.tools import kernel, tokens
 
+SHUT = tl.constexpr(-30.0)
+"""The log of a gate that lets nothing through, in QUICK products: 1e-13."""
+
 
 @triton.jit
-def _products(log_gate, BC: tl.constexpr):
-    """``[j t]``: the product of the gates over (j, t], 0 for t < j."""
+def _products(log_gate, BC: tl.constexpr, QUICK: tl.constexpr):
+    """``[j t]``: the product of the gates over (j, t], 0 for t < j.
+
+    QUICK takes it from differences of summed logs. A shut gate's log is held at SHUT there, so that no difference of infinities
+    is met and no sum grows so large that its last digit shows: good to 1e-4, which operands of bfloat16 do not see.
+    """
     t = tl.arange(0, BC)
-    later = t[None, :] > t[:, None]
-    products = tl.cumprod(tl.where(later, tl.exp(log_gate)[None, :], 1.0), 1)
+    if QUICK:
+        summed = tl.cumsum(tl.maximum(log_gate, SHUT), 0)
+        products = tl.exp(tl.minimum(summed[None, :] - summed[:, None], 0.0))
+    else:
+        products = tl.cumprod(tl.where(t[None, :] > t[:, None], tl.exp(log_gate)[None, :], 1.0), 1)
     return tl.where(t[None, :] >= t[:, None], products, 0.0)
 
 
 @triton.jit
-def _products_backward(g, products, BC: tl.constexpr):
+def _products_backward(g, products, BC: tl.constexpr, QUICK: tl.constexpr):
     """The logs' gradient: a product over (j, t] changes with each of its logs by itself."""
     t = tl.arange(0, BC)
-    changed = tl.cumsum(g * products, 1, reverse=True)
-    return tl.sum(tl.where(t[None, :] > t[:, None], changed, 0.0), 0)
+    if QUICK:  # with t's summed log, and against j's
+        changed = tl.where(t[None, :] > t[:, None], g * products, 0.0)
+        return tl.cumsum(tl.sum(changed, 0) - tl.sum(changed, 1), 0, reverse=True)
+    else:
+        changed = tl.cumsum(g * products, 1, reverse=True)
+        return tl.sum(tl.where(t[None, :] > t[:, None], changed, 0.0), 0)
 
 
 @kernel
 def coef_kernel(
     log_step, log_momentum, log_keep, totals, P, co, fold, L, n, HEADS,
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    QUICK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i, m = tl.program_id(0), tl.program_id(1)
     t = tl.arange(0, BC)
@@ -42,11 +56,11 @@ def coef_kernel(
     a = tl.full([BC], 1.0, ACC)
     if FORGET:
         keep = tl.load(log_keep + at, mask=live, other=0.0)
-        kept = _products(keep, BC)
+        kept = _products(keep, BC, QUICK)
         a = tl.exp(tl.cumsum(keep, 0))
     if MOMENTUM:
         eta = tl.load(log_momentum + at, mask=live, other=0.0)
-        moved = _products(eta, BC)
+        moved = _products(eta, BC, QUICK)
         past = tl.exp(tl.cumsum(eta, 0))
         r = tl.sum(kept * past[:, None], 0)
         mix = tl.dot(moved, kept, input_precision=PRECISION) * theta[:, None]
@@ -71,7 +85,7 @@ def coef_kernel(
 def coef_backward(
     log_step, log_momentum, log_keep, totals, g_P, g_co, g_fold, g_step, g_momentum, g_keep, L, n, HEADS,
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    QUICK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i, m = tl.program_id(0), tl.program_id(1)
     t = tl.arange(0, BC)
@@ -89,10 +103,10 @@ def coef_backward(
     kept = tl.where(later, 1.0, 0.0).to(ACC)
     if FORGET:
         keep = tl.load(log_keep + at, mask=live, other=0.0)
-        kept = _products(keep, BC)
+        kept = _products(keep, BC, QUICK)
     if MOMENTUM:
         eta = tl.load(log_momentum + at, mask=live, other=0.0)
-        moved = _products(eta, BC)
+        moved = _products(eta, BC, QUICK)
         past = tl.exp(tl.cumsum(eta, 0))
         g_theta = tl.sum(g_mix * tl.dot(moved, kept, input_precision=PRECISION), 1)
         g_mix = g_mix * theta[:, None]
@@ -101,7 +115,7 @@ def coef_backward(
         g_theta += g_s * tl.sum(tl.where(last[None, :], moved, 0.0), 1)
         g_moved = tl.dot(g_mix, tl.trans(kept), input_precision=PRECISION) + tl.where(last[None, :], (g_s * theta)[:, None], 0.0)
         g_past = tl.sum(kept * g_r[None, :], 1) + tl.where(last, tl.load(g_fold + base * 4 + 2) * whole, 0.0)
-        g_eta = _products_backward(g_moved, moved, BC) + tl.cumsum(g_past * past, 0, reverse=True)
+        g_eta = _products_backward(g_moved, moved, BC, QUICK) + tl.cumsum(g_past * past, 0, reverse=True)
         tl.store(g_momentum + at, g_eta, mask=live)
         g_kept = tl.dot(tl.trans(moved), g_mix, input_precision=PRECISION) + past[:, None] * g_r[None, :]
     else:
@@ -110,4 +124,4 @@ def coef_backward(
     tl.store(g_step + at, g_theta * theta, mask=live)
     if FORGET:
         a = tl.exp(tl.cumsum(keep, 0))
-        tl.store(g_keep + at, _products_backward(g_kept, kept, BC) + tl.cumsum(g_a * a, 0, reverse=True), mask=live)
+        tl.store(g_keep + at, _products_backward(g_kept, kept, BC, QUICK) + tl.cumsum(g_a * a, 0, reverse=True), mask=live)
