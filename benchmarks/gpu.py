@@ -318,10 +318,10 @@ class Jobs:
 def settings_of(name: str) -> list[list[Any]]:
     """Warps, block, stages, products apart or not, to try."""
     if name in ("state_kernel", "carry_kernel"):
-        return [[4, None, 2, False], [8, None, 1, False], [8, None, 2, False], [4, None, 1, True], [8, None, 1, True]]
+        return [[8, None, 1, True], [8, None, 2, False], [8, None, 1, False], [4, None, 2, False], [4, None, 1, True]]
     if name.startswith("coef"):
         return [[warps, None, None, None] for warps in (2, 4, 8, 16)]
-    apart = [False, True] if name in fused.APART else [None]
+    apart = [True, False] if name in fused.APART else [None]
     return [[warps, block, None, way] for block in (32, 64) for warps in (4, 8) for way in apart]
 
 
@@ -350,6 +350,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="the sweep alone")
     parser.add_argument("--hidden", type=int, nargs="+", default=None)
     parser.add_argument("--chunk", type=int, nargs="+", default=[64, 16])
+    parser.add_argument("--only", nargs="+", help="kernels to sweep")
     parser.add_argument("--budget", type=float, default=285.0, help="seconds after which everything is ended")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -379,18 +380,18 @@ def main() -> None:
             jobs.run(again, several)
     if "time" in parts:
         print("B{} H{} T{}".format(*sizes(tiny)), flush=True)
-        timed = [{"what": "time", "hidden": h, "chunk": c, **size} for h, c in rows if h != 128 or c == 64]
+        timed = [{"what": "time", "hidden": h, "chunk": c, **size} for h, c in rows if True]
         timed += [
-            {"what": "time", "hidden": h, "chunk": 64, "backend": "chunked", "rounds": 2, **size} for h in hiddens[:2] if not tiny
+            {"what": "time", "hidden": h, "chunk": 64, "backend": "chunked", "rounds": 2, **size} for h in []
         ]
         jobs.run([({**fields, "dtype": "fp32" if tiny else "bf16"}, {}, "") for fields in timed], 1)
     rest: list[tuple[dict[str, Any], dict[str, str], str]] = []
     if "sweep" in parts:
-        for hidden in hiddens[:1] if tiny else [h for h in hiddens if h != 128]:
+        for hidden in hiddens[:1] if tiny else hiddens[:2]:
             kind = "kernel" if hidden <= fused.REGISTERS else "stream"
             names = [f"carry_{kind}", f"state_{kind}", "read_backward", "read_kernel", "keys_backward", "blend_backward"]
             names += ["coef_kernel", "coef_backward"] if hidden == hiddens[0] else []
-            for name in names:
+            for name in options.only or names:
                 fields = {"name": name, "hidden": hidden, "chunk": options.chunk[0], "settings": settings_of(name)}
                 rest.append(({"what": "sweep", **fields, **size}, {}, ""))
     if "exactness" in parts:

@@ -24,16 +24,16 @@ WIDEST = 128
 """Head width, and chunk, of the largest tile."""
 
 WARPS = {
-    "coef_kernel": 8,
+    "coef_kernel": 4,
     "state_kernel": 8,
     "state_stream": 8,
-    "read_kernel": 8,
+    "read_kernel": 4,
     "read_backward": 8,
     "blend_backward": 4,
     "carry_kernel": 8,
     "carry_stream": 8,
     "keys_backward": 4,
-    "coef_backward": 8,
+    "coef_backward": 4,
 }
 """Per program of each kernel."""
 
@@ -51,8 +51,8 @@ BLOCKS = {
     "carry_stream": 32,
     "read_kernel": 64,
     "read_backward": 64,
-    "blend_backward": 32,
-    "keys_backward": 32,
+    "blend_backward": 64,
+    "keys_backward": 64,
 }
 """Those blocks, and the parallel kernels' tiles, along the hidden axis; half of it for heads wider than 64."""
 
@@ -242,22 +242,25 @@ def _forward(
     surprise = _empty(q, rows, L, heads, dtype=acc)
     values, rstds = _kept_norm(plan, k, acc, train)
     state = "state_stream" if plan.streams else "state_kernel"
+    # Of the keys at the anchor weights: X2 = act(Z_1), act'(Z_1), D1, and act''(Z_1) D2 W2^T.
+    size, none = (m, n, C, plan.hidden), (0,)
+    wanted = (size, size if train or plan.streams else none, size, size if train else none)
+    hiddens, _, firsts, _ = keys = [_empty(q, *shape, dtype=op) for shape in wanted]
     _launch(
         state, (m,),
-        k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, heads,
+        k, v, J1, J2, end1, end2, starts1, starts2, co, fold, *keys, errors, values, rstds, surprise, L, n, heads,
         **plan.tiles(state, acc, op, train),
     )  # fmt: skip
     y, bad = torch.empty_like(q), _empty(q, m, n, dtype=torch.int32)
-    size = (m, n, C, plan.hidden) if train else (0,)
-    tiles = [_empty(q, *size, dtype=op) for _ in range(5)]  # hiddens, slopes, firsts, bends, reads
-    scores = _empty(q, *((m, n, C, C) if train else (0,)), dtype=op)
+    reads = _empty(q, *(size if train else none), dtype=op)
+    scores = _empty(q, *((m, n, C, C) if train else none), dtype=op)
     answers, spreads = _kept_norm(plan, q, acc, train)
     _launch(
         "read_kernel", (n, m),
-        q, k, starts1, starts2, P, co, errors, *tiles, scores, answers, spreads, y, bad, L, n, heads,
+        q, k, starts1, starts2, P, co, errors, hiddens, firsts, reads, scores, answers, spreads, y, bad, L, n, heads,
         **plan.tiles("read_kernel", acc, op, train),
     )  # fmt: skip
-    kept = [P, co, fold, starts1, starts2, errors, values, rstds, *tiles, scores, answers, spreads]
+    kept = [P, co, fold, starts1, starts2, errors, values, rstds, *keys, reads, scores, answers, spreads]
     return y, surprise, end1, end2, bad, *kept
 
 
@@ -288,7 +291,7 @@ def _backward(
     came_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
     g_first1, g_first2 = torch.empty_like(g_end1), torch.empty_like(g_end2)
     # In registers, chunks ahead can be fetched early, so what is written must not be what is read; streamed, memory comes first.
-    carry, ends = "carry_stream", (g_D1, g_J1, g_J2)
+    carry, ends = "carry_stream", (torch.empty_like(g_D1), g_J1, g_J2)
     if not plan.streams:
         carry, ends = "carry_kernel", (torch.empty_like(g_D1), torch.empty_like(g_J1), torch.empty_like(g_J2))
     _launch(

@@ -111,9 +111,7 @@ class DeviceLayout:
     `aligned` is the caller's word that every row stands at a chunk's border, which spares the rearrangement.
     """
 
-    def __init__(
-        self, batch: int, tokens: int, state: MemoryState, chunk: int, offsets: list[int] | None, aligned: bool
-    ) -> None:
+    def __init__(self, batch: int, tokens: int, state: MemoryState, chunk: int, offsets: list[int] | None, aligned: bool) -> None:
         self.batch, self.tokens, self.chunk, self.aligned = batch, tokens, chunk, aligned
         self.device, self.count = state.position.device, len(state.position)
         self.uniform = offsets is None and aligned

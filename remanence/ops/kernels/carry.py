@@ -6,7 +6,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from remanence.ops.kernels.tools import dot, dot_apart, kernel, load, load_tokens, store, store_tokens, tokens
+from remanence.ops.kernels.tools import (
+    dot,
+    dot_apart,
+    kernel,
+    largest,
+    load,
+    load_tokens,
+    onto_apart,
+    store,
+    store_tokens,
+    tokens,
+)
 
 
 @triton.jit
@@ -84,21 +95,20 @@ def carry_kernel(
         slope = load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         curve = load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         # Through the fold: what the end state's gradient makes of D1 and D2.
-        g_first = -c * dot_apart(K, G1, n, APART, ACC, OP, PRECISION)
-        g_error = -c * dot_apart(H, G2, n, APART, ACC, OP, PRECISION)
+        g_first = dot_apart(-c * K, G1, n, APART, ACC, OP, PRECISION)
+        g_error = dot_apart(-c * H, G2, n, APART, ACC, OP, PRECISION)
         if MOMENTUM:
             s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
-            g_first -= s * dot_apart(K, T1, n, APART, ACC, OP, PRECISION)
-            g_error -= s * dot_apart(H, T2, n, APART, ACC, OP, PRECISION)
-        g_first = g_first
-        g_error += dot_apart((g_first * slope).to(OP), W2, n, APART, ACC, OP, PRECISION)
-        g_error = g_error + load_tokens(g_D2, at, live, D, BD)
+            g_first = onto_apart(g_first, -s * K, T1, n, APART, OP, PRECISION)
+            g_error = onto_apart(g_error, -s * H, T2, n, APART, OP, PRECISION)
+        g_error = onto_apart(g_error, g_first * slope, W2, n, APART, OP, PRECISION)
+        g_error += load_tokens(g_D2, at, live, D, BD)
         g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, D, BD, NORM, RESIDUAL)
         g_O = g_O.to(OP)
         g_hidden = dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
-        g_hidden -= c * dot_apart(D2, tl.trans(G2.to(OP)), n, APART, ACC, OP, PRECISION)
+        g_hidden = onto_apart(g_hidden, -c * D2, tl.trans(G2.to(OP)), n, APART, OP, PRECISION)
         if MOMENTUM:
-            g_hidden -= s * dot_apart(D2, tl.trans(T2.to(OP)), n, APART, ACC, OP, PRECISION)
+            g_hidden = onto_apart(g_hidden, -s * D2, tl.trans(T2.to(OP)), n, APART, OP, PRECISION)
         g_hidden += load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         g_first = (g_first + load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
         g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
@@ -115,13 +125,14 @@ def carry_kernel(
             T2 = past * T2 + carry * G2 + load(g_J2 + (base * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
         G1 = keep * G1 + load(g_J1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
         G2 = keep * G2 + load(g_J2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
-        G1 += dot(tl.trans(K), g_first_layer, OP, PRECISION)
-        G2 += dot_apart(tl.trans(H), g_O, n, APART, ACC, OP, PRECISION)
-        G2 += dot(tl.trans(g_first), D2, OP, PRECISION)
+        G1 = onto_apart(G1, tl.trans(K), g_first_layer, n, APART, OP, PRECISION)
+        G2 = onto_apart(G2, tl.trans(H), g_O, n, APART, OP, PRECISION)
+        G2 = onto_apart(G2, tl.trans(g_first), D2, n, APART, OP, PRECISION)
         total += tl.load(came + base)
-        size = tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0))
         if MOMENTUM:
-            size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(T1), 1), 0), tl.max(tl.max(tl.abs(T2), 1), 0)))
+            size = tl.maximum(largest(tl.maximum(tl.abs(G1), tl.abs(T1))), largest(tl.maximum(tl.abs(G2), tl.abs(T2))))
+        else:
+            size = tl.maximum(largest(G1), largest(G2))
         factor = _leash(total, size, REACH, END)
         G1 *= factor
         G2 *= factor
@@ -144,11 +155,11 @@ def carry_stream(
     REACH: tl.constexpr, END: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`carry_kernel` with the gradient in blocks through L2, in g_first. g_Z may be g_D1, and g_ends g_J.
+    """`carry_kernel` with the gradient in blocks through L2, in g_first. g_ends may be g_J.
 
     One pass over it per chunk: a block that has reached a chunk's start is at once sent through the fold before it, for that
-    chunk's D2. The leash's factor is known only after the pass, so it is applied when a block is read again, and to what was made
-    of unheld blocks, which is linear in them.
+    chunk's D1, which waits in g_Z, and D2. The leash's factor is known only after the pass, so it is applied when a block is read
+    again, and to what was made of unheld blocks, which is linear in them.
     """
     m = tl.program_id(0).to(tl.int64)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -177,18 +188,20 @@ def carry_stream(
         G2 = load(g_end2, f, d, HIDDEN, D, EVEN)
         store(g_first1, G1, d, f, D, HIDDEN, EVEN)
         store(g_first2, G2, f, d, HIDDEN, D, EVEN)
-        H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-        slope = load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-        g_first = -c * dot_apart(K, G1, n, APART, ACC, OP, PRECISION)
-        g_error -= c * dot_apart(H, G2, n, APART, ACC, OP, PRECISION)
+        own = base * BC * HIDDEN
+        H = load(hiddens + own, t, f, BC, HIDDEN, EVEN)
+        slope = load(slopes + own, t, f, BC, HIDDEN, EVEN)
+        g_first = dot_apart(-c * K, G1, n, APART, ACC, OP, PRECISION)
+        g_error = onto_apart(g_error, -c * H, G2, n, APART, OP, PRECISION)
         if MOMENTUM:
             T1 = load(g_end1 + SIZE, d, f, D, HIDDEN, EVEN)
             T2 = load(g_end2 + SIZE, f, d, HIDDEN, D, EVEN)
             store(g_first1 + SIZE, T1, d, f, D, HIDDEN, EVEN)
             store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
-            g_first -= s * dot_apart(K, T1, n, APART, ACC, OP, PRECISION)
-            g_error -= s * dot_apart(H, T2, n, APART, ACC, OP, PRECISION)
-        g_error += dot_apart(g_first * slope, W2, n, APART, ACC, OP, PRECISION)
+            g_first = onto_apart(g_first, -s * K, T1, n, APART, OP, PRECISION)
+            g_error = onto_apart(g_error, -s * H, T2, n, APART, OP, PRECISION)
+        g_error = onto_apart(g_error, g_first * slope, W2, n, APART, OP, PRECISION)
+        store(g_Z + own, g_first, t, f, BC, HIDDEN, EVEN)
     for back_from in tl.range(n, num_stages=1):
         tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
         i = n - 1 - back_from
@@ -207,58 +220,64 @@ def carry_stream(
         live = live & more
         K_next = load_tokens(k, at, live, D, BD)
         c_next = tl.load(co + before * 4 * BC + 2 * BC + t)[:, None]
+        Kt, less, K_less = tl.trans(K), (-c * D2).to(OP), (-c_next * K_next).to(OP)
         if MOMENTUM:
             s_next = tl.load(co + before * 4 * BC + 3 * BC + t)[:, None]
+            less_past, K_past = (-s * D2).to(OP), (-s_next * K_next).to(OP)
         g_error = tl.zeros([BC, BD], ACC)
         size = tl.max(tl.max(g_error, 1), 0)
         for j in tl.range(BLOCKS, num_stages=1):
             f = j * BH + tl.arange(0, BH)
+            own, ahead = base * BC * HIDDEN, before * BC * HIDDEN
             W2 = load(starts2 + here, f, d, HIDDEN, D, EVEN)
             G1 = load(g_first1, d, f, D, HIDDEN, EVEN) * factor
             G2 = load(g_first2, f, d, HIDDEN, D, EVEN) * factor
-            H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-            slope = load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-            curve = load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-            g_first = -c * dot_apart(K, G1, n, APART, ACC, OP, PRECISION)
-            g_hidden = dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
-            g_hidden -= c * dot_apart(D2, tl.trans(G2.to(OP)), n, APART, ACC, OP, PRECISION)
+            H = load(hiddens + own, t, f, BC, HIDDEN, EVEN)
+            slope = load(slopes + own, t, f, BC, HIDDEN, EVEN)
+            curve = load(bends + own, t, f, BC, HIDDEN, EVEN)
+            g_first = load(g_Z + own, t, f, BC, HIDDEN, EVEN) * factor + load(g_D1 + own, t, f, BC, HIDDEN, EVEN)
+            g_first = g_first.to(OP)
             now1 = load(g_J1 + here, d, f, D, HIDDEN, EVEN) + keep * G1
             now2 = load(g_J2 + here, f, d, HIDDEN, D, EVEN) + keep * G2
+            g_hidden = dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
+            g_hidden = onto_apart(g_hidden, less, tl.trans(G2.to(OP)), n, APART, OP, PRECISION)
             if MOMENTUM:
                 T1 = load(g_first1 + SIZE, d, f, D, HIDDEN, EVEN) * factor
                 T2 = load(g_first2 + SIZE, f, d, HIDDEN, D, EVEN) * factor
-                g_first -= s * dot_apart(K, T1, n, APART, ACC, OP, PRECISION)
-                g_hidden -= s * dot_apart(D2, tl.trans(T2.to(OP)), n, APART, ACC, OP, PRECISION)
+                g_hidden = onto_apart(g_hidden, less_past, tl.trans(T2.to(OP)), n, APART, OP, PRECISION)
                 held1 = load(g_J1 + here + SIZE, d, f, D, HIDDEN, EVEN) + carry * G1 + past * T1
                 held2 = load(g_J2 + here + SIZE, f, d, HIDDEN, D, EVEN) + carry * G2 + past * T2
-            g_first = (g_first + load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
-            g_hidden += load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+            g_hidden += load(g_X2 + own, t, f, BC, HIDDEN, EVEN)
             g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
-            tl.debug_barrier()  # all have read g_D1 and g_J before any writes there
-            store(g_Z + base * BC * HIDDEN, g_first_layer, t, f, BC, HIDDEN, EVEN)
+            tl.debug_barrier()  # all have read g_Z and g_J before any writes there
+            store(g_Z + own, g_first_layer, t, f, BC, HIDDEN, EVEN)
             store(g_ends1 + here, G1, d, f, D, HIDDEN, EVEN)
             store(g_ends2 + here, G2, f, d, HIDDEN, D, EVEN)
-            G1 = now1 + dot_apart(tl.trans(K), g_first_layer, n, APART, ACC, OP, PRECISION)
-            G2 = now2 + dot_apart(tl.trans(H), g_O, n, APART, ACC, OP, PRECISION)
-            G2 += dot_apart(tl.trans((g_first * slope).to(OP)), D2, n, APART, ACC, OP, PRECISION)
+            G1 = onto_apart(now1, Kt, g_first_layer, n, APART, OP, PRECISION)
+            G2 = onto_apart(now2, tl.trans(H), g_O, n, APART, OP, PRECISION)
+            G2 = onto_apart(G2, tl.trans((g_first * slope).to(OP)), D2, n, APART, OP, PRECISION)
             store(g_first1, G1, d, f, D, HIDDEN, EVEN)
             store(g_first2, G2, f, d, HIDDEN, D, EVEN)
-            size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(G1), 1), 0), tl.max(tl.max(tl.abs(G2), 1), 0)))
             if MOMENTUM:
                 store(g_ends1 + here + SIZE, T1, d, f, D, HIDDEN, EVEN)
                 store(g_ends2 + here + SIZE, T2, f, d, HIDDEN, D, EVEN)
                 store(g_first1 + SIZE, held1, d, f, D, HIDDEN, EVEN)
                 store(g_first2 + SIZE, held2, f, d, HIDDEN, D, EVEN)
-                size = tl.maximum(size, tl.maximum(tl.max(tl.max(tl.abs(held1), 1), 0), tl.max(tl.max(tl.abs(held2), 1), 0)))
+                size = tl.maximum(size, largest(tl.maximum(tl.abs(G1), tl.abs(held1))))
+                size = tl.maximum(size, largest(tl.maximum(tl.abs(G2), tl.abs(held2))))
+            else:
+                size = tl.maximum(size, tl.maximum(largest(G1), largest(G2)))
             if more:
-                H_next = load(hiddens + before * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-                slope_next = load(slopes + before * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-                g_next = -c_next * dot_apart(K_next, G1, n, APART, ACC, OP, PRECISION)
-                g_error -= c_next * dot_apart(H_next, G2, n, APART, ACC, OP, PRECISION)
+                H_next = load(hiddens + ahead, t, f, BC, HIDDEN, EVEN)
+                g_next = dot_apart(K_less, G1, n, APART, ACC, OP, PRECISION)
+                g_error = onto_apart(g_error, -c_next * H_next, G2, n, APART, OP, PRECISION)
                 if MOMENTUM:
-                    g_next -= s_next * dot_apart(K_next, held1, n, APART, ACC, OP, PRECISION)
-                    g_error -= s_next * dot_apart(H_next, held2, n, APART, ACC, OP, PRECISION)
-                g_error += dot(g_next * slope_next, load(starts2 + here_next, f, d, HIDDEN, D, EVEN), OP, PRECISION)
+                    g_next = onto_apart(g_next, K_past, held1, n, APART, OP, PRECISION)
+                    g_error = onto_apart(g_error, -s_next * H_next, held2, n, APART, OP, PRECISION)
+                store(g_Z + ahead, g_next, t, f, BC, HIDDEN, EVEN)
+                g_next *= load(slopes + ahead, t, f, BC, HIDDEN, EVEN)
+                W2 = load(starts2 + here_next, f, d, HIDDEN, D, EVEN)
+                g_error = onto_apart(g_error, g_next, W2, n, APART, OP, PRECISION)
         total += tl.load(came + base)
         factor = _leash(total, size, REACH, END)
         K, c = K_next, c_next

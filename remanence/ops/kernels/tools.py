@@ -27,19 +27,40 @@ def dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot_apart(a, b, go, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """`_dot`, go being above 0. With APART, in a loop of one round: Triton gives products that lead to others to the warps row by
-    row, so that eight warps hold a tile of 64 rows twice over, and computes what led to an operand again in its layout. It does
-    neither across a loop of unknown length (nor does it fetch the next round's operands early around one).
+def dot_onto(x, a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """x + `dot`, added up where the product is made."""
+    a, b = a.to(OP), b.to(OP)
+    if LIFT and tl.bfloat16 == OP:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, x, input_precision=PRECISION, out_dtype=x.dtype)
+
+
+@triton.jit
+def onto_apart(x, a, b, go, APART: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """`dot_onto`, go being above 0. With APART, in a loop of one round: Triton gives products that lead to others to the warps
+    row by row, so that eight warps hold a tile of 64 rows twice over, and computes what led to an operand again in its layout.
+    It does neither across a loop of unknown length (nor does it fetch the next round's operands early around one).
     """
     if APART:
-        x = tl.zeros([a.shape[0], b.shape[1]], ACC)
         while go > 0:
-            x = dot(a, b, OP, PRECISION)
+            x = dot_onto(x, a, b, OP, PRECISION)
             go = -go
         return x
     else:
+        return dot_onto(x, a, b, OP, PRECISION)
+
+
+@triton.jit
+def dot_apart(a, b, go, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    if APART:
+        return onto_apart(tl.zeros([a.shape[0], b.shape[1]], ACC), a, b, go, APART, OP, PRECISION)
+    else:
         return dot(a, b, OP, PRECISION)
+
+
+@triton.jit
+def largest(x):
+    return tl.max(tl.abs(x))
 
 
 @triton.jit
