@@ -51,7 +51,9 @@ def call(leaves: list[torch.Tensor], hidden: int, chunk: int, backend: str) -> t
     q, k, v, *rest = leaves
     net = MLP(expansion=hidden / WIDTH)
     state = start(tuple(rest[3:]), q.shape[0], chunk=chunk)
-    y, new, surprise = memorize(q, k, v, Gates(*rest[:3]), state, net=net, chunk=chunk, backend=backend, check=False)
+    y, new, surprise = memorize(
+        q, k, v, Gates(*rest[:3]), state, net=net, chunk=chunk, backend=backend, check=False, aligned=True
+    )
     return y, surprise, *new.layers
 
 
@@ -381,9 +383,7 @@ def main() -> None:
     if "time" in parts:
         print("B{} H{} T{}".format(*sizes(tiny)), flush=True)
         timed = [{"what": "time", "hidden": h, "chunk": c, **size} for h, c in rows if True]
-        timed += [
-            {"what": "time", "hidden": h, "chunk": 64, "backend": "chunked", "rounds": 2, **size} for h in []
-        ]
+        timed += [{"what": "time", "hidden": h, "chunk": 64, "backend": "chunked", "rounds": 2, **size} for h in []]
         jobs.run([({**fields, "dtype": "fp32" if tiny else "bf16"}, {}, "") for fields in timed], 1)
     rest: list[tuple[dict[str, Any], dict[str, str], str]] = []
     if "sweep" in parts:

@@ -9,8 +9,9 @@ where the closed form's triangles keep it from everything before it, and a chunk
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,13 +131,8 @@ class DeviceLayout:
         """The call's ``[b t ...]`` behind the state's ``[r c-1 ...]``, as ``[r length ...]``."""
         if self.uniform:
             return x
-        place = torch.arange(self.length, device=self.device) - self.tails.unsqueeze(-1)
-        row = torch.arange(self.count, device=self.device).unsqueeze(-1)
-        index = torch.where(place < self.counts.unsqueeze(-1), self.starts.unsqueeze(-1) + place, -1)
-        if not self.aligned:
-            old = place + self.tails.unsqueeze(-1) + row * tail.shape[1]
-            index = torch.where(place < 0, self.batch * self.tokens + old, index)
-        return pick(torch.cat([x.flatten(0, 1), tail.to(x.dtype).flatten(0, 1)]), index)
+        both = torch.cat([x.flatten(0, 1), tail.to(x.dtype).flatten(0, 1)])
+        return _Moved.apply(both, self.there.flatten(), self.here.flatten()).unflatten(0, self.there.shape)
 
     def queries(self, q: Tensor) -> Tensor:
         return self.rows(q.new_zeros(self.count, self.chunk - 1, *q.shape[2:]), q)
@@ -145,11 +141,27 @@ class DeviceLayout:
         """From ``[r length ...]`` to the call's ``[b t ...]``."""
         if self.uniform:
             return y
-        first = torch.arange(self.count, device=self.device) * self.length + self.tails
+        tokens = self.batch * self.tokens
+        there = torch.where(self.there < tokens, self.there, -1).flatten()
+        return _Moved.apply(y.flatten(0, 1), self.here[:tokens], there).unflatten(0, (self.batch, self.tokens))
+
+    @cached_property
+    def there(self) -> Tensor:
+        """``[r length]``: which of the call's tokens, and behind them of the tail's slots, stands at a row's place; -1: none."""
+        place = torch.arange(self.length, device=self.device)
+        tails, counts, row = (x.unsqueeze(-1) for x in (self.tails, self.counts, torch.arange(self.count, device=self.device)))
+        new = torch.where(place < tails + counts, self.starts.unsqueeze(-1) + place - tails, -1)
+        return torch.where(place < tails, self.batch * self.tokens + row * (self.chunk - 1) + place, new)
+
+    @cached_property
+    def here(self) -> Tensor:
+        """The way back: where in the rows ``[r length]`` each token and each slot of the tail stands; -1: nowhere."""
         token = torch.arange(self.batch * self.tokens, device=self.device)
         row = torch.searchsorted(self.starts + self.counts, token, right=True)
-        index = first[row] + token - self.starts[row]
-        return y.flatten(0, 1).index_select(0, index).unflatten(0, (self.batch, self.tokens))
+        tokens = row * self.length + self.tails[row] + token - self.starts[row]
+        slot = torch.arange(self.chunk - 1, device=self.device)
+        first = torch.arange(self.count, device=self.device).unsqueeze(-1) * self.length
+        return torch.cat([tokens, torch.where(slot < self.tails.unsqueeze(-1), first + slot, -1).flatten()])
 
     def tail(self, x: Tensor) -> Tensor:
         """What is left open at each row's end, ``[r length ...]`` to ``[r c-1 ...]``."""
@@ -158,6 +170,19 @@ class DeviceLayout:
         place = (self.totals // self.chunk * self.chunk).unsqueeze(-1) + torch.arange(self.chunk - 1, device=self.device)
         row = torch.arange(self.count, device=self.device).unsqueeze(-1)
         return pick(x.flatten(0, 1), torch.where(place < self.totals.unsqueeze(-1), place + row * self.length, -1))
+
+
+class _Moved(torch.autograd.Function):
+    """`pick`, of what stands at no more than one place: its gradient is picked back, not added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, here: Tensor) -> Tensor:
+        ctx.save_for_backward(here)
+        return pick(x, there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return pick(grad, ctx.saved_tensors[0]), None, None
 
 
 @lru_cache(maxsize=16)
