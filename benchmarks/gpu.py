@@ -265,7 +265,6 @@ def job(what: str, warps: dict[str, int] | None = None, **fields: Any) -> int:
         global WIDTH
         WIDTH = 16
     fused.WARPS.update(warps or {})
-    fused.SHORT.update(warps or {})
     if "dtype" in fields:
         fields["dtype"] = torch.bfloat16 if fields["dtype"] == "bf16" else torch.float32
     if what == "check":

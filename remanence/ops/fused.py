@@ -28,7 +28,7 @@ WARPS = {
     "state_kernel": 8,
     "state_stream": 8,
     "read_kernel": 4,
-    "read_backward": 8,
+    "read_backward": 4,
     "blend_backward": 4,
     "carry_kernel": 8,
     "carry_stream": 8,
@@ -36,9 +36,6 @@ WARPS = {
     "coef_backward": 4,
 }
 """Per program of each kernel."""
-
-SHORT = {"read_kernel": 4, "read_backward": 4}
-"""The same for chunks shorter than 64."""
 
 STAGES = {"state_kernel": 2, "carry_kernel": 2}
 """Chunks under way at once in the kernels that never read back what they wrote; all others, and chips before Hopper, have one."""
@@ -48,7 +45,7 @@ REGISTERS = 64
 
 BLOCKS = {
     "state_stream": 64,
-    "carry_stream": 32,
+    "carry_stream": 64,
     "read_kernel": 64,
     "read_backward": 64,
     "blend_backward": 64,
@@ -153,6 +150,7 @@ class Plan(NamedTuple):
             "FORGET": self.forget,
             "QUICK": op == torch.bfloat16,
             "ACC": _tl(acc),
+            "OP": _tl(op),
             "PRECISION": precision,
         }
 
@@ -202,8 +200,6 @@ def _hopper() -> bool:
 
 
 def warps_of(name: str, tile: int) -> int:
-    if tile < 64:
-        return SHORT.get(name, WARPS[name])
     return max(WARPS[name], 8) if tile > 64 else WARPS[name]
 
 
@@ -242,25 +238,22 @@ def _forward(
     surprise = _empty(q, rows, L, heads, dtype=acc)
     values, rstds = _kept_norm(plan, k, acc, train)
     state = "state_stream" if plan.streams else "state_kernel"
-    # Of the keys at the anchor weights: X2 = act(Z_1), act'(Z_1), D1, and act''(Z_1) D2 W2^T.
-    size, none = (m, n, C, plan.hidden), (0,)
-    wanted = (size, size if train or plan.streams else none, size, size if train else none)
-    hiddens, _, firsts, _ = keys = [_empty(q, *shape, dtype=op) for shape in wanted]
     _launch(
         state, (m,),
-        k, v, J1, J2, end1, end2, starts1, starts2, co, fold, *keys, errors, values, rstds, surprise, L, n, heads,
+        k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, heads,
         **plan.tiles(state, acc, op, train),
     )  # fmt: skip
     y, bad = torch.empty_like(q), _empty(q, m, n, dtype=torch.int32)
-    reads = _empty(q, *(size if train else none), dtype=op)
-    scores = _empty(q, *((m, n, C, C) if train else none), dtype=op)
+    size = (m, n, C, plan.hidden) if train else (0,)
+    tiles = [_empty(q, *size, dtype=op) for _ in range(5)]  # hiddens, slopes, firsts, bends, reads
+    scores = _empty(q, *((m, n, C, C) if train else (0,)), dtype=op)
     answers, spreads = _kept_norm(plan, q, acc, train)
     _launch(
         "read_kernel", (n, m),
-        q, k, starts1, starts2, P, co, errors, hiddens, firsts, reads, scores, answers, spreads, y, bad, L, n, heads,
+        q, k, starts1, starts2, P, co, errors, *tiles, scores, answers, spreads, y, bad, L, n, heads,
         **plan.tiles("read_kernel", acc, op, train),
     )  # fmt: skip
-    kept = [P, co, fold, starts1, starts2, errors, values, rstds, *keys, reads, scores, answers, spreads]
+    kept = [P, co, fold, starts1, starts2, errors, values, rstds, *tiles, scores, answers, spreads]
     return y, surprise, end1, end2, bad, *kept
 
 

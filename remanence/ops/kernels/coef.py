@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from remanence.ops.kernels.tools import kernel, tokens
+from remanence.ops.kernels.tools import dot, kernel, tokens
 
 SHUT = tl.constexpr(-30.0)
 """The log of a gate that lets nothing through, in QUICK products: 1e-13."""
@@ -44,7 +44,7 @@ def _products_backward(g, products, BC: tl.constexpr, QUICK: tl.constexpr):
 def coef_kernel(
     log_step, log_momentum, log_keep, totals, P, co, fold, L, n, HEADS,
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
-    QUICK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    QUICK: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i, m = tl.program_id(0), tl.program_id(1)
     t = tl.arange(0, BC)
@@ -85,7 +85,7 @@ def coef_kernel(
 def coef_backward(
     log_step, log_momentum, log_keep, totals, g_P, g_co, g_fold, g_step, g_momentum, g_keep, L, n, HEADS,
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
-    QUICK: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    QUICK: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i, m = tl.program_id(0), tl.program_id(1)
     t = tl.arange(0, BC)
@@ -108,16 +108,16 @@ def coef_backward(
         eta = tl.load(log_momentum + at, mask=live, other=0.0)
         moved = _products(eta, BC, QUICK)
         past = tl.exp(tl.cumsum(eta, 0))
-        g_theta = tl.sum(g_mix * tl.dot(moved, kept, input_precision=PRECISION), 1)
+        g_theta = tl.sum(g_mix * dot(moved, kept, OP, PRECISION), 1)
         g_mix = g_mix * theta[:, None]
         g_r = tl.load(g_co + base * 4 * BC + BC + t) + tl.where(last, tl.load(g_fold + base * 4 + 1) * whole, 0.0)
         g_s = tl.load(g_co + base * 4 * BC + 3 * BC + t) * whole
         g_theta += g_s * tl.sum(tl.where(last[None, :], moved, 0.0), 1)
-        g_moved = tl.dot(g_mix, tl.trans(kept), input_precision=PRECISION) + tl.where(last[None, :], (g_s * theta)[:, None], 0.0)
+        g_moved = dot(g_mix, tl.trans(kept), OP, PRECISION) + tl.where(last[None, :], (g_s * theta)[:, None], 0.0)
         g_past = tl.sum(kept * g_r[None, :], 1) + tl.where(last, tl.load(g_fold + base * 4 + 2) * whole, 0.0)
         g_eta = _products_backward(g_moved, moved, BC, QUICK) + tl.cumsum(g_past * past, 0, reverse=True)
         tl.store(g_momentum + at, g_eta, mask=live)
-        g_kept = tl.dot(tl.trans(moved), g_mix, input_precision=PRECISION) + past[:, None] * g_r[None, :]
+        g_kept = dot(tl.trans(moved), g_mix, OP, PRECISION) + past[:, None] * g_r[None, :]
     else:
         g_theta = tl.sum(g_mix * kept, 1)
         g_kept = g_mix * theta[:, None]

@@ -8,6 +8,7 @@ import triton.language as tl
 from remanence.ops.kernels.tools import (
     activate,
     activate_with_slope,
+    derivatives,
     dot,
     dot_apart,
     kernel,
@@ -23,12 +24,14 @@ from remanence.ops.kernels.tools import (
 
 @kernel
 def read_kernel(
-    q, k, starts1, starts2, P, co, errors, hiddens, firsts, reads, scores, answers, spreads, y, bad, L, n, HEADS,
+    q, k, starts1, starts2, P, co, errors, hiddens, slopes, firsts, bends, reads, scores, answers, spreads, y, bad, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What backward needs of the queries is kept: Z_1 (reads), A X2^T (scores), LayerNorm's value and scale."""
+    """What backward needs of the keys and of the queries is kept, rounded as the products here see it: X2 = act(Z_1) (hiddens),
+    act'(Z_1) (slopes), D1 (firsts), act''(Z_1) D2 W2^T (bends); the queries' Z_1 (reads), A X2^T, LayerNorm's value and scale.
+    """
     i, m = tl.program_id(0), tl.program_id(1)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -52,8 +55,17 @@ def read_kernel(
         f = j * BH + tl.arange(0, BH)
         W1 = load(starts1, d, f, D, HIDDEN, EVEN)
         W2 = load(starts2, f, d, HIDDEN, D, EVEN)
-        H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-        D1 = load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        back = dot_apart(D2, tl.trans(W2), n, APART, ACC, OP, PRECISION)
+        if TRAIN:
+            H, slope, bend = derivatives(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
+            store(bends + base * BC * HIDDEN, back * bend, t, f, BC, HIDDEN, EVEN)
+            store(slopes + base * BC * HIDDEN, slope, t, f, BC, HIDDEN, EVEN)
+        else:
+            H, slope = activate_with_slope(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
+        H, D1 = H.to(OP), (back * slope).to(OP)
+        if TRAIN:
+            store(hiddens + base * BC * HIDDEN, H, t, f, BC, HIDDEN, EVEN)
+            store(firsts + base * BC * HIDDEN, D1, t, f, BC, HIDDEN, EVEN)
         Z = a * dot_apart(Q, W1, n, APART, ACC, OP, PRECISION) - dot_apart(blend, D1, n, APART, ACC, OP, PRECISION)
         if MOMENTUM:
             Z += r * dot_apart(Q, load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), n, APART, ACC, OP, PRECISION)

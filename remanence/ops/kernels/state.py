@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 
 from remanence.ops.kernels.tools import (
+    activate,
     activate_with_slope,
-    derivatives,
     dot,
     dot_apart,
-    dot_onto,
     kernel,
     load,
     load_tokens,
@@ -48,8 +47,7 @@ def _error(
 
 @kernel
 def state_kernel(
-    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, hiddens, slopes, firsts, bends, errors, values, rstds, surprise,
-    L, n, HEADS,
+    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -73,22 +71,11 @@ def state_kernel(
         if MOMENTUM:
             store(starts1 + (base * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
             store(starts2 + (base * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
-        own = base * BC * HIDDEN
-        if TRAIN:
-            H, slope, bend = derivatives(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
-            bend = bend.to(OP)
-            store(slopes + own, slope, t, f, BC, HIDDEN, EVEN)
-        else:
-            H, slope = activate_with_slope(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
+        H, slope = activate_with_slope(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
         H, slope = H.to(OP), slope.to(OP)
-        store(hiddens + own, H, t, f, BC, HIDDEN, EVEN)
         out = dot_apart(H, W2, n, APART, ACC, OP, PRECISION)
         D2 = _error(out, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
-        back = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION)
-        if TRAIN:
-            store(bends + own, back * bend, t, f, BC, HIDDEN, EVEN)
-        D1 = back * slope
-        store(firsts + own, D1, t, f, BC, HIDDEN, EVEN)
+        D1 = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
         Kt, Ht = tl.trans(K), tl.trans(H)
@@ -108,32 +95,14 @@ def state_kernel(
         store(end2 + (m * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
 
 
-@triton.jit
-def _look(
-    Z, hiddens, slopes, bends, own, t, f, BC: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr, GELU: tl.constexpr,
-    TRAIN: tl.constexpr,
-):  # fmt: skip
-    if TRAIN:
-        H, slope, bend = derivatives(Z, GELU)
-        store(bends + own, bend, t, f, BC, HIDDEN, EVEN)
-    else:
-        H, slope = activate_with_slope(Z, GELU)
-    store(hiddens + own, H, t, f, BC, HIDDEN, EVEN)
-    store(slopes + own, slope, t, f, BC, HIDDEN, EVEN)
-    return H.to(hiddens.dtype.element_ty)
-
-
 @kernel
 def state_stream(
-    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, hiddens, slopes, firsts, bends, errors, values, rstds, surprise,
-    L, n, HEADS,
+    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`end` holds the state while it changes. One pass over it per chunk: a block folded is read by the next chunk's keys at
-    once, and what they made of it waits in hiddens, slopes and (act'' alone, so far) bends.
-    """
+    """`end` holds the state while it changes. One pass over it per chunk: a block folded is read by the next chunk at once."""
     m = tl.program_id(0).to(tl.int64)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
@@ -164,8 +133,7 @@ def state_stream(
             store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
             store(starts1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
             store(starts2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
-        H = _look(dot(K, W1, OP, PRECISION), hiddens, slopes, bends, m * n * BC * HIDDEN, t, f, BC, HIDDEN, EVEN, GELU, TRAIN)
-        out = dot_onto(out, H, W2, OP, PRECISION)
+        out += dot(activate(dot(K, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
     for i in tl.range(n, num_stages=1):
         tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
         base = m * n + i
@@ -185,18 +153,11 @@ def state_stream(
         out = tl.zeros([BC, BD], ACC)
         for j in tl.range(BLOCKS, num_stages=1):
             f = j * BH + tl.arange(0, BH)
-            own = base * BC * HIDDEN
             W1 = load(end1, d, f, D, HIDDEN, EVEN)
             W2 = load(end2, f, d, HIDDEN, D, EVEN)
-            H = load(hiddens + own, t, f, BC, HIDDEN, EVEN)
-            slope = load(slopes + own, t, f, BC, HIDDEN, EVEN)
-            back = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION)
-            if TRAIN:
-                bend = load(bends + own, t, f, BC, HIDDEN, EVEN) * back
-                tl.debug_barrier()  # all have read it before any writes there
-                store(bends + own, bend, t, f, BC, HIDDEN, EVEN)
-            D1 = back * slope
-            store(firsts + own, D1, t, f, BC, HIDDEN, EVEN)
+            H, slope = activate_with_slope(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
+            H, slope = H.to(OP), slope.to(OP)
+            D1 = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
             Ht = tl.trans(H)
             W1 = keep * W1 - dot_apart(Kt, c * D1, n, APART, ACC, OP, PRECISION)
             W2 = keep * W2 - dot_apart(Ht, c * D2, n, APART, ACC, OP, PRECISION)
@@ -217,7 +178,5 @@ def state_stream(
             if more:
                 store(starts1, W1, d, f, D, HIDDEN, EVEN)
                 store(starts2, W2, f, d, HIDDEN, D, EVEN)
-                Z = dot_apart(K_next, W1, n, APART, ACC, OP, PRECISION)
-                H = _look(Z, hiddens, slopes, bends, own + BC * HIDDEN, t, f, BC, HIDDEN, EVEN, GELU, TRAIN)
-                out = dot_onto(out, H, W2, OP, PRECISION)
+            out += dot(activate(dot_apart(K_next, W1, n, APART, ACC, OP, PRECISION), GELU), W2, OP, PRECISION)
         K = K_next
