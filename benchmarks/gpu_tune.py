@@ -1,8 +1,8 @@
 """The Triton backend on a GPU: is it right (against float64), how fast is it, and where does the time go.
 
-    python benchmarks/gpu.py                 all of it, under 5 minutes: checks, times, a sweep of settings, float32's exactness
-    python benchmarks/gpu.py --parts check time --hidden 64 --chunk 64
-    TRITON_INTERPRET=1 python benchmarks/gpu.py --tiny      the same paths without a GPU, in small
+    python benchmarks/gpu_tune.py                 all of it, under 5 minutes: checks, times, a sweep of settings, float32's exactness
+    python benchmarks/gpu_tune.py --parts check time --hidden 64 --chunk 64
+    TRITON_INTERPRET=1 python benchmarks/gpu_tune.py --tiny      the same paths without a GPU, in small
 
 Every configuration has a process of its own, since an illegal access ends the process it happens in, and nothing outlives the
 budget. A bfloat16 check that fails is tried again with another assembler, without its optimiser, and with other numbers of warps:
