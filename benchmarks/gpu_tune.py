@@ -1,6 +1,6 @@
 """The Triton backend on a GPU: is it right (against float64), how fast is it, and where does the time go.
 
-    python benchmarks/gpu_tune.py                 all of it, under 5 minutes: checks, times, a sweep of settings, float32's exactness
+    python benchmarks/gpu_tune.py            all of it, under 5 minutes: checks, times, a sweep of settings, float32's exactness
     python benchmarks/gpu_tune.py --parts check time --hidden 64 --chunk 64
     TRITON_INTERPRET=1 python benchmarks/gpu_tune.py --tiny      the same paths without a GPU, in small
 
