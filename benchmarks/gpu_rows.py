@@ -155,8 +155,8 @@ def one_operator(net: Row, rule: Row, hidden: int, chunk: int, width: int, heads
 def forget_builds() -> None:
     """So that `resources.loaded` tells of this row's kernels only; on disk they stay."""
     if DEVICE == "cuda":
-        for name in fused.kernels().__all__:
-            getattr(fused.kernels(), name).device_caches[0][0].clear()
+        for built in resources.caches(fused.kernels()).values():
+            built.clear()
 
 
 # (b) the layer
@@ -190,9 +190,9 @@ def fla(name: str, width: int, heads: int, **fields: Any) -> nn.Module:
 
 def gated_delta_net(width: int, heads: int) -> nn.Module:
     layer = fla("GatedDeltaNet", width, heads, head_dim=width // heads, expand_v=1, use_short_conv=True)
-    module = importlib.import_module("fla.ops.common.chunk_o")
-    if getattr(module, "IS_NVIDIA_HOPPER", False) and not getattr(module, "TRITON_ABOVE_3_7_1", True):
-        module.TRITON_ABOVE_3_7_1 = True
+    known = importlib.import_module("fla.utils")
+    if getattr(known, "IS_NVIDIA_HOPPER", False) and not getattr(known, "TRITON_ABOVE_3_7_1", True):
+        importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
         layer.remark = "fla refuses this Triton on Hopper, its gradients being wrong there; timed without that check"
     return layer
 
@@ -334,8 +334,9 @@ def one_decoding(model: Model, batch: int, context: int, tiny: bool) -> Row:
     try:
         decoder = importlib.import_module("remanence.decoding").Decoder(model, state)
         how = "Decoder"
-    except ImportError:
+    except Exception as error:
         how = "model(tokens, state)"
+        note += "" if isinstance(error, ImportError) else f"; Decoder: {type(error).__name__}: {short(error)}"
 
     def some() -> None:
         for _ in range(16):  # whole chunks: what a token costs depends on its place in one

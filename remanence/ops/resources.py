@@ -105,15 +105,19 @@ def assembled(ptx: str, arch: int) -> tuple[int, int]:
     return int(registers[1]) if registers else 0, int(spilled[1]) if spilled else 0
 
 
+def caches(kernels: ModuleType, device: int = 0) -> dict[str, dict[Any, Any]]:
+    """What this process has built of each kernel for a GPU that is here."""
+    found: dict[str, Any] = {name: getattr(kernels, name, None) for name in getattr(kernels, "__all__", [])}
+    return {name: kernel.device_caches[device][0] for name, kernel in found.items() if hasattr(kernel, "device_caches")}
+
+
 def loaded(kernels: ModuleType, device: int = 0) -> dict[str, tuple[int, int]]:
-    """Registers of a thread and its bytes of local memory, for every kernel this process has launched on a GPU; the worst."""
-    found: dict[str, tuple[int, int]] = {}
-    for name in getattr(kernels, "__all__", []):
-        built = getattr(kernels, name).device_caches[device][0].values()
-        sizes = [(kernel.n_regs, 4 * kernel.n_spills) for kernel in built if getattr(kernel, "n_regs", None)]
-        if sizes:
-            found[name] = max(sizes, key=lambda size: size[::-1])
-    return found
+    """Registers of a thread and its bytes of local memory, for each kernel this process has launched there; the worst of each."""
+    sizes = {
+        name: [(kernel.n_regs, 4 * kernel.n_spills) for kernel in built.values() if getattr(kernel, "n_regs", None)]
+        for name, built in caches(kernels, device).items()
+    }
+    return {name: max(each, key=lambda size: size[::-1]) for name, each in sizes.items() if each}
 
 
 def lacking(kernels: ModuleType, launches: list[Launch], arch: int, shared: int) -> str | None:
