@@ -1,9 +1,9 @@
-# Each command works on a fresh clone: it makes .venv and installs what is missing first. README gives the same without make.
+# Each command works on a fresh clone: it makes .venv and installs what is missing first (those for a GPU do not). README gives the same without make.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test test-all lint format bench bench-long clean
+.PHONY: setup demo test test-all test-gpu lint format bench bench-long bench-gpu clean
 
 setup: .venv/ready
 
@@ -32,6 +32,12 @@ test: lint
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --slow
 
+# On a machine with a GPU, whose torch and Triton are not ours to install: no setup. PYTHONPATH=. make test-gpu BIN=/usr/bin
+GPU_TESTS := tests/ops tests/memory tests/test_model.py tests/test_attention.py
+
+test-gpu:
+	REMANENCE_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS)
+
 .venv/bench-ready: .venv/ready
 	$(PIP) install -c constraints.txt -e '.[bench]'
 	touch $@
@@ -42,6 +48,10 @@ bench: .venv/bench-ready
 
 bench-long: setup
 	$(BIN)/python benchmarks/long.py
+
+# Peers (flash-linear-attention, titans-pytorch) are measured where they can be imported, from PYTHONPATH too.
+bench-gpu:
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 clean:
 	rm -rf .venv out benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis

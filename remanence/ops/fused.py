@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remanence.ops.layout import DeviceLayout, gates_rows
 from remanence.ops.nets import MLP, Net
+from remanence.ops.resources import Launch, lacking, note, noting
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates, MemoryState
 
@@ -183,6 +184,13 @@ class Plan(NamedTuple):
         return constants
 
 
+def plan_of(net: MLP, rule: Rule, width: int, heads: int, chunk: int) -> Plan:
+    return Plan(
+        width, net.widths(width)[1], chunk, heads, rule.momentum, rule.forget, net.norm, net.residual,
+        net.activation == "gelu", "ieee" if interpreted() else PRECISION,
+    )  # fmt: skip
+
+
 def _power(size: int) -> int:
     """Tiles are powers of two, and a matrix product's at least 16."""
     return max(16, 1 << (size - 1).bit_length())
@@ -195,8 +203,14 @@ def _tl(dtype: torch.dtype) -> Any:
 
 
 @cache
-def _hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+def _arch() -> int:
+    """Compute capability, 90 for 9.0; 0 without a GPU."""
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    return 10 * major + minor
+
+
+def stages_of(name: str, arch: int) -> int:
+    return STAGES.get(name, 1) if arch >= 90 else 1
 
 
 def warps_of(name: str, tile: int) -> int:
@@ -204,11 +218,41 @@ def warps_of(name: str, tile: int) -> int:
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
-    if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only
+    if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only, `launches` for the kernels' names
+        note(name, tensors, constants)
         return
-    stages = STAGES.get(name, 1) if _hopper() else 1
+    stages = stages_of(name, _arch())
     warps = warps_of(name, constants["BC"])
     getattr(kernels(), name)[grid](*tensors, **constants, num_warps=warps, num_stages=stages)
+
+
+def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
+    """The kernels of one call, and of its backward if it trains, as they are launched on a chip; nothing runs."""
+    with FakeTensorMode(), torch.device("cpu"), noting() as noted:
+        q, k, v = (torch.empty(1, plan.chunk, 1, plan.width, dtype=op) for _ in range(3))
+        step, momentum, keep = (torch.empty(1, plan.chunk, 1) for _ in range(3))
+        gates = Gates(step, momentum if plan.momentum else None, keep if plan.forget else None)
+        J1, J2 = (torch.empty(1, 1 + plan.momentum, *size) for size in ((plan.width, plan.hidden), (plan.hidden, plan.width)))
+        totals = torch.empty(1, dtype=torch.int32)
+        y, surprise, end1, end2, _, *kept = _forward(plan, q, k, v, gates, J1, J2, totals, train)
+        if train:
+            _backward(plan, (q, k, v, totals, *kept), gates, y, surprise, end1, end2)
+    return [Launch(*each, warps_of(each[0], each[2]["BC"]), stages_of(each[0], arch)) for each in noted]
+
+
+def fits(plan: Plan, op: torch.dtype, device: torch.device, train: bool) -> str | None:
+    """Why a GPU cannot hold these kernels, in words; None if it can. Decided by building them, once, before any is launched."""
+    if interpreted() or device.type != "cuda" or torch.compiler.is_compiling():
+        return None
+    chip = torch.cuda.get_device_properties(device)
+    shared = chip.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return _fits(plan._replace(heads=1), op, 10 * chip.major + chip.minor, shared, train)
+
+
+@cache
+def _fits(plan: Plan, op: torch.dtype, arch: int, shared: int, train: bool) -> str | None:
+    written = kernels()
+    return None if written is None else lacking(written, launches(plan, op, arch, train), arch, shared)
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -387,11 +431,11 @@ def memorize(
     rows, _, heads, width = q.shape
     inputs = [*[x.contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
     start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
-    plan = Plan(
-        width, state.layers[0].shape[-1], chunk, heads, rule.momentum, rule.forget, net.norm, net.residual,
-        net.activation == "gelu", "ieee" if interpreted() else PRECISION,
-    )  # fmt: skip
+    plan = plan_of(net, rule, width, heads, chunk)
     train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *start))
+    reason = fits(plan, op, q.device, train)
+    if reason is not None:
+        raise ValueError(f"backend: 'triton' cannot run this call: {reason}")
     y, surprise, end1, end2, bad, *_ = memory_forward(*inputs, *start, layout.totals.to(torch.int32), train, *plan)
     layers = tuple(end.unflatten(0, (rows, heads)) for end in (end1, end2)) if layout.folds else state.layers
     diverged = state.diverged | bad.view(rows, -1).any(1)

@@ -13,7 +13,7 @@ from torch.func import vmap
 from remanence.ops import chunked, fused, reference
 from remanence.ops.checks import check_call, check_chunk, check_kinds, check_offsets, check_start, check_state, check_values
 from remanence.ops.layout import from_rows, to_rows
-from remanence.ops.nets import NETS, Net
+from remanence.ops.nets import MLP, NETS, Net
 from remanence.ops.rules import RULES, Rule
 from remanence.ops.state import Gates, MemoryState, Weights, fresh
 
@@ -24,9 +24,6 @@ BACKENDS: dict[str, Callable[..., tuple[Tensor, MemoryState, Tensor]]] = {
     "chunked": chunked.memorize,
     "triton": fused.memorize,
 }
-
-AUTO_TRITON = False
-"""Whether "auto" may choose the kernels on CUDA: not before they have been compared with float64 on the chip itself."""
 
 
 def start(
@@ -153,13 +150,24 @@ _said: set[str] = set()
 def _choose(backend: str, q: Tensor, net: Net, rule: Rule, chunk: int) -> str:
     if backend == "auto":
         backend = "chunked"
-        # The kernels pay by whole chunks; a decoded token has none.
-        if AUTO_TRITON and q.device.type == "cuda" and q.shape[1] >= chunk:
-            reason = fused.unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device)
+        if q.device.type == "cuda":
+            reason = fused.unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device) or _lacking(q, net, rule, chunk)
             backend = "triton" if reason is None else "chunked"
-        if backend not in _said:
+        if backend not in _said and not torch.compiler.is_compiling():
             _said.add(backend)
             log.info("memory operator: backend %s", backend)
     elif backend not in BACKENDS:
         raise ValueError(f"backend: expected 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
     return backend
+
+
+def _lacking(q: Tensor, net: Net, rule: Rule, chunk: int) -> str | None:
+    """What the GPU lacks for the kernels, which it should have: said once, since the call is slower without them."""
+    if not isinstance(net, MLP):
+        return None
+    op = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    reason = fused.fits(fused.plan_of(net, rule, q.shape[-1], q.shape[-2], chunk), op, q.device, torch.is_grad_enabled())
+    if reason is not None and reason not in _said:
+        _said.add(reason)
+        log.warning("memory operator: backend chunked, without the kernels: %s", reason)
+    return reason

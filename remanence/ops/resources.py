@@ -1,0 +1,142 @@
+"""What the kernels need of a chip (shared memory, registers, spills), found by building them; the chip need not be here."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""KiB of shared memory that one block may have, by compute capability (CUDA programming guide, technical specifications)."""
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
+
+
+class Launch(NamedTuple):
+    """One kernel as it would be launched: its arguments' types in Triton's words, and what it is compiled for."""
+
+    name: str
+    types: tuple[str, ...]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+
+class Need(NamedTuple):
+    """What building a kernel came to: bytes of shared memory, the assembly for `assembled`, and how long it took."""
+
+    shared: int
+    ptx: str
+    seconds: float
+
+
+Note = tuple[str, tuple[str, ...], dict[str, Any]]
+_notes: ContextVar[list[Note] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[Note]]:
+    """A list that gets the name, the arguments' types and the constants of every kernel told to `note` meanwhile."""
+    notes: list[Note] = []
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def note(name: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    notes = _notes.get()
+    if notes is not None:
+        notes.append((name, tuple(TYPES[x.dtype] if isinstance(x, Tensor) else "i32" for x in arguments), constants))
+
+
+def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
+    """Compile for a compute capability (90 for 9.0) exactly as a launch there would, which then finds it in Triton's cache."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(kernels, launch.name)
+    names = list(inspect.signature(kernel.fn).parameters)
+    given = dict(zip(names, launch.types, strict=False))
+    signature = {name: given.get(name, "constexpr") for name in names}
+    # Allocations are aligned, and a launch tells the compiler so. Of words it tells nothing, yet lists them in the cache's key.
+    attributes = {
+        (i,): [["tt.divisibility", 16]] if signature[name].startswith("*") else []
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or isinstance(launch.constants.get(name), str)
+    }
+    constants = {(names.index(name),): value for name, value in launch.constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    begin = time.perf_counter()
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return Need(built.metadata.shared, built.asm["ptx"], time.perf_counter() - begin)
+
+
+def assembled(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers of a thread, and bytes it spills, as the assembler inside Triton says."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    newer = tools / "ptxas-blackwell"
+    target = re.search(r"\.target\s+(\w+)", ptx)
+    name = target[1] if target else f"sm_{arch}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [str(newer if arch >= 100 and newer.exists() else tools / "ptxas"), "-v", f"--gpu-name={name}", str(source)]
+        done = subprocess.run([*command, "-o", str(Path(folder) / "kernel.cubin")], check=True, capture_output=True, text=True)
+    registers, spilled = (re.search(words, done.stderr) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    return int(registers[1]) if registers else 0, int(spilled[1]) if spilled else 0
+
+
+def caches(kernels: ModuleType, device: int = 0) -> dict[str, dict[Any, Any]]:
+    """What this process has built of each kernel for a GPU that is here."""
+    found: dict[str, Any] = {name: getattr(kernels, name, None) for name in getattr(kernels, "__all__", [])}
+    return {name: kernel.device_caches[device][0] for name, kernel in found.items() if hasattr(kernel, "device_caches")}
+
+
+def loaded(kernels: ModuleType, device: int = 0) -> dict[str, tuple[int, int]]:
+    """Registers of a thread and its bytes of local memory, for each kernel this process has launched there; the worst of each."""
+    sizes = {
+        name: [(kernel.n_regs, 4 * kernel.n_spills) for kernel in built.values() if getattr(kernel, "n_regs", None)]
+        for name, built in caches(kernels, device).items()
+    }
+    return {name: max(each, key=lambda size: size[::-1]) for name, each in sizes.items() if each}
+
+
+def lacking(kernels: ModuleType, launches: list[Launch], arch: int, shared: int) -> str | None:
+    """Why a chip with so many bytes of shared memory for a block cannot run these, in words; None if it can.
+
+    Built several at a time: most of it happens outside Python.
+    """
+    for launch in launches:
+        getattr(kernels, launch.name).cache_key  # noqa: B018, made once, before the threads ask for it
+
+    def look(launch: Launch) -> str | None:
+        try:
+            needed = build(kernels, launch, arch).shared
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [""])[-1][:160]
+            return f"{launch.name} does not compile for sm_{arch}: {type(error).__name__}: {said}"
+        if needed <= shared:
+            return None
+        return f"{launch.name} needs {needed / 1024:.0f} KiB of shared memory, of which sm_{arch} has {shared / 1024:.0f}"
+
+    with ThreadPoolExecutor(max(1, min(len(launches), os.cpu_count() or 1))) as pool:
+        return next((reason for reason in pool.map(look, launches) if reason is not None), None)

@@ -1,0 +1,86 @@
+"""Every kernel compiles for every generation of chips it is meant for and fits its shared memory; no GPU is needed.
+
+Whether a configuration fits is what `fused.fits` says before anything is launched, so that is what is asked here, too.
+"""
+
+import importlib.util
+import itertools
+import os
+
+import pytest
+import torch
+
+from remanence.ops import MLP, RULES, fused, operator, resources
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled under the interpreter"),
+]
+
+ARCHS = (80, 86, 89, 90)
+DEFAULTS = [(width, chunk, "bf16") for width, chunk in itertools.product((64, 256), (16, 64))]
+QUICK = [(90, (64, 64, "bf16")), (86, (256, 64, "bf16")), (80, (64, 16, "bf16")), (89, (256, 16, "bf16"))]
+ALL = [case for case in itertools.product(ARCHS, [*DEFAULTS, (64, 16, "fp32")]) if case not in QUICK]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    """One for the whole run: kernels without a hidden axis are the same at every width of it."""
+    folder = tmp_path_factory.getbasetemp() / "triton"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    fused._fits.cache_clear()
+    yield
+    fused._fits.cache_clear()
+
+
+def plan(hidden, chunk, **changes):
+    return fused.Plan(64, hidden, chunk, 1, True, True, True, True, True, fused.PRECISION)._replace(**changes)
+
+
+def check(arch, case):
+    hidden, chunk, dtype = case
+    reason = fused._fits(plan(hidden, chunk), DTYPES[dtype], arch, resources.SHARED[arch] * 1024, True)
+    assert reason is None or (dtype == "fp32" and "of shared memory" in reason), reason
+
+
+@pytest.mark.parametrize(("arch", "case"), QUICK, ids=str)
+def test_the_kernels_fit(arch, case):
+    check(arch, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "case"), ALL, ids=str)
+def test_the_kernels_fit_everywhere(arch, case):
+    check(arch, case)
+
+
+def test_every_kernel_is_among_the_launches():
+    noted = {launch.name for hidden in (64, 256) for launch in fused.launches(plan(hidden, 64), torch.bfloat16, 90)}
+    assert noted == set(fused.WARPS)
+    reading = [launch.name for launch in fused.launches(plan(64, 64), torch.bfloat16, 90, train=False)]
+    assert reading == ["coef_kernel", "state_kernel", "read_kernel"]
+
+
+def test_what_does_not_fit_is_said_in_words():
+    small = plan(16, 16, width=16)
+    reason = fused._fits(small, torch.bfloat16, 86, 1024, False)
+    assert reason is not None and "KiB of shared memory, of which sm_86 has 1" in reason
+    broken = resources.Launch("coef_kernel", ("*fp32",), {}, 4, 1)
+    assert "coef_kernel does not compile for sm_86" in resources.lacking(fused.kernels(), [broken], 86, 2**20)
+
+
+class Chip:
+    major, minor, shared_memory_per_block_optin = 8, 6, 1024
+
+
+def test_auto_says_it_once_and_goes_on_without_the_kernels(monkeypatch, caplog):
+    """As on a chip with too little shared memory; q only says that it is on one."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Chip)
+    monkeypatch.setattr(operator, "AUTO_TRITON", True, raising=False)
+    q = type("Query", (), {"device": torch.device("cuda"), "shape": (1, 32, 1, 16), "dtype": torch.bfloat16})
+    with torch.no_grad():
+        chosen = [operator._choose("auto", q, MLP(expansion=1.0), RULES["titans"], 16) for _ in range(2)]
+    assert chosen == ["chunked", "chunked"]
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 1 and "shared memory" in warned[0]

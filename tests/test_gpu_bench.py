@@ -1,0 +1,71 @@
+"""The GPU benchmark's own bookkeeping, and every path of it that a CPU can take."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    return __import__("gpu")
+
+
+def test_a_process_that_dies_costs_one_row(gpu, monkeypatch, tmp_path):
+    """The second case kills its process, the third loses the GPU and says so, the fifth never ends."""
+    child = """
+import json, os, sys, time
+for case in json.loads(sys.argv[1])["cases"]:
+    if case == "2":
+        sys.stderr.write("something bad\\n"); os.abort()
+    if case == "5":
+        time.sleep(60)
+    print("ROW " + json.dumps({"case": case, "ms": 2.0, "tokens_per_s": 1.0}), flush=True)
+    if case == "3":
+        sys.exit(3)
+"""
+    start = lambda fields, errors: subprocess.Popen(
+        [sys.executable, "-c", child, json.dumps(fields)],
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        start_new_session=True,
+    )
+    monkeypatch.setattr(gpu, "begin", start)
+    bench = gpu.Bench(tmp_path / "gpu.json", [], gpu.time.perf_counter() + 100, 3.0, True, "")
+    bench.run(gpu.job("b", gpu.OURS, "layer", list("123456")))
+    rows = {row["case"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
+    assert list(rows) == list("123456")
+    assert [case for case in rows if rows[case].get("ms")] == ["1", "3", "4"]
+    assert rows["1"]["ratio"] == 1.0
+    assert "something bad" in rows["2"]["note"]
+    assert rows["5"]["note"] == rows["6"]["note"] == "out of time (3 s a process)"
+    gpu.Console(file=open("/dev/null", "w")).print(gpu.table(bench.rows, {}))  # noqa: SIM115
+
+
+def test_the_floor_is_that_of_the_design(gpu):
+    """Forward, 8 rows of 8,192 tokens, 16 heads of 64, chunk 64: counted by hand from closed_form.py."""
+    rows = __import__("gpu_rows")
+    count = lambda net, **rule: rows.flops(net, rows.Rule(**rule), 64, 64) * 8 * 16 * 8192
+    C, d = 64, 64
+    for h in (64, 256):
+        chunk = 22 * C * d * h + 4 * C * C * (d + h) + 2 * C**3
+        assert count(rows.MLP(expansion=h / 64)) == chunk * (8 * 16 * 8192 / C)
+    assert round(1e3 * count(rows.MLP(expansion=1.0)) / rows.PEAK, 2) == 0.17
+
+
+@pytest.mark.slow
+def test_every_part_runs_in_small(tmp_path):
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, str(BENCH / "gpu.py"), "--tiny", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=BENCH.parent, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["part"] for row in rows} == set("abcd")
+    for row in rows:
+        assert row.get("ms") or "needs a GPU" in row["note"] or "not installed" in row["note"], row
