@@ -133,7 +133,7 @@ def one_operator(net: Row, rule: Row, hidden: int, chunk: int, width: int, heads
     def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
         state = start(rest[3:], batch, rule=how, chunk=chunk, width=width)
         return memorize(
-            q, k, v, Gates(*rest[:3]), state, net=memory, rule=how, chunk=chunk, backend=backend, check=False
+            q, k, v, Gates(*rest[:3]), state, net=memory, rule=how, chunk=chunk, backend=backend, check=False, aligned=True
         )[0]  # fmt: skip
 
     def forward() -> None:

@@ -77,7 +77,6 @@ class Chip:
 def test_auto_says_it_once_and_goes_on_without_the_kernels(monkeypatch, caplog):
     """As on a chip with too little shared memory; q only says that it is on one."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Chip)
-    monkeypatch.setattr(operator, "AUTO_TRITON", True, raising=False)
     q = type("Query", (), {"device": torch.device("cuda"), "shape": (1, 32, 1, 16), "dtype": torch.bfloat16})
     with torch.no_grad():
         chosen = [operator._choose("auto", q, MLP(expansion=1.0), RULES["titans"], 16) for _ in range(2)]
