@@ -35,13 +35,12 @@ def plain(q, k, v, gates, weights, momentum=None, *, net: MLP, rule: Rule, chunk
         surprises.append(0.5 * error.square().sum(-1))
         D2 = error if rstd is None else rstd * (error - _mean(error) - value * _mean(error * value))
         D1 = product(D2, W[1].mT) * slope
-
-        def asked(a, layer, keys, errors, i=i, co=co, own=own):
-            y = own[..., 0, :] * product(a, W[layer]) - product(product(a, keys.mT) * co.mix, errors)
-            return y + own[..., 1, :] * product(a, S[layer]) if rule.momentum else y
-
-        first = asked(q[i], 0, k[i], D1)
-        read = asked(F.gelu(first) if net.activation == "gelu" else F.silu(first), 1, x, D2)
+        # What each token's own weights answer to its query.
+        read = q[i]
+        for layer, (keys, errors) in enumerate([(k[i], D1), (x, D2)]):
+            a = _activate(net, read)[0] if layer else read
+            read = own[..., 0, :] * product(a, W[layer]) - product(product(a, keys.mT) * co.mix, errors)
+            read = read + own[..., 1, :] * product(a, S[layer]) if rule.momentum else read
         answer = _norm(read)[0] if net.norm else read
         answers.append(answer + q[i] if net.residual else answer)
         ends, pasts = [], []
