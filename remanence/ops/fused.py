@@ -44,6 +44,9 @@ STAGES = {"state_kernel": 2, "carry_kernel": 2}
 REGISTERS = 64
 """Widest hidden layer whose state stays in registers; beyond it the state goes through L2 in blocks."""
 
+SHARE = 64
+"""The hidden block of each program where several share a memory: few rows and heads leave most of a chip without one."""
+
 BLOCKS = {
     "state_stream": 64,
     "carry_stream": 64,
@@ -125,6 +128,14 @@ class Plan(NamedTuple):
     residual: bool
     gelu: bool
     precision: str
+    shares: int = 1
+
+    def placed(self, programs: int, device: torch.device) -> Plan:
+        """With its hidden axis shared out among programs, where the chip has a processor for each of them."""
+        shares = _power(self.hidden) // SHARE
+        if interpreted() or device.type != "cuda" or self.width > 64 or shares < 2 or programs * shares > _processors(device):
+            return self
+        return self._replace(shares=shares)
 
     @property
     def tile(self) -> int:
@@ -132,11 +143,11 @@ class Plan(NamedTuple):
 
     @property
     def streams(self) -> bool:
-        return _power(self.hidden) > REGISTERS or self.width > 64
+        return _power(self.hidden) // self.shares > REGISTERS or self.width > 64
 
     def block(self, kernel: str, op: torch.dtype) -> int:
         if kernel not in BLOCKS:
-            return _power(self.hidden)
+            return _power(self.hidden) // self.shares
         # Wide heads and four-byte operands fill shared memory twice as fast, and twice again on long chunks.
         shrink = (self.width > 64) + (op != torch.bfloat16) * (1 + (self.tile > 64))
         return min(_power(self.hidden), max(16, BLOCKS[kernel] >> shrink))
@@ -177,6 +188,8 @@ class Plan(NamedTuple):
             constants["GELU"] = self.gelu
         if kernel in APART:
             constants["APART"] = self.tile >= 64 and APART[kernel]
+        if kernel in ("state_kernel", "carry_kernel"):
+            constants["SHARES"] = self.shares
         if kernel.startswith("carry"):
             constants["REACH"], constants["END"] = 1.0 / torch.finfo(acc).eps, torch.finfo(acc).max ** 0.5 * 1e-9
         if kernel.startswith("state") or kernel == "read_kernel":
@@ -213,6 +226,11 @@ def stages_of(name: str, arch: int) -> int:
     return STAGES.get(name, 1) if arch >= 90 else 1
 
 
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def warps_of(name: str, tile: int) -> int:
     return max(WARPS[name], 8) if tile > 64 else WARPS[name]
 
@@ -223,7 +241,9 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
         return
     stages = stages_of(name, _arch())
     warps = warps_of(name, constants["BC"])
-    getattr(kernels(), name)[grid](*tensors, **constants, num_warps=warps, num_stages=stages)
+    # Programs that wait for one another must all be there.
+    together = {"launch_cooperative_grid": True} if constants.get("SHARES", 1) > 1 else {}
+    getattr(kernels(), name)[grid](*tensors, **constants, num_warps=warps, num_stages=stages, **together)
 
 
 def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
@@ -252,7 +272,13 @@ def fits(plan: Plan, op: torch.dtype, device: torch.device, train: bool) -> str 
 @cache
 def _fits(plan: Plan, op: torch.dtype, arch: int, shared: int, train: bool) -> str | None:
     written = kernels()
-    return None if written is None else lacking(written, launches(plan, op, arch, train), arch, shared)
+    if written is None:
+        return None
+    wanted = launches(plan, op, arch, train)
+    if plan.streams and plan.width <= 64:  # few rows and heads run on other kernels (`Plan.placed`)
+        wanted += [launch for launch in launches(plan._replace(shares=_power(plan.hidden) // SHARE), op, arch, train)
+                   if launch.name in ("state_kernel", "carry_kernel")]  # fmt: skip
+    return lacking(written, wanted, arch, shared)
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -264,6 +290,17 @@ def _kept_norm(plan: Plan, like: Tensor, acc: torch.dtype, train: bool) -> tuple
     if train and plan.norm:
         return torch.empty_like(like), _empty(like, *like.shape[:3], dtype=acc)
     return _empty(like, 0, dtype=like.dtype), _empty(like, 0, dtype=acc)
+
+
+def _sequential(
+    name: str, plan: Plan, m: int, acc: torch.dtype, device: torch.device
+) -> tuple[str, tuple[int, ...], tuple[Tensor, ...]]:
+    """Which kernel walks the chunks, its grid, and where its programs meet."""
+    if plan.streams:
+        return f"{name}_stream", (m,), ()
+    boxes = 2 * plan.shares * (plan.tile * _power(plan.width) + 1) if plan.shares > 1 else 0
+    meeting = torch.empty(m, boxes, dtype=acc, device=device), torch.zeros(m, dtype=torch.int32, device=device)
+    return f"{name}_kernel", (m, plan.shares), meeting
 
 
 def _forward(
@@ -281,10 +318,10 @@ def _forward(
     end1, end2, errors = torch.empty_like(J1), torch.empty_like(J2), torch.empty_like(k)
     surprise = _empty(q, rows, L, heads, dtype=acc)
     values, rstds = _kept_norm(plan, k, acc, train)
-    state = "state_stream" if plan.streams else "state_kernel"
+    state, grid, meeting = _sequential("state", plan, m, acc, q.device)
     _launch(
-        state, (m,),
-        k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, heads,
+        state, grid,
+        k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, *meeting, L, n, heads,
         **plan.tiles(state, acc, op, train),
     )  # fmt: skip
     y, bad = torch.empty_like(q), _empty(q, m, n, dtype=torch.int32)
@@ -328,13 +365,12 @@ def _backward(
     came_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
     g_first1, g_first2 = torch.empty_like(g_end1), torch.empty_like(g_end2)
     # In registers, chunks ahead can be fetched early, so what is written must not be what is read; streamed, memory comes first.
-    carry, ends = "carry_stream", (torch.empty_like(g_D1), g_J1, g_J2)
-    if not plan.streams:
-        carry, ends = "carry_kernel", (torch.empty_like(g_D1), torch.empty_like(g_J1), torch.empty_like(g_J2))
+    carry, grid, meeting = _sequential("carry", plan, m, acc, q.device)
+    ends = (torch.empty_like(g_D1), *((g_J1, g_J2) if plan.streams else (torch.empty_like(g_J1), torch.empty_like(g_J2))))
     _launch(
-        carry, (m,),
+        carry, grid,
         k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
-        g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, *ends, g_v, L, n, heads,
+        g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, *ends, g_v, *meeting, L, n, heads,
         **plan.tiles(carry, acc, op),
     )  # fmt: skip
     _launch(
@@ -352,9 +388,7 @@ def _backward(
 # As operators of torch's own, opaque to its compiler: no graph breaks at them.
 _GATES = "Tensor log_step, Tensor? log_momentum, Tensor? log_keep"
 _INPUTS = f"Tensor q, Tensor k, Tensor v, {_GATES}, Tensor J1, Tensor J2, Tensor totals"
-_PLAN = (
-    "int width, int hidden, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision"
-)
+_PLAN = "int width, int hidden, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision, int shares"
 _OUTPUTS, _KEPT, _GRADS = 5, 16, 8
 
 
@@ -366,13 +400,15 @@ def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, J1: Tensor,
     J2: Tensor, totals: Tensor, train: bool, *plan: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _forward(Plan(*plan), q, k, v, Gates(log_step, log_momentum, log_keep), J1, J2, totals, train)
+    placed = Plan(*plan).placed(q.shape[0] * q.shape[2], q.device)
+    return _forward(placed, q, k, v, Gates(log_step, log_momentum, log_keep), J1, J2, totals, train)
 
 
 def _backward_op(
     log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, saved: list[Tensor], grads: list[Tensor], *plan: Any
 ) -> tuple[Tensor, ...]:
-    return _backward(Plan(*plan), tuple(saved), Gates(log_step, log_momentum, log_keep), *grads)
+    placed = Plan(*plan).placed(log_step.shape[0] * log_step.shape[2], log_step.device)
+    return _backward(placed, tuple(saved), Gates(log_step, log_momentum, log_keep), *grads)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -22,7 +22,7 @@ from remanence.ops.kernels.tools import (
 
 @triton.jit
 def _error_backward(
-    g, D2, K, v, values, rstds, g_surprise, g_v, at, live,
+    g, D2, K, v, values, rstds, g_surprise, g_v, at, live, writes,
     D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """From D2's gradient g to that of Z_2; v's is written on the way.
@@ -41,7 +41,7 @@ def _error_backward(
         g_mean, e_mean = tl.sum(g, 1) / D, tl.sum(e, 1) / D
         gx, ex, ge, xx = tl.sum(g * x, 1) / D, tl.sum(e * x, 1) / D, tl.sum(g * e, 1) / D, tl.sum(x * x, 1) / D
         g_value = rstd[:, None] * (g - g_mean[:, None] - x * gx[:, None]) + w[:, None] * e
-        store_tokens(g_v, -g_value, at, live, D, BD)
+        store_tokens(g_v, -g_value, at, writes, D, BD)
         of_g, of_e, of_x = rstd * (1.0 - ex), w - rstd * gx, -rstd * gx
         constant = of_g * g_mean + of_e * e_mean
         of_x -= of_g * gx + of_e * ex + of_x * xx + rstd * (ge - g_mean * e_mean - gx * ex)
@@ -51,7 +51,7 @@ def _error_backward(
         return g_out * rstd[:, None]
     else:
         g += D2 * w[:, None]
-        store_tokens(g_v, -g, at, live, D, BD)
+        store_tokens(g_v, -g, at, writes, D, BD)
         return g
 
 
@@ -62,27 +62,43 @@ def _leash(came, size, REACH: tl.constexpr, END: tl.constexpr):
     return tl.where(factor == factor, factor, 1.0)
 
 
+@triton.jit
+def _all_sizes(sizes, SHARES: tl.constexpr):
+    size = tl.load(sizes, cache_modifier=".cg")
+    for other in tl.static_range(1, SHARES):
+        size = tl.maximum(size, tl.load(sizes + other, cache_modifier=".cg"))
+    return size
+
+
 @kernel
 def carry_kernel(
     k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
-    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
+    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v,
+    mail, flags, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
-    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    SHARES: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state's gradient from the last chunk to the first; at each chunk's end it is kept in g_ends, Z_1's gradient in g_Z."""
-    m = tl.program_id(0).to(tl.int64)
-    d, f, t = tl.arange(0, BD), tl.arange(0, BH), tl.arange(0, BC)
+    """The state's gradient from the last chunk to the first; at each chunk's end it is kept in g_ends, Z_1's gradient in g_Z.
+
+    With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's D2. There they also
+    learn how large the gradient is, so the leash holds it only now, and what was made of it so far, which is linear in it.
+    """
+    m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d, f, t = tl.arange(0, BD), share * BH + tl.arange(0, BH), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * HIDDEN
-    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH)
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * SHARES)
     G1 = load(g_end1 + m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
     G2 = load(g_end2 + m * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
     if MOMENTUM:
         T1 = load(g_end1 + (m * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
         T2 = load(g_end2 + (m * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
     total = tl.load(came_end + m)
+    size = total * 0.0
+    mail += m * 2 * SHARES * (BC * BD + 1)
+    sizes = mail + 2 * SHARES * BC * BD
     for back_from in range(n):
         i = n - 1 - back_from
         base = m * n + i
@@ -102,8 +118,20 @@ def carry_kernel(
             g_first = onto_apart(g_first, -s * K, T1, n, APART, OP, PRECISION)
             g_error = onto_apart(g_error, -s * H, T2, n, APART, OP, PRECISION)
         g_error = onto_apart(g_error, g_first * slope, W2, n, APART, OP, PRECISION)
-        g_error += load_tokens(g_D2, at, live, D, BD)
-        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, D, BD, NORM, RESIDUAL)
+        if SHARES > 1:
+            tl.store(sizes + back_from % 2 * SHARES + share, size)
+            g_error = meet(g_error, mail, flags + m, back_from, share, SHARES, BC, BD)
+            size = _all_sizes(sizes + back_from % 2 * SHARES, SHARES)
+        factor = _leash(total, size, REACH, END)
+        G1 *= factor
+        G2 *= factor
+        if MOMENTUM:
+            T1 *= factor
+            T2 *= factor
+        g_first *= factor
+        g_error = g_error * factor + load_tokens(g_D2, at, live, D, BD)
+        writes = live & (share == 0)
+        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, writes, D, BD, NORM, RESIDUAL)
         g_O = g_O.to(OP)
         g_hidden = dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
         g_hidden = onto_apart(g_hidden, -c * D2, tl.trans(G2.to(OP)), n, APART, OP, PRECISION)
@@ -133,12 +161,16 @@ def carry_kernel(
             size = tl.maximum(largest(tl.maximum(tl.abs(G1), tl.abs(T1))), largest(tl.maximum(tl.abs(G2), tl.abs(T2))))
         else:
             size = tl.maximum(largest(G1), largest(G2))
-        factor = _leash(total, size, REACH, END)
-        G1 *= factor
-        G2 *= factor
-        if MOMENTUM:
-            T1 *= factor
-            T2 *= factor
+    if SHARES > 1:
+        tl.store(sizes + n % 2 * SHARES + share, size)
+        rendezvous(flags + m, (n + 1) * SHARES)
+        size = _all_sizes(sizes + n % 2 * SHARES, SHARES)
+    factor = _leash(total, size, REACH, END)
+    G1 *= factor
+    G2 *= factor
+    if MOMENTUM:
+        T1 *= factor
+        T2 *= factor
     store(g_first1 + m * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
     store(g_first2 + m * PARTS * SIZE, G2, f, d, HIDDEN, D, EVEN)
     if MOMENTUM:
@@ -209,7 +241,8 @@ def carry_stream(
         here = base * PARTS * SIZE
         D2 = load_tokens(errors, at, live, D, BD)
         g_error = g_error * factor + load_tokens(g_D2, at, live, D, BD)
-        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, D, BD, NORM, RESIDUAL).to(OP)
+        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, live, D, BD, NORM, RESIDUAL)
+        g_O = g_O.to(OP)
         keep = tl.load(fold + base * 4)
         if MOMENTUM:
             carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)

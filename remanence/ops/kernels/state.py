@@ -14,6 +14,7 @@ from remanence.ops.kernels.tools import (
     kernel,
     load,
     load_tokens,
+    meet,
     norm,
     pull,
     store,
@@ -24,39 +25,40 @@ from remanence.ops.kernels.tools import (
 
 @triton.jit
 def _error(
-    out, K, k, v, at, live, errors, values, rstds, surprise,
+    out, K, k, v, at, live, writes, errors, values, rstds, surprise,
     D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TRAIN: tl.constexpr,
 ):  # fmt: skip
-    """From Z_2 to D2, with the surprise and what backward needs written on the way."""
+    """From Z_2 to D2, with the surprise and what backward needs written on the way, if this program `writes`."""
     value = out
     if NORM:
         value, rstd = norm(out, D, BD)
         if TRAIN:
-            store_tokens(values, value, at, live, D, BD)
-            tl.store(rstds + at, rstd, mask=live)
+            store_tokens(values, value, at, live & writes, D, BD)
+            tl.store(rstds + at, rstd, mask=live & writes)
     slope = value - load_tokens(v, at, live, D, BD)
     if RESIDUAL:
         slope += K
-    tl.store(surprise + at, 0.5 * tl.sum(slope * slope, 1), mask=live)
+    tl.store(surprise + at, 0.5 * tl.sum(slope * slope, 1), mask=live & writes)
     D2 = slope
     if NORM:
         D2 = pull(slope, value, rstd, D, BD)
-    store_tokens(errors, D2, at, live, D, BD)
+    store_tokens(errors, D2, at, live & writes, D, BD)
     return D2
 
 
 @kernel
 def state_kernel(
-    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
+    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, mail, flags, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
-    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    SHARES: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0).to(tl.int64)
-    d, f, t = tl.arange(0, BD), tl.arange(0, BH), tl.arange(0, BC)
+    """With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's Z_2."""
+    m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d, f, t = tl.arange(0, BD), share * BH + tl.arange(0, BH), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * HIDDEN
-    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH)
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * SHARES)
     W1 = load(J1 + m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
     W2 = load(J2 + m * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
     if MOMENTUM:
@@ -74,7 +76,9 @@ def state_kernel(
         H, slope = activate_with_slope(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
         H, slope = H.to(OP), slope.to(OP)
         out = dot_apart(H, W2, n, APART, ACC, OP, PRECISION)
-        D2 = _error(out, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        if SHARES > 1:
+            out = meet(out, mail + m * 2 * SHARES * BC * BD, flags + m, i, share, SHARES, BC, BD)
+        D2 = _error(out, K, k, v, at, live, share == 0, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
         D1 = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
@@ -139,7 +143,7 @@ def state_stream(
         base = m * n + i
         starts1 += PARTS * SIZE
         starts2 += PARTS * SIZE
-        D2 = _error(out, K, k, v, at, live, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        D2 = _error(out, K, k, v, at, live, True, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
         keep = tl.load(fold + base * 4)
         if MOMENTUM:
