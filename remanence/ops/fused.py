@@ -388,7 +388,8 @@ def _backward(
 # As operators of torch's own, opaque to its compiler: no graph breaks at them.
 _GATES = "Tensor log_step, Tensor? log_momentum, Tensor? log_keep"
 _INPUTS = f"Tensor q, Tensor k, Tensor v, {_GATES}, Tensor J1, Tensor J2, Tensor totals"
-_PLAN = "int width, int hidden, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision, int shares"
+_SHAPE = "int width, int hidden, int chunk, int heads"
+_PLAN = f"{_SHAPE}, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision, int shares"
 _OUTPUTS, _KEPT, _GRADS = 5, 16, 8
 
 
