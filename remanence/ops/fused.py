@@ -97,9 +97,12 @@ def interpreted() -> bool:
 
 def unsupported(net: Net, rule: Rule, width: int, chunk: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why a call cannot run here, in words; None if it can."""
-    if not isinstance(net, MLP) or net.depth != 2 or net.bias:
-        return "the kernels know MLP memories of depth 2 without bias"
-    if rule.anchor != "chunk" or rule.decay_first or rule.loss != "squared":
+    if not isinstance(net, MLP) or net.depth > 2 or net.bias:
+        return "the kernels know MLP memories of depth 1 and depth 2 without bias"
+    if net.depth == 1:
+        if not isinstance(rule.loss, str) or (rule.decay_first and rule.anchor != "token"):
+            return "the kernels know, for depth 1, the squared and the dot loss, and decay_first only anchored at the token"
+    elif rule.anchor != "chunk" or rule.decay_first or rule.loss != "squared":
         return "the kernels know the squared loss, anchored at the chunk's start, without decay_first"
     if not 1 <= width <= WIDEST:
         return f"the kernels know head widths up to {WIDEST}, got {width}"
@@ -386,8 +389,14 @@ def memorize(
         net.activation == "gelu", "ieee" if interpreted() else PRECISION,
     )  # fmt: skip
     train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *start))
-    y, surprise, end1, end2, bad, *_ = memory_forward(*inputs, *start, totals, train, *plan)
-    layers = tuple(end.unflatten(0, (rows, heads)) for end in (end1, end2)) if layout.folds else state.layers
+    if net.depth == 1:
+        from remanence.ops import fused_linear  # which is made of parts of this file
+
+        shallow = fused_linear.plan_of(net, rule, width, chunk, heads)
+        y, surprise, *ends, bad = fused_linear.run(*inputs[:3], Gates(*inputs[3:]), *start, totals, shallow, train)
+    else:
+        y, surprise, *ends, bad = memory_forward(*inputs, *start, totals, train, *plan)[:5]
+    layers = tuple(end.unflatten(0, (rows, heads)) for end in ends) if layout.folds else state.layers
     diverged = state.diverged | bad.view(rows, -1).any(1) | ~surprise.detach().isfinite().flatten(1).all(1)
     for layer in layers if layout.folds else ():
         diverged = diverged | ~layer.detach().isfinite().flatten(1).all(1)
