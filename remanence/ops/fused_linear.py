@@ -149,7 +149,7 @@ def _forward(
     )  # fmt: skip
     keep = train and plan.norm
     y, surprise, bad = torch.empty_like(q), empty(rows, L, heads, dtype=acc), empty(m, n, dtype=torch.int32)
-    values, answers = like(keep), like(keep)
+    values, answers = like(keep or (train and not plan.squared)), like(keep)
     rstds, spreads = (empty(*((rows, L, heads) if keep else (0,)), dtype=acc) for _ in range(2))
     _launch(
         "linear_read", (n, m),

@@ -164,7 +164,9 @@ def linear_read(
     SCALED: tl.constexpr, TRAIN: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Also keeps for backward LayerNorm's value and 1 / deviation, of keys (values, rstds) and queries (answers, spreads)."""
+    """Keeps for backward what the keys met, where D does not tell it (values), and with LayerNorm its value and 1 / deviation for
+    keys (values, rstds) and queries (answers, spreads).
+    """
     i, m = tl.program_id(0), tl.program_id(1)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -204,8 +206,9 @@ def linear_read(
             if NORM:
                 prediction, rstd = norm(prediction, D, BD)
                 if TRAIN:
-                    store_columns(values, prediction, at, live, cols, D)
                     tl.store(rstds + at, rstd, mask=live)
+            if TRAIN:
+                store_columns(values, prediction, at, live, cols, D)
             if RESIDUAL:
                 prediction += load_columns(k, at, live, cols, D)
             V = load_columns(v, at, live, cols, D).to(ACC)

@@ -58,22 +58,34 @@ def linear_read_backward(
     blend = (dot(K, tl.trans(Q), OP, PRECISION) * tl.load(P + across)).to(OP)
     if TOKEN and not SQUARED:
         a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
+    if NORM:
+        spread = tl.load(spreads + at, mask=live, other=0.0)
+    # Three rounds over the columns, each with few sums under way.
     g_blend = tl.zeros([BC, BC], ACC)
-    g_query = tl.zeros([BC, BD], ACC)
-    g_a, came_in = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
-    if MOMENTUM:
-        r = tl.load(co + base * 4 * BC + BC + t)[:, None]
-        g_r = tl.zeros([BC], ACC)
+    came_in = tl.zeros([BC], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
         g_out = load_columns(g_y, at, live, cols, D).to(ACC)
         came_in += tl.sum(tl.abs(g_out), 1)
         if NORM:
-            rstd = tl.load(spreads + at, mask=live, other=0.0)
-            g_out = pull(g_out, load_columns(answers, at, live, cols, D).to(ACC), rstd, D, BD)
+            g_out = pull(g_out, load_columns(answers, at, live, cols, D).to(ACC), spread, D, BD)
+        g_blend -= dot(g_out, tl.trans(load_columns(errors, at, live, cols, D)), OP, PRECISION)
+    tl.store(g_P + square, (g_blend * dot(Q, tl.trans(K), OP, PRECISION)).to(g_P.dtype.element_ty))
+    g_scores = (g_blend * tl.load(P + square)).to(OP)
+    store_tokens(g_k, dot(tl.trans(g_scores), Q, OP, PRECISION), at, live, D, BD)
+    g_query = dot(g_scores, K, OP, PRECISION)
+    if RESIDUAL:
+        g_query += load_tokens(g_y, at, live, D, BD)
+    g_a = tl.zeros([BC], ACC)
+    if MOMENTUM:
+        r = tl.load(co + base * 4 * BC + BC + t)[:, None]
+        g_r = tl.zeros([BC], ACC)
+    for j in tl.range(BLOCKS, num_stages=1):
+        cols = j * BV + tl.arange(0, BV)
+        g_out = load_columns(g_y, at, live, cols, D)
+        if NORM:
+            g_out = pull(g_out.to(ACC), load_columns(answers, at, live, cols, D).to(ACC), spread, D, BD)
         g_out = g_out.to(OP)
-        error = load_columns(errors, at, live, cols, D)
-        g_blend -= dot(g_out, tl.trans(error), OP, PRECISION)
         back = dot(g_out, load(starts, cols, d, D, D, EVEN), OP, PRECISION)
         g_a += tl.sum(back * Q, 1)
         g_query += a * back
@@ -81,14 +93,21 @@ def linear_read_backward(
             back = dot(g_out, load(starts + SIZE, cols, d, D, D, EVEN), OP, PRECISION)
             g_r += tl.sum(back * Q, 1)
             g_query += r * back
+    store_tokens(g_q, g_query, at, live, D, BD)
+    tl.store(g_co + base * 4 * BC + t, g_a)
+    if MOMENTUM:
+        tl.store(g_co + base * 4 * BC + BC + t, g_r)
+    for j in tl.range(BLOCKS, num_stages=1):
+        cols = j * BV + tl.arange(0, BV)
+        g_out = load_columns(g_y, at, live, cols, D)
+        if NORM:
+            g_out = pull(g_out.to(ACC), load_columns(answers, at, live, cols, D).to(ACC), spread, D, BD)
+        g_out = g_out.to(OP)
         g_error = -dot(blend, g_out, OP, PRECISION)
         if SQUARED and not NORM:
-            g_error += w[:, None] * error
+            g_error += w[:, None] * load_columns(errors, at, live, cols, D)
         store_columns(g_D, g_error, at, live, cols, D)
         # To the start: through the answers, and through what is known of D's gradient already.
-        G = dot(tl.trans(g_out), a * Q, OP, PRECISION)
-        if MOMENTUM:
-            H = dot(tl.trans(g_out), r * Q, OP, PRECISION)
         if NORM:
             value = load_columns(values, at, live, cols, D).to(ACC)
             slope = -load_columns(v, at, live, cols, D).to(ACC)
@@ -98,35 +117,24 @@ def linear_read_backward(
                     slope += K
             rstd = tl.load(rstds + at, mask=live, other=0.0)
             _, g_error = pull_backward(g_error, slope, value, rstd, w, SQUARED, D, BD)
-            G += dot(tl.trans(g_error.to(OP)), K, OP, PRECISION)
-        elif TOKEN and SQUARED:
-            turned = tl.trans(g_error.to(OP))
+        elif not SQUARED:
+            g_error = -w[:, None] * load_columns(v, at, live, cols, D)
+        turned, g_turned = tl.trans(g_error.to(OP)), tl.trans(g_out)
+        G = dot(g_turned, a * Q, OP, PRECISION)
+        if TOKEN and SQUARED:
             G += dot(turned, load_tokens(U, at, live, D, BD), OP, PRECISION)
-            if MOMENTUM:
-                H += dot(turned, load_tokens(R, at, live, D, BD), OP, PRECISION)
-        elif SQUARED:
-            G += dot(tl.trans(g_error.to(OP)), K, OP, PRECISION)
+        elif TOKEN:
+            G += dot(turned, (a_met * scale)[:, None] * K, OP, PRECISION)
         else:
-            turned = tl.trans((-w[:, None] * load_columns(v, at, live, cols, D)).to(OP))
-            if TOKEN:
-                G += dot(turned, (a_met * scale)[:, None] * K, OP, PRECISION)
-                if MOMENTUM:
-                    H += dot(turned, (r_met * scale)[:, None] * K, OP, PRECISION)
-            else:
-                G += dot(turned, K, OP, PRECISION)
+            G += dot(turned, K, OP, PRECISION)
         store(g_J, G, cols, d, D, D, EVEN)
         if MOMENTUM:
-            store(g_J + SIZE, H, cols, d, D, D, EVEN)
-    tl.store(g_P + square, (g_blend * dot(Q, tl.trans(K), OP, PRECISION)).to(g_P.dtype.element_ty))
-    g_scores = (g_blend * tl.load(P + square)).to(OP)
-    g_query += dot(g_scores, K, OP, PRECISION)
-    if RESIDUAL:
-        g_query += load_tokens(g_y, at, live, D, BD)
-    store_tokens(g_q, g_query, at, live, D, BD)
-    store_tokens(g_k, dot(tl.trans(g_scores), Q, OP, PRECISION), at, live, D, BD)
-    tl.store(g_co + base * 4 * BC + t, g_a)
-    if MOMENTUM:
-        tl.store(g_co + base * 4 * BC + BC + t, g_r)
+            G = dot(g_turned, r * Q, OP, PRECISION)
+            if TOKEN and SQUARED:
+                G += dot(turned, load_tokens(R, at, live, D, BD), OP, PRECISION)
+            elif TOKEN:
+                G += dot(turned, (r_met * scale)[:, None] * K, OP, PRECISION)
+            store(g_J + SIZE, G, cols, d, D, D, EVEN)
     reach = tl.maximum(tl.max(tl.max(tl.abs(Q).to(ACC), 1), 0), 1.0)
     tl.store(came + base, tl.sum(came_in, 0) * reach + tl.sum(tl.abs(w), 0))
 
@@ -257,18 +265,18 @@ def linear_keys_backward(
         error = load_columns(errors, at, live, cols, D)
         # Through the fold, to D's whole gradient.
         keep += tl.sum(tl.sum(W.to(ACC) * G, 1), 0)
+        g_key -= c * dot(error, G, OP, PRECISION)
         reached = dot(K, tl.trans(G), OP, PRECISION)
         g_c -= tl.sum(reached * error, 1)
         g_error = load_columns(g_D, at, live, cols, D) - c * reached
-        g_key -= c * dot(error, G, OP, PRECISION)
         if MOMENTUM:
             S, H = load(starts + SIZE, cols, d, D, D, EVEN), load(g_ends + SIZE, cols, d, D, D, EVEN)
             carry += tl.sum(tl.sum(S.to(ACC) * G, 1), 0)
             past += tl.sum(tl.sum(S.to(ACC) * H, 1), 0)
+            g_key -= s * dot(error, H, OP, PRECISION)
             reached = dot(K, tl.trans(H), OP, PRECISION)
             g_s -= tl.sum(reached * error, 1)
             g_error -= s * reached
-            g_key -= s * dot(error, H, OP, PRECISION)
         # To what the state made of the keys, and to v.
         if SQUARED and not NORM:
             g_out = g_error
@@ -276,29 +284,20 @@ def linear_keys_backward(
                 g_out = dot(T, g_error, OP, PRECISION)
             g_value = -g_out
         else:
-            V = load_columns(v, at, live, cols, D).to(ACC)
+            slope = -load_columns(v, at, live, cols, D).to(ACC)
+            value = load_columns(values, at, live, cols, D).to(ACC)
+            loss_slope = value
+            if RESIDUAL:
+                loss_slope += load_columns(k, at, live, cols, D)
+            if SQUARED:
+                loss_slope += slope
+                slope = loss_slope
             if NORM:
-                value = load_columns(values, at, live, cols, D).to(ACC)
                 rstd = tl.load(rstds + at, mask=live, other=0.0)
-                slope, prediction = -V, value
-                if RESIDUAL:
-                    prediction += K
-                if SQUARED:
-                    slope += prediction
                 g_error, g_out = pull_backward(g_error, slope, value, rstd, w, SQUARED, D, BD)
             else:
-                g_out = -w[:, None] * V
-                prediction = dot(K, tl.trans(W), OP, PRECISION)
-                if TOKEN:
-                    prediction = (a_met * scale)[:, None] * prediction - dot(met, error, OP, PRECISION)
-                    if MOMENTUM:
-                        prediction += (r_met * scale)[:, None] * dot(K, tl.trans(S), OP, PRECISION)
-                if RESIDUAL:
-                    prediction += load_columns(k, at, live, cols, D)
-            if SQUARED:
-                g_value = -g_error - w[:, None] * slope
-            else:
-                g_value = -g_error - w[:, None] * prediction
+                g_out = w[:, None] * slope
+            g_value = -g_error - w[:, None] * loss_slope
             if TOKEN:
                 g_value += dot(tl.trans(met), g_out, OP, PRECISION)
         store_columns(g_v, g_value, at, live, cols, D)
