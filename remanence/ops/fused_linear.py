@@ -27,7 +27,7 @@ STAGES = {"linear_state": 2, "linear_carry": 2}
 COLUMNS = 64
 """Of the state, in one round of a parallel kernel and at most in one program of a sequential one; all of them with LayerNorm."""
 
-FEWEST = 16
+FEWEST = 32
 """Columns in one program of a sequential kernel."""
 
 
@@ -110,7 +110,7 @@ def _processors() -> int:
 
 def warps_of(name: str, constants: dict[str, Any]) -> int:
     if name in STAGES:
-        return max(1, constants["BV"] // 16)
+        return max(4, constants["BV"] // 16)
     return WARPS[name] * (2 if max(constants["BC"], constants.get("BV", 0)) > 64 and WARPS[name] < 8 else 1)
 
 

@@ -53,11 +53,6 @@ def linear_read_backward(
     a = tl.load(co + base * 4 * BC + t)[:, None]
     w = tl.load(g_surprise + at, mask=live, other=0.0)
     square = base * BC * BC + t[:, None] * BC + t[None, :]
-    # Transposed, [j t], so that no product below has to turn it.
-    across = base * BC * BC + t[:, None] + t[None, :] * BC
-    blend = (dot(K, tl.trans(Q), OP, PRECISION) * tl.load(P + across)).to(OP)
-    if TOKEN and not SQUARED:
-        a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
     if NORM:
         spread = tl.load(spreads + at, mask=live, other=0.0)
     # Three rounds over the columns, each with few sums under way.
@@ -97,6 +92,11 @@ def linear_read_backward(
     tl.store(g_co + base * 4 * BC + t, g_a)
     if MOMENTUM:
         tl.store(g_co + base * 4 * BC + BC + t, g_r)
+    # Transposed, [j t], so that no product below has to turn it.
+    across = base * BC * BC + t[:, None] + t[None, :] * BC
+    blend = (dot(K, tl.trans(Q), OP, PRECISION) * tl.load(P + across)).to(OP)
+    if TOKEN and not SQUARED:
+        a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
         g_out = load_columns(g_y, at, live, cols, D)
@@ -165,7 +165,7 @@ def linear_carry(
     if MOMENTUM:
         H = tl.trans(load(g_end + (m * PARTS + 1) * SIZE, d, cols, D, D, EVEN))
     total = tl.load(came_end + m)
-    beyond = tl.zeros([BV, BD], ACC)
+    beyond = tl.zeros([BV], ACC)
     for back_from in range(n):
         i = n - 1 - back_from
         base = m * n + i
@@ -209,12 +209,12 @@ def linear_carry(
             if MOMENTUM:
                 H *= factor
         else:
-            beyond = tl.maximum(beyond, size - tl.minimum(total * REACH, END))
+            beyond = tl.maximum(beyond, tl.max(size, 1) - tl.minimum(total * REACH, END))
     store(g_first + m * PARTS * SIZE, tl.trans(G), d, cols, D, D, EVEN)
     if MOMENTUM:
         store(g_first + (m * PARTS + 1) * SIZE, tl.trans(H), d, cols, D, D, EVEN)
     if not HELD:
-        tl.store(over + m * PROGRAMS + tl.program_id(1), (tl.max(tl.max(beyond, 1), 0) > 0).to(tl.int32))
+        tl.store(over + m * PROGRAMS + tl.program_id(1), (tl.max(beyond, 0) > 0).to(tl.int32))
 
 
 @kernel
@@ -243,41 +243,27 @@ def linear_keys_backward(
     K = load_tokens(k, at, live, D, BD)
     w = tl.load(g_surprise + at, mask=live, other=0.0)
     c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
-    g_key = load_tokens(g_k, at, live, D, BD).to(ACC)
-    g_c = tl.zeros([BC], ACC)
-    keep = tl.sum(g_c, 0)
+    g_key = tl.zeros([BC, BD], ACC)
     if MOMENTUM:
         s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
-        g_s = tl.zeros([BC], ACC)
-        carry, past = tl.sum(g_c, 0), tl.sum(g_c, 0)
     if TOKEN:
         a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
         g_a, g_r = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
         g_met = tl.zeros([BC, BC], ACC)
-        square = base * BC * BC + t[:, None] * BC + t[None, :]
+        # Transposed, [j t], as they are used below.
+        across = base * BC * BC + t[:, None] + t[None, :] * BC
         if SQUARED:
-            T = tl.trans(tl.load(inverse + square))
+            T = tl.load(inverse + across)
         else:
-            met = (dot(K, tl.trans(K), OP, PRECISION) * earlier_mix(P, base, scale, BC)).to(OP)
+            met = tl.load(P + across - BC, mask=(t > 0)[None, :], other=0.0) * scale[None, :]
+            met = (dot(K, tl.trans(K), OP, PRECISION) * met).to(OP)
+    # First what reaches the keys through D, then what reaches them through the fold: each with few sums under way.
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        W, G = load(starts, cols, d, D, D, EVEN), load(g_ends, cols, d, D, D, EVEN)
-        error = load_columns(errors, at, live, cols, D)
-        # Through the fold, to D's whole gradient.
-        keep += tl.sum(tl.sum(W.to(ACC) * G, 1), 0)
-        g_key -= c * dot(error, G, OP, PRECISION)
-        reached = dot(K, tl.trans(G), OP, PRECISION)
-        g_c -= tl.sum(reached * error, 1)
-        g_error = load_columns(g_D, at, live, cols, D) - c * reached
+        g_error = load_columns(g_D, at, live, cols, D).to(ACC)
+        g_error -= c * dot(K, tl.trans(load(g_ends, cols, d, D, D, EVEN)), OP, PRECISION)
         if MOMENTUM:
-            S, H = load(starts + SIZE, cols, d, D, D, EVEN), load(g_ends + SIZE, cols, d, D, D, EVEN)
-            carry += tl.sum(tl.sum(S.to(ACC) * G, 1), 0)
-            past += tl.sum(tl.sum(S.to(ACC) * H, 1), 0)
-            g_key -= s * dot(error, H, OP, PRECISION)
-            reached = dot(K, tl.trans(H), OP, PRECISION)
-            g_s -= tl.sum(reached * error, 1)
-            g_error -= s * reached
-        # To what the state made of the keys, and to v.
+            g_error -= s * dot(K, tl.trans(load(g_ends + SIZE, cols, d, D, D, EVEN)), OP, PRECISION)
         if SQUARED and not NORM:
             g_out = g_error
             if TOKEN:
@@ -286,7 +272,7 @@ def linear_keys_backward(
         else:
             slope = -load_columns(v, at, live, cols, D).to(ACC)
             value = load_columns(values, at, live, cols, D).to(ACC)
-            loss_slope = value
+            loss_slope = value  # of the surprise, in v, up to its sign
             if RESIDUAL:
                 loss_slope += load_columns(k, at, live, cols, D)
             if SQUARED:
@@ -299,26 +285,20 @@ def linear_keys_backward(
                 g_out = w[:, None] * slope
             g_value = -g_error - w[:, None] * loss_slope
             if TOKEN:
-                g_value += dot(tl.trans(met), g_out, OP, PRECISION)
+                g_value += dot(met, g_out, OP, PRECISION)
         store_columns(g_v, g_value, at, live, cols, D)
         g_out = g_out.to(OP)
-        back = dot(g_out, W, OP, PRECISION)
+        back = dot(g_out, load(starts, cols, d, D, D, EVEN), OP, PRECISION)
         if TOKEN:
-            g_met -= dot(g_out, tl.trans(error), OP, PRECISION)
             g_a += tl.sum(back * K, 1)
             g_key += (a_met * scale)[:, None] * back
             if MOMENTUM:
-                back = dot(g_out, S, OP, PRECISION)
+                back = dot(g_out, load(starts + SIZE, cols, d, D, D, EVEN), OP, PRECISION)
                 g_r += tl.sum(back * K, 1)
                 g_key += (r_met * scale)[:, None] * back
+            g_met -= dot(g_out, tl.trans(load_columns(errors, at, live, cols, D)), OP, PRECISION)
         else:
             g_key += back
-    tl.store(g_co + base * 4 * BC + 2 * BC + t, g_c)
-    tl.store(g_fold + base * 4, keep)
-    if MOMENTUM:
-        tl.store(g_co + base * 4 * BC + 3 * BC + t, g_s)
-        tl.store(g_fold + base * 4 + 1, carry)
-        tl.store(g_fold + base * 4 + 2, past)
     if TOKEN:
         mix = earlier_mix(P, base, scale, BC)
         g_scores = g_met * mix
@@ -330,7 +310,7 @@ def linear_keys_backward(
             tl.store(g_scale + at, g_log, mask=live)
         # What a token met is what the token before it left.
         later = t > 0
-        before = square - BC
+        before = base * BC * BC + (t[:, None] - 1) * BC + t[None, :]
         g_met = g_met * scale[:, None] + tl.load(g_P + before, mask=later[:, None], other=0.0)
         g_a = g_a * scale + tl.load(g_co + base * 4 * BC + t - 1, mask=later, other=0.0)
         if MOMENTUM:
@@ -340,10 +320,37 @@ def linear_keys_backward(
         tl.store(g_co + base * 4 * BC + t - 1, g_a, mask=later)
         if MOMENTUM:
             tl.store(g_co + base * 4 * BC + BC + t - 1, g_r, mask=later)
-    if RESIDUAL:
-        tl.debug_barrier()  # g_v is read back by other threads than wrote it
-        if SQUARED:
-            g_key -= load_tokens(g_v, at, live, D, BD)
-        else:
-            g_key -= w[:, None] * load_tokens(v, at, live, D, BD)
+    g_c = tl.zeros([BC], ACC)
+    keep = tl.sum(g_c, 0)
+    if MOMENTUM:
+        g_s = tl.zeros([BC], ACC)
+        carry, past = tl.sum(g_c, 0), tl.sum(g_c, 0)
+    for j in tl.range(BLOCKS, num_stages=1):
+        cols = j * BV + tl.arange(0, BV)
+        error = load_columns(errors, at, live, cols, D)
+        G = load(g_ends, cols, d, D, D, EVEN)
+        keep += tl.sum(tl.sum(load(starts, cols, d, D, D, EVEN).to(ACC) * G, 1), 0)
+        back = dot(error, G, OP, PRECISION)
+        g_c -= tl.sum(back * K, 1)
+        g_key -= c * back
+        if MOMENTUM:
+            S = load(starts + SIZE, cols, d, D, D, EVEN).to(ACC)
+            carry += tl.sum(tl.sum(S * G, 1), 0)
+            G = load(g_ends + SIZE, cols, d, D, D, EVEN)
+            past += tl.sum(tl.sum(S * G, 1), 0)
+            back = dot(error, G, OP, PRECISION)
+            g_s -= tl.sum(back * K, 1)
+            g_key -= s * back
+    tl.store(g_co + base * 4 * BC + 2 * BC + t, g_c)
+    tl.store(g_fold + base * 4, keep)
+    if MOMENTUM:
+        tl.store(g_co + base * 4 * BC + 3 * BC + t, g_s)
+        tl.store(g_fold + base * 4 + 1, carry)
+        tl.store(g_fold + base * 4 + 2, past)
+    g_key += load_tokens(g_k, at, live, D, BD)
+    tl.debug_barrier()  # g_v is read back by other threads than wrote it, and all have read g_k before any writes there
+    if RESIDUAL and SQUARED:
+        g_key -= load_tokens(g_v, at, live, D, BD)
+    elif RESIDUAL:
+        g_key -= w[:, None] * load_tokens(v, at, live, D, BD)
     store_tokens(g_k, g_key, at, live, D, BD)
