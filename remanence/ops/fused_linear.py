@@ -18,11 +18,8 @@ from remanence.ops.nets import MLP
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates
 
-WARPS = {"coef_kernel": 8, "linear_solve": 4, "linear_read": 4, "linear_read_backward": 4, "linear_keys_backward": 4, "coef_backward": 8}
-"""Per program of each parallel kernel, twice as many on tiles above 64; the sequential ones have one for each 16 columns."""
-
-STAGES = {"linear_state": 2, "linear_carry": 2}
-"""Chunks under way at once in the kernels that never read back what they wrote; all others, and chips before Hopper, have one."""
+SEQUENTIAL = ("linear_state", "linear_carry")
+"""The kernels that walk over the chunks; they never read back what they wrote."""
 
 COLUMNS = 64
 """Of the state, in one round of a parallel kernel and at most in one program of a sequential one; all of them with LayerNorm."""
@@ -56,10 +53,13 @@ class Plan(NamedTuple):
         whole = fused._power(self.width)
         return whole if self.norm else min(whole, COLUMNS)
 
-    def columns(self, programs: int) -> int:
+    def columns(self, programs: int, op: torch.dtype) -> int:
         """Columns of the state in one program, where as many programs have all of them: fewer if they leave the chip idle."""
-        columns = self.block
-        while not self.norm and columns > FEWEST and programs * fused._power(self.width) < columns * _processors():
+        if self.norm:
+            return self.block
+        whole = fused._power(self.width)
+        columns = self.block if op == torch.bfloat16 and whole <= COLUMNS else min(self.block, FEWEST)
+        while columns > FEWEST and programs * whole < columns * _processors():
             columns //= 2
         return columns
 
@@ -108,18 +108,21 @@ def _processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
 
 
-def warps_of(name: str, constants: dict[str, Any]) -> int:
-    if name in STAGES:
-        return max(4, constants["BV"] // 16)
-    return WARPS[name] * (2 if max(constants["BC"], constants.get("BV", 0)) > 64 and WARPS[name] < 8 else 1)
+def options(name: str, constants: dict[str, Any], hopper: bool) -> dict[str, int]:
+    """Warps of a program, and how many chunks are under way at once in it: as many as registers hold without spilling."""
+    if name.startswith("coef"):
+        return {"num_warps": fused.warps_of(name, constants["BC"]), "num_stages": 1}
+    norm, wide = constants.get("NORM", False), fused._tl(torch.bfloat16) != constants["OP"]
+    if name in SEQUENTIAL:
+        warps = 8 if norm else max(4, constants["BV"] // 16)
+        return {"num_warps": warps, "num_stages": 2 if hopper and not norm else 1}
+    return {"num_warps": 8 if norm or wide or max(constants["BC"], constants["BD"]) > 64 else 4, "num_stages": 1}
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
     if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only
         return
-    stages = STAGES.get(name, 1) if fused._hopper() else 1
-    kernel = getattr(fused.kernels(), name)
-    kernel[grid](*tensors, **constants, num_warps=warps_of(name, constants), num_stages=stages)
+    getattr(fused.kernels(), name)[grid](*tensors, **constants, **options(name, constants, fused._hopper()))
 
 
 def _forward(
@@ -142,7 +145,7 @@ def _forward(
             **plan.tiles("linear_solve", acc, op),
         )  # fmt: skip
     starts, end, errors = empty(m, n, *J.shape[1:]), torch.empty_like(J), torch.empty_like(k)
-    columns = plan.block if isinstance(q, FakeTensor) else plan.columns(m)
+    columns = plan.block if isinstance(q, FakeTensor) else plan.columns(m, op)
     _launch(
         "linear_state", (m, -(-plan.width // columns)), k, v, U, R, known, J, end, starts, co, fold, errors, L, n, heads,
         **plan.tiles("linear_state", acc, op, BV=columns),
@@ -178,7 +181,7 @@ def _backward(
     )  # fmt: skip
     came_end = g_end.abs().flatten(1).sum(1)
     g_first, g_ends = torch.empty_like(g_end), torch.empty_like(starts)
-    columns = plan.block if isinstance(q, FakeTensor) else plan.columns(m)
+    columns = plan.block if isinstance(q, FakeTensor) else plan.columns(m, op)
     whole = fused._power(plan.width)
     over = torch.zeros((m, whole // columns), dtype=torch.int32, device=q.device)
     for held, block in ((False, columns), (True, whole)):

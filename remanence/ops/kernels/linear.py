@@ -51,14 +51,29 @@ def earlier_mix(P, base, scale, BC: tl.constexpr):
 
 
 @triton.jit
-def invert(A, BC: tl.constexpr, PRECISION: tl.constexpr):
+def _met(
+    k, log_keep, P, base, first, left, t, u,
+    HEADS, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(K K^T) P~, of the chunk's tokens t and u."""
+    at = first + t * HEADS
+    K = load_tokens(k, at, t < left, D, BD)
+    met = dot(K, tl.trans(load_tokens(k, first + u * HEADS, u < left, D, BD)), OP, PRECISION)
+    met *= tl.load(P + base * BC * BC + (t[:, None] - 1) * BC + u[None, :], mask=(t > 0)[:, None], other=0.0)
+    if SCALED:
+        met *= tl.exp(tl.load(log_keep + at, mask=t < left, other=0.0))[:, None]
+    return met
+
+
+@triton.jit
+def _invert(A, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1, A below the diagonal: blocks of 16 by forward substitution, then two by two, -X2 A21 X1 standing between them.
 
     Never by the series of A's powers: it cancels catastrophically where keys repeat, and A's entries are all near one.
     """
-    BLOCKS: tl.constexpr = BC // 16
-    LEVELS: tl.constexpr = (BC > 16) + (BC > 32) + (BC > 64)
-    b, o, t = tl.arange(0, BLOCKS), tl.arange(0, 16), tl.arange(0, BC)
+    BLOCKS: tl.constexpr = SIZE // 16
+    LEVELS: tl.constexpr = (SIZE > 16) + (SIZE > 32)
+    b, o, t = tl.arange(0, BLOCKS), tl.arange(0, 16), tl.arange(0, SIZE)
     same = (b[:, None] == b[None, :])[:, None, :, None]
     blocks = tl.sum(tl.where(same, tl.reshape(A, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
     X = tl.zeros_like(blocks) + tl.where(o[:, None] == o[None, :], 1.0, 0.0)[None, :, :]
@@ -66,7 +81,7 @@ def invert(A, BC: tl.constexpr, PRECISION: tl.constexpr):
         column = tl.sum(tl.where((o == j)[None, None, :], blocks, 0.0), 2)
         row = tl.sum(tl.where((o == j)[None, :, None], X, 0.0), 1)
         X -= column[:, :, None] * row[:, None, :]
-    X = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), [BC, BC])
+    X = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), [SIZE, SIZE])
     for level in tl.static_range(LEVELS):
         block = t // (16 << level)
         between = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
@@ -84,22 +99,39 @@ def linear_solve(
     """With T = (I + (K K^T) P~)^-1 (inverse): U = T (a~ K), R = T (r~ K), known = -T target, so that D = U W + R S + known."""
     i, m = tl.program_id(0), tl.program_id(1)
     base = m.to(tl.int64) * n + i
-    t = tl.arange(0, BC)
     BLOCKS: tl.constexpr = (D + BV - 1) // BV
+    SIZE: tl.constexpr = min(BC, 64)
+    t, u = tl.arange(0, BC), tl.arange(0, SIZE)
+    first = ((m // HEADS).to(tl.int64) * L + i * CHUNK) * HEADS + m % HEADS
+    left = tl.minimum(L - i * CHUNK, CHUNK)
+    inverse += base * BC * BC
+    square = inverse + u[:, None] * BC + u[None, :]
+    X = _invert(_met(k, log_keep, P, base, first, left, u, u, HEADS, D, BD, BC, SCALED, OP, PRECISION), SIZE, PRECISION)
+    tl.store(square, X.to(OP))
+    if BC > SIZE:  # one more merge, whose operands have no room as parts of the whole
+        far = SIZE + u
+        A = _met(k, log_keep, P, base, first, left, far, u, HEADS, D, BD, BC, SCALED, OP, PRECISION)
+        X = tl.dot(A, X, input_precision=PRECISION)
+        A = _met(k, log_keep, P, base, first, left, far, far, HEADS, D, BD, BC, SCALED, OP, PRECISION)
+        A = _invert(A, SIZE, PRECISION)
+        tl.store(square + SIZE, tl.zeros([SIZE, SIZE], OP))
+        tl.store(square + SIZE * BC, -tl.dot(A, X, input_precision=PRECISION).to(OP))
+        tl.store(square + SIZE * BC + SIZE, A.to(OP))
+        tl.debug_barrier()  # read back by other threads than wrote it
+        T = tl.load(inverse + t[:, None] * BC + t[None, :])
+    else:
+        T = X.to(OP)
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     a, r, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
-    K = load_tokens(k, at, live, D, BD)
-    T = invert(dot(K, tl.trans(K), OP, PRECISION) * earlier_mix(P, base, scale, BC), BC, PRECISION).to(OP)
-    tl.store(inverse + base * BC * BC + t[:, None] * BC + t[None, :], T)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        X = load_columns(k, at, live, cols, D)
-        store_columns(U, dot(T, (a * scale)[:, None] * X, OP, PRECISION), at, live, cols, D)
+        K = load_columns(k, at, live, cols, D)
+        store_columns(U, dot(T, (a * scale)[:, None] * K, OP, PRECISION), at, live, cols, D)
         if MOMENTUM:
-            store_columns(R, dot(T, (r * scale)[:, None] * X, OP, PRECISION), at, live, cols, D)
+            store_columns(R, dot(T, (r * scale)[:, None] * K, OP, PRECISION), at, live, cols, D)
         target = load_columns(v, at, live, cols, D).to(ACC)
         if RESIDUAL:
-            target -= X
+            target -= K
         store_columns(known, -dot(T, target, OP, PRECISION), at, live, cols, D)
 
 
