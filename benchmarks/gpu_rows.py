@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from remanence import Model, NeuralMemory, preset
 from remanence.attention import SegmentState
 from remanence.model import matched
-from remanence.ops import MLP, RULES, Gates, Rule, fused, memorize, operator, resources, start
+from remanence.ops import MLP, RULES, Gates, Rule, gpu, launch, memorize, operator, resources, start
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PEAK = 800e12
@@ -110,7 +110,7 @@ def operator_rows(cases: list[str], settings: dict[str, Row], tiny: bool) -> Ite
 
 
 def one_operator(net: Row, rule: Row, hidden: int, chunk: int, width: int, heads: int, backend: str, tiny: bool) -> Row:
-    interpreted = fused.interpreted()
+    interpreted = launch.interpreted()
     if tiny:
         width, heads, hidden, chunk = 16, 1, 16 * max(1, hidden // width), min(chunk, 16)
         backend = backend if interpreted and DEVICE == "cpu" else "chunked"
@@ -118,7 +118,7 @@ def one_operator(net: Row, rule: Row, hidden: int, chunk: int, width: int, heads
     memory, how = MLP(expansion=hidden / width, **net), replace(RULES["titans"], **rule)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     if backend == "triton":
-        reason = fused.unsupported(memory, how, width, chunk, dtype, torch.device(DEVICE))
+        reason = gpu.unsupported(memory, how, width, chunk, dtype, torch.device(DEVICE))
         if reason is not None:
             raise SkipError(f"triton: {reason}")
         forget_builds()
@@ -148,14 +148,14 @@ def one_operator(net: Row, rule: Row, hidden: int, chunk: int, width: int, heads
         "floor_forward_ms": floor, "floor_ms": 3 * floor, "peak_gib": peak_gib(),
     }  # fmt: skip
     if DEVICE == "cuda" and backend == "triton":
-        row["kernels"] = {name: list(size) for name, size in resources.loaded(fused.kernels()).items()}
+        row["kernels"] = {name: list(size) for name, size in resources.loaded(launch.kernels()).items()}
     return row
 
 
 def forget_builds() -> None:
     """So that `resources.loaded` tells of this row's kernels only; on disk they stay."""
     if DEVICE == "cuda":
-        for built in resources.caches(fused.kernels()).values():
+        for built in resources.caches(launch.kernels()).values():
             built.clear()
 
 
@@ -358,9 +358,9 @@ def build_rows(cases: list[str], hidden: int, chunk: int, tiny: bool) -> Iterato
     if DEVICE == "cpu":
         yield {"case": cases[0], "note": "nothing to build without a GPU"}
         return
-    plan = fused.plan_of(MLP(expansion=hidden / 64), RULES["titans"], 64, 16, chunk)
+    plan = gpu.plan_of(MLP(expansion=hidden / 64), RULES["titans"], 64, 16, chunk)
     begin = time.perf_counter()
-    said = [fused.fits(plan, torch.bfloat16, torch.device("cuda", 0), train) for train in (True, False)]
+    said = [gpu.fits(plan, torch.bfloat16, torch.device("cuda", 0), train) for train in (True, False)]
     yield {"case": cases[0], "seconds": time.perf_counter() - begin, "note": next((x for x in said if x), "")}
 
 

@@ -1,6 +1,6 @@
 """The Triton backend on a GPU: is it right (against float64), how fast is it, and where does the time go.
 
-    python benchmarks/gpu_tune.py            all of it, under 5 minutes: checks, times, a sweep of settings, float32's exactness
+    python benchmarks/gpu_tune.py            all of it, under 5 minutes: checks, times, a sweep of settings
     python benchmarks/gpu_tune.py --parts check time --hidden 64 --chunk 64
     TRITON_INTERPRET=1 python benchmarks/gpu_tune.py --tiny      the same paths without a GPU, in small
 
@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from remanence.ops import MLP, Gates, fused, memorize, start
+from remanence.ops.launch import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH = 64
@@ -195,7 +196,7 @@ def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[An
     with alone():
         one_call(hidden, chunk, tiny, torch.bfloat16, "triton")[1]()
         synchronize()
-    (grid, tensors, constants), kernel, ready, line = found[0], getattr(fused.kernels(), name), [], []
+    (grid, tensors, constants), kernel, ready, line = found[0], getattr(kernels(), name), [], []
     for warps, block, stages, apart in settings:
         told = " ".join(f"{x}{int(y)}" for x, y in (("w", warps), ("b", block), ("s", stages), ("a", apart)) if y is not None)
         fields = {**constants, "num_warps": warps, "num_stages": stages or 1}
@@ -215,21 +216,6 @@ def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[An
                 line.append(f"{told} {type(error).__name__}: {str(error).splitlines()[0][:80]}")
                 break
     print(f"sweep h={hidden} c={chunk} {name}: " + " | ".join(line), flush=True)
-
-
-def exactness(hidden: int, chunk: int, tiny: bool, exact: list[str]) -> None:
-    """float32's errors with plain products in some kernels, as multiples of torch's own: a geometric mean over seeds."""
-    fused.EXACT.update(exact)
-    batch, heads, tokens = (1, 1, 2 * chunk + 3) if tiny else (2, 4, 8 * chunk + 5)
-    found = []
-    for seed in range(1 if tiny else 4):
-        leaves = inputs(batch, heads, tokens, hidden, torch.float32, seed)
-        true = results(leaves, hidden, chunk, "chunked", torch.float64)
-        plain, ours = (results(leaves, hidden, chunk, backend) for backend in ("chunked", "triton"))
-        found.append([apart(a, c) / max(apart(a, b), 1e-30) for a, b, c in zip(true, plain, ours, strict=True)])
-    ratios = torch.tensor(found).log().mean(0).exp().tolist()
-    told = " ".join(f"{n} {x:.1f}" for n, x in zip(NAMES, ratios, strict=True))
-    print(f"fp32 h={hidden} c={chunk}, ieee in {' '.join(exact) or 'nothing'}; error / torch's: {told}", flush=True)
 
 
 def synchronize() -> None:
@@ -270,7 +256,7 @@ def job(what: str, warps: dict[str, int] | None = None, **fields: Any) -> int:
     if what == "check":
         named_launches()
     try:
-        fine = {"check": check, "time": clock, "sweep": sweep, "exactness": exactness}[what](**fields)
+        fine = {"check": check, "time": clock, "sweep": sweep}[what](**fields)
     except Exception as error:
         print(f"{what} {fields}: FAILED: {error}"[:400], flush=True)
         return 1
@@ -347,7 +333,7 @@ def rescues() -> list[tuple[dict[str, Any], dict[str, str], str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
-    parser.add_argument("--parts", nargs="+", default=None, choices=["check", "time", "sweep", "exactness"])
+    parser.add_argument("--parts", nargs="+", default=None, choices=["check", "time", "sweep"])
     parser.add_argument("--sweep", action="store_true", help="the sweep alone")
     parser.add_argument("--hidden", type=int, nargs="+", default=None)
     parser.add_argument("--chunk", type=int, nargs="+", default=[64, 16])
@@ -359,7 +345,7 @@ def main() -> None:
     if options.job:
         sys.exit(job(**json.loads(options.job)))
     tiny = options.tiny
-    parts = ["sweep"] if options.sweep else options.parts or ["check", "time", "sweep", "exactness"]
+    parts = ["sweep"] if options.sweep else options.parts or ["check", "time", "sweep"]
     hiddens = options.hidden or ([16] if tiny else [64, 256, 128])
     rows = [(hidden, chunk) for chunk in options.chunk for hidden in hiddens]
     cores = os.cpu_count() or 2
@@ -393,16 +379,6 @@ def main() -> None:
             for name in options.only or names:
                 fields = {"name": name, "hidden": hidden, "chunk": options.chunk[0], "settings": settings_of(name)}
                 rest.append(({"what": "sweep", **fields, **size}, {}, ""))
-    if "exactness" in parts:
-        kernels = ["state_kernel", "read_kernel", "read_backward", "blend_backward", "carry_kernel", "keys_backward"]
-        for exact in [[], ["coef"], ["state_kernel"], ["carry_kernel"], ["read_kernel"], [*kernels, "coef"]]:
-            rest.append(
-                (
-                    {"what": "exactness", "hidden": hiddens[0], "chunk": min(16, min(options.chunk)), "exact": exact, **size},
-                    {},
-                    "",
-                )
-            )
     if "check" in parts and not tiny:
         rest += [({**fields, "dtype": "fp32"}, {}, "") for fields in sorted(checks, key=lambda x: x["chunk"])]
     jobs.run(rest, several)

@@ -6,23 +6,28 @@ with momentum): the recurrence is walked once forwards and once backwards, never
 
 from __future__ import annotations
 
-import os
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remanence.ops.layout import DeviceLayout, gates_rows
-from remanence.ops.nets import MLP, Net
-from remanence.ops.resources import Launch, lacking, note, noting
+from remanence.ops.launch import (
+    GATES,
+    arch,
+    coefficients,
+    interpreted,
+    launch,
+    power,
+    precision,
+    processors,
+    tensors,
+    triton_type,
+)
+from remanence.ops.nets import MLP
+from remanence.ops.resources import Launch, Note, noting
 from remanence.ops.rules import Rule
-from remanence.ops.state import Gates, MemoryState
-
-WIDEST = 128
-"""Head width, and chunk, of the largest tile."""
+from remanence.ops.state import Gates
 
 WARPS = {
     "coef_kernel": 4,
@@ -57,62 +62,8 @@ BLOCKS = {
 }
 """Those blocks, and the parallel kernels' tiles, along the hidden axis; half of it for heads wider than 64."""
 
-PRECISION = "tf32x3"
-"""Of products of float32 operands: three tensor-core products for one of (nearly) float32. "ieee" is exact and slow."""
-
 APART = dict.fromkeys(("state_kernel", "state_stream", "read_kernel", "read_backward", "carry_kernel", "carry_stream"), True)
 """Whether these hold their products apart (`_dot_apart`) on chunks of 64 and more: fewer registers, nothing fetched early."""
-
-EXACT: set[str] = set()
-"""Kernels ("coef" for the coefficients' two) that multiply float32 operands with "ieee" nevertheless."""
-
-
-@cache
-def kernels() -> ModuleType | None:
-    """The kernels' module, or None where Triton cannot be imported."""
-    try:
-        from remanence.ops import kernels as written
-    except ImportError:
-        return None
-    if interpreted():
-        _mend_interpreter()
-    return written
-
-
-def _mend_interpreter() -> None:
-    """Triton 3.6 turns its scalars, arrays of one, into Python integers in a way that NumPy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def mended(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = mended
-
-
-def interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def unsupported(net: Net, rule: Rule, width: int, chunk: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a call cannot run here, in words; None if it can."""
-    if not isinstance(net, MLP) or net.depth != 2 or net.bias:
-        return "the kernels know MLP memories of depth 2 without bias"
-    if rule.anchor != "chunk" or rule.decay_first or rule.loss != "squared":
-        return "the kernels know the squared loss, anchored at the chunk's start, without decay_first"
-    if not 1 <= width <= WIDEST:
-        return f"the kernels know head widths up to {WIDEST}, got {width}"
-    if not 1 <= chunk <= WIDEST:
-        return f"the kernels know chunks up to {WIDEST}, got {chunk}"
-    if kernels() is None:
-        return "triton cannot be imported (pip install 'remanence[triton]')"
-    if interpreted():
-        return None
-    if device.type != "cuda":
-        return f"the kernels run on CUDA (or under TRITON_INTERPRET=1), got {device.type}"
-    return "the kernels compute in float32, got float64" if dtype == torch.float64 else None
 
 
 class Plan(NamedTuple):
@@ -132,53 +83,42 @@ class Plan(NamedTuple):
 
     def placed(self, programs: int, device: torch.device) -> Plan:
         """With its hidden axis shared out among programs, where the chip has a processor for each of them."""
-        shares = _power(self.hidden) // SHARE
-        if interpreted() or device.type != "cuda" or self.width > 64 or shares < 2 or programs * shares > _processors(device):
+        shares = power(self.hidden) // SHARE
+        if interpreted() or device.type != "cuda" or self.width > 64 or shares < 2 or programs * shares > processors(device):
             return self
         return self._replace(shares=shares)
 
     @property
     def tile(self) -> int:
-        return _power(self.chunk)
+        return power(self.chunk)
 
     @property
     def streams(self) -> bool:
-        return _power(self.hidden) // self.shares > REGISTERS or self.width > 64
+        return power(self.hidden) // self.shares > REGISTERS or self.width > 64
 
     def block(self, kernel: str, op: torch.dtype) -> int:
         if kernel not in BLOCKS:
-            return _power(self.hidden) // self.shares
+            return power(self.hidden) // self.shares
         # Wide heads and four-byte operands fill shared memory twice as fast, and twice again on long chunks.
         shrink = (self.width > 64) + (op != torch.bfloat16) * (1 + (self.tile > 64))
-        return min(_power(self.hidden), max(16, BLOCKS[kernel] >> shrink))
+        return min(power(self.hidden), max(16, BLOCKS[kernel] >> shrink))
 
     def coefficients(self, acc: torch.dtype, op: torch.dtype) -> dict[str, Any]:
-        # Beside bfloat16 operands a product of gates need not be exacter than one tensor-core product of float32 is.
-        precision = "tf32" if op == torch.bfloat16 else "ieee" if "coef" in EXACT else self.precision
-        return {
-            "CHUNK": self.chunk,
-            "BC": self.tile,
-            "MOMENTUM": self.momentum,
-            "FORGET": self.forget,
-            "QUICK": op == torch.bfloat16,
-            "ACC": _tl(acc),
-            "OP": _tl(op),
-            "PRECISION": precision,
-        }
+        return coefficients(self.chunk, self.momentum, self.forget, acc, op)
 
     def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, train: bool = True) -> dict[str, Any]:
         constants = {
             "D": self.width,
-            "BD": _power(self.width),
+            "BD": power(self.width),
             "HIDDEN": self.hidden,
             "BH": self.block(kernel, op),
             "CHUNK": self.chunk,
             "BC": self.tile,
             "MOMENTUM": self.momentum,
-            "ACC": _tl(acc),
-            "OP": _tl(op),
+            "ACC": triton_type(acc),
+            "OP": triton_type(op),
             # Three products for one keep every operand twice in shared memory, which this kernel has no room for.
-            "PRECISION": "ieee" if kernel in EXACT or (kernel == "carry_stream" and self.tile > 32) else self.precision,
+            "PRECISION": "ieee" if kernel == "carry_stream" and self.tile > 32 else self.precision,
         }
         if kernel not in ("blend_backward", "keys_backward"):
             constants["NORM"] = self.norm
@@ -200,35 +140,12 @@ class Plan(NamedTuple):
 def plan_of(net: MLP, rule: Rule, width: int, heads: int, chunk: int) -> Plan:
     return Plan(
         width, net.widths(width)[1], chunk, heads, rule.momentum, rule.forget, net.norm, net.residual,
-        net.activation == "gelu", "ieee" if interpreted() else PRECISION,
+        net.activation == "gelu", precision(),
     )  # fmt: skip
-
-
-def _power(size: int) -> int:
-    """Tiles are powers of two, and a matrix product's at least 16."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def _tl(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64}[dtype]
-
-
-@cache
-def _arch() -> int:
-    """Compute capability, 90 for 9.0; 0 without a GPU."""
-    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    return 10 * major + minor
 
 
 def stages_of(name: str, arch: int) -> int:
     return STAGES.get(name, 1) if arch >= 90 else 1
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def warps_of(name: str, tile: int) -> int:
@@ -236,14 +153,10 @@ def warps_of(name: str, tile: int) -> int:
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
-    if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only, `launches` for the kernels' names
-        note(name, tensors, constants)
-        return
-    stages = stages_of(name, _arch())
-    warps = warps_of(name, constants["BC"])
-    # Programs that wait for one another must all be there.
-    together = {"launch_cooperative_grid": True} if constants.get("SHARES", 1) > 1 else {}
-    getattr(kernels(), name)[grid](*tensors, **constants, num_warps=warps, num_stages=stages, **together)
+    options: dict[str, Any] = {"num_warps": warps_of(name, constants["BC"]), "num_stages": stages_of(name, arch())}
+    if constants.get("SHARES", 1) > 1:  # programs that wait for one another must all be there
+        options["launch_cooperative_grid"] = True
+    launch(name, grid, *tensors, options=options, **constants)
 
 
 def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
@@ -257,28 +170,14 @@ def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list
         y, surprise, end1, end2, _, *kept = _forward(plan, q, k, v, gates, J1, J2, totals, train)
         if train:
             _backward(plan, (q, k, v, totals, *kept), gates, y, surprise, end1, end2)
+    if plan.streams and plan.width <= 64:  # few rows and heads run on other kernels
+        shared = launches(plan._replace(shares=power(plan.hidden) // SHARE), op, arch, train)
+        return [*_named(noted, arch), *[each for each in shared if each.name in ("state_kernel", "carry_kernel")]]
+    return _named(noted, arch)
+
+
+def _named(noted: list[Note], arch: int) -> list[Launch]:
     return [Launch(*each, warps_of(each[0], each[2]["BC"]), stages_of(each[0], arch)) for each in noted]
-
-
-def fits(plan: Plan, op: torch.dtype, device: torch.device, train: bool) -> str | None:
-    """Why a GPU cannot hold these kernels, in words; None if it can. Decided by building them, once, before any is launched."""
-    if interpreted() or device.type != "cuda" or torch.compiler.is_compiling():
-        return None
-    chip = torch.cuda.get_device_properties(device)
-    shared = chip.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return _fits(plan._replace(heads=1), op, 10 * chip.major + chip.minor, shared, train)
-
-
-@cache
-def _fits(plan: Plan, op: torch.dtype, arch: int, shared: int, train: bool) -> str | None:
-    written = kernels()
-    if written is None:
-        return None
-    wanted = launches(plan, op, arch, train)
-    if plan.streams and plan.width <= 64:  # few rows and heads run on other kernels (`Plan.placed`)
-        wanted += [launch for launch in launches(plan._replace(shares=_power(plan.hidden) // SHARE), op, arch, train)
-                   if launch.name in ("state_kernel", "carry_kernel")]  # fmt: skip
-    return lacking(written, wanted, arch, shared)
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -298,7 +197,7 @@ def _sequential(
     """Which kernel walks the chunks, its grid, and where its programs meet."""
     if plan.streams:
         return f"{name}_stream", (m,), ()
-    boxes = 2 * plan.shares * (plan.tile * _power(plan.width) + 1) if plan.shares > 1 else 0
+    boxes = 2 * plan.shares * (plan.tile * power(plan.width) + 1) if plan.shares > 1 else 0
     meeting = torch.empty(m, boxes, dtype=acc, device=device), torch.zeros(m, dtype=torch.int32, device=device)
     return f"{name}_kernel", (m, plan.shares), meeting
 
@@ -386,15 +285,10 @@ def _backward(
 
 
 # As operators of torch's own, opaque to its compiler: no graph breaks at them.
-_GATES = "Tensor log_step, Tensor? log_momentum, Tensor? log_keep"
-_INPUTS = f"Tensor q, Tensor k, Tensor v, {_GATES}, Tensor J1, Tensor J2, Tensor totals"
+_INPUTS = f"Tensor q, Tensor k, Tensor v, {GATES}, Tensor J1, Tensor J2, Tensor totals"
 _SHAPE = "int width, int hidden, int chunk, int heads"
 _PLAN = f"{_SHAPE}, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision, int shares"
 _OUTPUTS, _KEPT, _GRADS = 5, 16, 8
-
-
-def _tensors(count: int) -> str:
-    return "(" + ", ".join(["Tensor"] * count) + ")"
 
 
 def _forward_op(
@@ -432,54 +326,12 @@ def _autograd(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 
 memory_forward = torch.library.custom_op(
     "remanence::memory_forward", _forward_op, mutates_args=(),
-    schema=f"({_INPUTS}, bool train, {_PLAN}) -> {_tensors(_OUTPUTS + _KEPT)}",
+    schema=f"({_INPUTS}, bool train, {_PLAN}) -> {tensors(_OUTPUTS + _KEPT)}",
 )  # fmt: skip
 memory_backward = torch.library.custom_op(
     "remanence::memory_backward", _backward_op, mutates_args=(),
-    schema=f"({_GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {_tensors(_GRADS)}",
+    schema=f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}",
 )  # fmt: skip
 memory_forward.register_fake(_forward_op)
 memory_backward.register_fake(_backward_op)
 memory_forward.register_autograd(_autograd, setup_context=_setup)
-
-
-def memorize(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    state: MemoryState,
-    net: Net,
-    rule: Rule,
-    chunk: int,
-    offsets: list[int] | None,
-    aligned: bool = False,
-) -> tuple[Tensor, MemoryState, Tensor]:
-    """The arguments are those of `remanence.ops.memorize`, already checked, q, k and v in the dtype they came in."""
-    reason = unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device)
-    if reason is not None or not isinstance(net, MLP):
-        raise ValueError(f"backend: 'triton' cannot run this call: {reason}")
-    exact = state.k.dtype
-    op = q.dtype if q.dtype == torch.bfloat16 else exact
-    layout = DeviceLayout(q.shape[0], q.shape[1], state, chunk, offsets, aligned)
-    q, k, v = (x.to(op) for x in (q, k, v))
-    q, k, v = layout.queries(q), layout.rows(state.k, k), layout.rows(state.v, v)
-    gates = gates_rows(layout, state, gates)
-    rows, _, heads, width = q.shape
-    inputs = [*[x.contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
-    start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
-    plan = plan_of(net, rule, width, heads, chunk)
-    train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *start))
-    reason = fits(plan, op, q.device, train)
-    if reason is not None:
-        raise ValueError(f"backend: 'triton' cannot run this call: {reason}")
-    y, surprise, end1, end2, bad, *_ = memory_forward(*inputs, *start, layout.totals.to(torch.int32), train, *plan)
-    layers = tuple(end.unflatten(0, (rows, heads)) for end in (end1, end2)) if layout.folds else state.layers
-    diverged = state.diverged | bad.view(rows, -1).any(1)
-    for outcome in (surprise, *(layers if layout.folds else ())):
-        # In one pass: NaN is the largest of all.
-        diverged = diverged | ~torch.linalg.vector_norm(outcome.detach().flatten(1), torch.inf, 1).isfinite()
-    tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
-    position = state.position + layout.counts
-    new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), position, diverged)
-    return layout.back(y), new, layout.back(surprise)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.func import vmap
 
-from remanence.ops import chunked, fused, reference
+from remanence.ops import chunked, gpu, reference
 from remanence.ops.checks import check_call, check_chunk, check_kinds, check_offsets, check_start, check_state, check_values
 from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import MLP, NETS, Net
@@ -22,7 +22,7 @@ log = logging.getLogger("remanence")
 BACKENDS: dict[str, Callable[..., tuple[Tensor, MemoryState, Tensor]]] = {
     "reference": reference.memorize,
     "chunked": chunked.memorize,
-    "triton": fused.memorize,
+    "triton": gpu.memorize,
 }
 
 
@@ -151,7 +151,7 @@ def _choose(backend: str, q: Tensor, net: Net, rule: Rule, chunk: int) -> str:
     if backend == "auto":
         backend = "chunked"
         if q.device.type == "cuda":
-            reason = fused.unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device) or _lacking(q, net, rule, chunk)
+            reason = gpu.unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device) or _lacking(q, net, rule, chunk)
             backend = "triton" if reason is None else "chunked"
         if backend not in _said and not torch.compiler.is_compiling():
             _said.add(backend)
@@ -166,7 +166,7 @@ def _lacking(q: Tensor, net: Net, rule: Rule, chunk: int) -> str | None:
     if not isinstance(net, MLP):
         return None
     op = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    reason = fused.fits(fused.plan_of(net, rule, q.shape[-1], q.shape[-2], chunk), op, q.device, torch.is_grad_enabled())
+    reason = gpu.fits(gpu.plan_of(net, rule, q.shape[-1], q.shape[-2], chunk), op, q.device, torch.is_grad_enabled())
     if reason is not None and reason not in _said:
         _said.add(reason)
         log.warning("memory operator: backend chunked, without the kernels: %s", reason)

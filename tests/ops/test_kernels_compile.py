@@ -1,6 +1,6 @@
 """Every kernel compiles for every generation of chips it is meant for and fits its shared memory; no GPU is needed.
 
-Whether a configuration fits is what `fused.fits` says before anything is launched, so that is what is asked here, too.
+Whether a configuration fits is what `gpu.fits` says before anything is launched, so that is what is asked here, too.
 """
 
 import importlib.util
@@ -10,7 +10,8 @@ import os
 import pytest
 import torch
 
-from remanence.ops import MLP, RULES, fused, operator, resources
+from remanence.ops import MLP, RULES, fused, gpu, operator, resources
+from remanence.ops.launch import PRECISION, kernels
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -29,18 +30,18 @@ def _own_cache(tmp_path_factory, monkeypatch):
     """One for the whole run: kernels without a hidden axis are the same at every width of it."""
     folder = tmp_path_factory.getbasetemp() / "triton"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    fused._fits.cache_clear()
+    gpu._fits.cache_clear()
     yield
-    fused._fits.cache_clear()
+    gpu._fits.cache_clear()
 
 
 def plan(hidden, chunk, **changes):
-    return fused.Plan(64, hidden, chunk, 1, True, True, True, True, True, fused.PRECISION)._replace(**changes)
+    return fused.Plan(64, hidden, chunk, 1, True, True, True, True, True, PRECISION)._replace(**changes)
 
 
 def check(arch, case):
     hidden, chunk, dtype = case
-    reason = fused._fits(plan(hidden, chunk), DTYPES[dtype], arch, resources.SHARED[arch] * 1024, True)
+    reason = gpu._fits(plan(hidden, chunk), DTYPES[dtype], arch, resources.SHARED[arch] * 1024, True)
     assert reason is None or (dtype == "fp32" and "of shared memory" in reason), reason
 
 
@@ -64,10 +65,10 @@ def test_every_kernel_is_among_the_launches():
 
 def test_what_does_not_fit_is_said_in_words():
     small = plan(16, 16, width=16)
-    reason = fused._fits(small, torch.bfloat16, 86, 1024, False)
+    reason = gpu._fits(small, torch.bfloat16, 86, 1024, False)
     assert reason is not None and "KiB of shared memory, of which sm_86 has 1" in reason
     broken = resources.Launch("coef_kernel", ("*fp32",), {}, 4, 1)
-    assert "coef_kernel does not compile for sm_86" in resources.lacking(fused.kernels(), [broken], 86, 2**20)
+    assert "coef_kernel does not compile for sm_86" in resources.lacking(kernels(), [broken], 86, 2**20)
 
 
 class Chip:

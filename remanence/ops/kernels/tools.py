@@ -142,6 +142,29 @@ def pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def pull_backward(g, e, value, rstd, w, SQUARED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """From the gradients g of pull(e) and w of the loss to those of e through pull, and of LayerNorm's source.
+
+    e is the loss's slope, and so depends on the value itself where the loss is squared. Everything is a sum of g, e and value with
+    one factor per row each, so that one pass over them is enough.
+    """
+    g_mean, e_mean = tl.sum(g, 1) / D, tl.sum(e, 1) / D
+    gx, ex, ge = tl.sum(g * value, 1) / D, tl.sum(e * value, 1) / D, tl.sum(g * e, 1) / D
+    of_g, of_e, of_x = -rstd * ex, w - rstd * gx, tl.zeros_like(gx)
+    if SQUARED:
+        of_g += rstd
+        of_x -= rstd * gx
+    constant = of_g * g_mean + of_e * e_mean
+    of_x -= of_g * gx + of_e * ex + of_x * (tl.sum(value * value, 1) / D) + rstd * (ge - g_mean * e_mean - gx * ex)
+    g_source = of_g[:, None] * g + of_e[:, None] * e + of_x[:, None] * value - constant[:, None]
+    g_e = g - g_mean[:, None] - value * gx[:, None]
+    if D != BD:
+        within = (tl.arange(0, BD) < D)[None, :]
+        g_e, g_source = tl.where(within, g_e, 0.0), tl.where(within, g_source, 0.0)
+    return g_e * rstd[:, None], g_source * rstd[:, None]
+
+
+@triton.jit
 def load(ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
     at = ptr + rows[:, None] * COLS + cols[None, :]
     if EVEN:
@@ -168,12 +191,20 @@ def tokens(m, i, L, HEADS, CHUNK: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(ptr, at, live, D: tl.constexpr, BD: tl.constexpr):
-    cols = tl.arange(0, BD)
+def load_columns(ptr, at, live, cols, D: tl.constexpr):
     return tl.load(ptr + at[:, None] * D + cols[None, :], mask=live[:, None] & (cols < D)[None, :], other=0.0)
 
 
 @triton.jit
-def store_tokens(ptr, x, at, live, D: tl.constexpr, BD: tl.constexpr):
-    cols = tl.arange(0, BD)
+def store_columns(ptr, x, at, live, cols, D: tl.constexpr):
     tl.store(ptr + at[:, None] * D + cols[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (cols < D)[None, :])
+
+
+@triton.jit
+def load_tokens(ptr, at, live, D: tl.constexpr, BD: tl.constexpr):
+    return load_columns(ptr, at, live, tl.arange(0, BD), D)
+
+
+@triton.jit
+def store_tokens(ptr, x, at, live, D: tl.constexpr, BD: tl.constexpr):
+    store_columns(ptr, x, at, live, tl.arange(0, BD), D)
