@@ -11,7 +11,8 @@ import os
 
 import torch
 
-from remanence.ops import fused, launch
+from remanence.ops import fused
+from remanence.ops.launch import PRECISION, kernels
 from remanence.ops.resources import SHARED, Launch, assembled, build
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -31,7 +32,7 @@ def main() -> None:
     given = parser.parse_args()
     print(f"{'kernel':14} sm  d   h    chunk dtype warps  registers spilled shared(KiB) compile")
     for arch, width, hidden, chunk, dtype in itertools.product(given.arch, given.width, given.hidden, given.chunk, given.dtype):
-        plan = fused.Plan(width, hidden, chunk, 1, True, True, True, True, True, os.environ.get("PRECISION", launch.PRECISION))
+        plan = fused.Plan(width, hidden, chunk, 1, True, True, True, True, True, os.environ.get("PRECISION", PRECISION))
         for launch, warps in itertools.product(fused.launches(plan, DTYPES[dtype], arch), given.warps):
             if given.kernel and launch.name not in given.kernel:
                 continue
@@ -43,7 +44,7 @@ def main() -> None:
 
 def row(launch: Launch, arch: int, head: str) -> None:
     try:
-        need = build(launch.kernels(), launch, arch)
+        need = build(kernels(), launch, arch)
         registers, spilled = assembled(need.ptx, arch)
     except Exception as error:
         print(head, f"failed: {type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}", flush=True)

@@ -75,7 +75,7 @@ def precision() -> str:
     return "ieee" if interpreted() else PRECISION
 
 
-def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op: torch.dtype, precision: str) -> dict[str, Any]:
+def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op: torch.dtype) -> dict[str, Any]:
     """The constants of coef.py's kernels."""
     quick = op == torch.bfloat16
     return {

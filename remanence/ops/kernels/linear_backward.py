@@ -2,7 +2,7 @@
 """A memory of one layer, backwards.
 
     linear_read_backward   gradients of q, a, r; what reading adds to those of P, k, D and the chunk's start   every chunk at once
-    linear_carry           the state's gradient, from the last chunk to the first   one program per (row, head) or per some columns
+    linear_carry           the state's gradient, from the last chunk to the first  one program per (row, head) or per some columns
     linear_keys_backward   gradients of k, v, c, s, fold, and P's and (a, r)'s as the keys met them            every chunk at once
 
 What reaches a chunk's start without passing its end is added up beforehand (g_J), so that all the sequence waits for is what the
@@ -203,7 +203,7 @@ def linear_carry(
         size = tl.abs(G)
         if MOMENTUM:
             size = tl.maximum(size, tl.abs(H))
-        if HELD:  # noqa: SIM102, one of them is known when it is compiled
+        if HELD:
             factor = _leash(total, tl.max(tl.max(size, 1), 0), REACH, END)
             G *= factor
             if MOMENTUM:
