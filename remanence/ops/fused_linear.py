@@ -59,7 +59,8 @@ class Plan(NamedTuple):
         if self.norm:
             return self.block
         whole = power(self.width)
-        columns = self.block if op == torch.bfloat16 and whole <= COLUMNS else min(self.block, FEWEST)
+        fits = op == torch.bfloat16 and max(whole, self.chunk) <= COLUMNS
+        columns = self.block if fits else min(self.block, FEWEST)
         while device.type == "cuda" and columns > FEWEST and programs * whole < columns * processors(device):
             columns //= 2
         return columns
@@ -103,7 +104,7 @@ def options(name: str, constants: dict[str, Any], hopper: bool) -> dict[str, int
     norm, wide = constants.get("NORM", False), triton_type(torch.bfloat16) != constants["OP"]
     if name in SEQUENTIAL:
         warps = 8 if norm else max(4, constants["BV"] // 16)
-        return {"num_warps": warps, "num_stages": 2 if hopper and not norm else 1}
+        return {"num_warps": warps, "num_stages": 2 if hopper and not norm and not constants.get("HELD") else 1}
     return {"num_warps": 8 if norm or wide or max(constants["BC"], constants["BD"]) > 64 else 4, "num_stages": 1}
 
 

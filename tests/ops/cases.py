@@ -23,6 +23,7 @@ class Case:
     step: float = -1.0
     rate: float = 0.3
     offsets: list[int] | None = None
+    aligned: bool = False
     dtype: torch.dtype = torch.float64
 
     def leaves(self, seed: int = 0) -> list[torch.Tensor]:
@@ -60,8 +61,9 @@ class Case:
             state = start(weights, rows, rule=self.rule, chunk=self.chunk, width=self.width, momentum=momentum or None)
             gates = Gates(log_step, log_momentum, log_keep)
             y, new, surprise = memorize(
-                q, k, v, gates, state, net=self.net, rule=self.rule, chunk=self.chunk, offsets=self.offsets, backend=backend
-            )
+                q, k, v, gates, state, net=self.net, rule=self.rule, chunk=self.chunk, offsets=self.offsets, backend=backend,
+                aligned=self.aligned,
+            )  # fmt: skip
             return y, surprise, new
 
         return run

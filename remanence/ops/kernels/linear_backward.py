@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """A memory of one layer, backwards.
 
-    linear_read_backward   gradients of q, a, r; what reading adds to those of P, k, D and the chunk's start   every chunk at once
-    linear_carry           the state's gradient, from the last chunk to the first  one program per (row, head) or per some columns
-    linear_keys_backward   gradients of k, v, c, s, fold, and P's and (a, r)'s as the keys met them            every chunk at once
+    linear_read_backward   gradients of q, a, r; what reading adds to those of P, k, D and of the chunk's start
+    linear_carry           the state's gradient, from the last chunk to the first
+    linear_keys_backward   gradients of k, v, c, s and fold; what the keys met adds to those of P, a, r
 
 What reaches a chunk's start without passing its end is added up beforehand (g_J), so that all the sequence waits for is what the
 end's gradient makes of D, and that of the start. Everything of the state is transposed, as in linear.py.

@@ -145,8 +145,8 @@ def pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
 def pull_backward(g, e, value, rstd, w, SQUARED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """From the gradients g of pull(e) and w of the loss to those of e through pull, and of LayerNorm's source.
 
-    e is the loss's slope, and so depends on the value itself where the loss is squared. Everything is a sum of g, e and value with
-    one factor per row each, so that one pass over them is enough.
+    e is the loss's slope, and so depends on the value itself where the loss is squared. Everything is a sum of g, e and value
+    with one factor per row each, so that one pass over them is enough.
     """
     g_mean, e_mean = tl.sum(g, 1) / D, tl.sum(e, 1) / D
     gx, ex, ge = tl.sum(g * value, 1) / D, tl.sum(e * value, 1) / D, tl.sum(g * e, 1) / D
