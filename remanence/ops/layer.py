@@ -23,13 +23,15 @@ AUTO = True
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # not imported before it is needed
 WIDEST, MOST_TAPS, MOST_GATES = 256, 8, 128
-"""Channels of a head, taps of a convolution, and gates of all heads together."""
 
 PARTS = {"short_conv": 16, "gates": 32, "gated_norm": 1024}
 """Programs (per row of a batch; per block of the input's channels; in all) that backward's sums over tokens are split between."""
 
-TILE = {"short_conv_kernel": 2048, "short_conv_backward": 1024, "gated_norm_kernel": 2048, "gated_norm_backward": 1024}
-"""Numbers a program has at hand of each tensor: 8 or 16 a thread, which are loaded 16 bytes at once."""
+TILE = {"short_conv_kernel": 2048, "short_conv_backward": 512, "gated_norm_kernel": 2048, "gated_norm_backward": 1024}
+"""Numbers a program has at hand of each tensor: 16 a thread or 8, and 4 where many tensors are held at once."""
+
+GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
+"""Tokens and channels of the input at hand; half the tokens for more than 64 gates."""
 
 
 @cache
@@ -40,17 +42,19 @@ def kernels() -> ModuleType:
     return layer
 
 
-def fits(x: Tensor, width: int = 1) -> bool:
-    """Whether x, in heads so wide, can take the kernels."""
-    return AUTO and HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0 and width <= WIDEST
+def fits(x: Tensor, *, width: int = 1, taps: int = 1, gates: int = 1) -> bool:
+    """Whether x can take the kernels, with heads so wide, so many taps, and so many gates of all heads together."""
+    if not (AUTO and HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0):
+        return False
+    return width <= WIDEST and 1 <= taps <= MOST_TAPS and gates <= MOST_GATES
 
 
 def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
-    """``[b t w]`` to ``[b t heads e]``: SiLU of the causal convolution with `weight` ``[w taps]``, each head's vector at length 1 if
-    `unit`. The first tokens' taps reach into the last of `past` ``[b s w]``, s >= taps - 1.
+    """``[b t w]`` to ``[b t heads e]``: SiLU of the causal convolution with `weight` ``[w taps]``, each head's vector at length 1
+    if `unit`. The first tokens' taps reach into the last of `past` ``[b s w]``, s >= taps - 1.
     """
     before = past[:, past.shape[1] - weight.shape[1] + 1 :]
-    return short_conv_forward(x, before, weight, heads, unit)
+    return short_conv_forward(x, before.to(x.dtype), weight, heads, unit)
 
 
 def log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -88,32 +92,32 @@ def _split(tiles: Any, parts: int) -> tuple[Any, Any]:
     return -(-tiles // steps), steps
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The kernels know rows that lie close behind one another, however far apart the batch's first ones are."""
-    return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
-
-
 def _conv_tiles(name: str, weight: Tensor, heads: int, unit: bool) -> dict[str, Any]:
     width, taps = weight.shape[0] // heads, weight.shape[1]
-    # Backward holds 2 taps - 1 tiles of the input at once.
-    block = max(1, TILE[name] // _power(width) // (2 if taps > 4 and name.endswith("backward") else 1))
-    return {"HEADS": heads, "D": width, "BD": _power(width), "BT": block, "TAPS": taps, "UNIT": unit}
+    return {
+        "HEADS": heads,
+        "D": width,
+        "BD": _power(width),
+        "BT": max(1, TILE[name] // _power(width)),
+        "TAPS": taps,
+        "UNIT": unit,
+    }
 
 
 def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
-    x, past, weight = x.contiguous(), _rows(past), weight.contiguous()
+    x, past, weight = (tensor.contiguous() for tensor in (x, past, weight))
     rows, tokens, width = x.shape
     constants = _conv_tiles("short_conv_kernel", weight, heads, unit)
     y = torch.empty((rows, tokens, heads, width // heads), dtype=x.dtype, device=x.device)
     grid = (heads * -(-tokens // constants["BT"]), rows)
-    _launch("short_conv_kernel", grid, x, past, weight, y, tokens, past.stride(0), **constants)
+    _launch("short_conv_kernel", grid, x, past, weight, y, tokens, **constants)
     return y
 
 
 def _short_conv_backward(
     g_y: Tensor, x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    g_y, x, past, weight = g_y.contiguous(), x.contiguous(), _rows(past), weight.contiguous()
+    g_y, x, past, weight = (tensor.contiguous() for tensor in (g_y, x, past, weight))
     rows, tokens, width = x.shape
     taps = weight.shape[1]
     constants = _conv_tiles("short_conv_backward", weight, heads, unit)
@@ -122,27 +126,31 @@ def _short_conv_backward(
     g_past = torch.empty((rows, taps - 1, width), dtype=past.dtype, device=x.device)
     g_weight = torch.empty((rows * parts, width, taps), dtype=_wide(x), device=x.device)
     tensors = (x, past, weight, g_y, g_x, g_past, g_weight)
-    _launch("short_conv_backward", (heads * parts, rows), *tensors, tokens, past.stride(0), steps, **constants)
+    _launch("short_conv_backward", (heads * parts, rows), *tensors, tokens, steps, **constants)
     return g_x, g_past, g_weight.sum(0).to(weight.dtype)
 
 
-def _gate_tiles(weight: Tensor, x: Tensor) -> dict[str, Any]:
-    block = max(16, _power(weight.shape[0]))
-    precision = "ieee" if fused.interpreted() else fused.PRECISION
-    return {"BG": block, "DIM": weight.shape[1], "BD": 64, "BT": 64 if block <= 64 else 32, "PRECISION": precision}
+def _gate_tiles(name: str, weight: Tensor, heads: int, flipped: int) -> dict[str, Any]:
+    count, dim = weight.shape
+    block = max(16, _power(count))
+    tokens, channels = GATE_TILE[name]
+    constants: dict[str, Any] = {"BG": block, "DIM": dim, "BT": tokens if block <= 64 else tokens // 2}
+    if channels:
+        constants |= {"BD": channels, "PRECISION": "ieee" if fused.interpreted() else fused.PRECISION}
+    return constants | (
+        {"COUNT": count} if name == "gates_backward" else {"GATES": count // heads, "HEADS": heads, "FLIPPED": flipped}
+    )
 
 
 def _gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    x, weight, bias = (tensor.contiguous() for tensor in (x, weight, bias))
     count, n = weight.shape[0], x.shape[0] * x.shape[1]
-    like = {"dtype": _wide(x), "device": x.device}
+    like: dict[str, Any] = {"dtype": _wide(x), "device": x.device}
     logs = torch.empty((count // heads, *x.shape[:2], heads), **like)
     logits, scales = torch.empty((n, count), **like), torch.empty((n,), **like)
-    constants = _gate_tiles(weight, x)
-    # The series reaches the dtype's last digit.
-    constants |= {"GATES": count // heads, "HEADS": heads, "FLIPPED": flipped, "TERMS": 18 if x.dtype == torch.float64 else 9}
-    grid = (-(-n // constants["BT"]),)
-    _launch("gates_kernel", grid, x, weight, bias, logs, logits, scales, n, stages=2, **constants)
+    constants = _gate_tiles("gates_kernel", weight, heads, flipped)
+    constants["TERMS"] = 18 if x.dtype == torch.float64 else 9  # of a series, to the dtype's last digit
+    _launch("gates_kernel", (-(-n // constants["BT"]),), x, weight, bias, logs, logits, scales, n, stages=3, **constants)
     return logs, logits, scales
 
 
@@ -151,18 +159,16 @@ def _gates_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     g_logs, x, weight, bias = (tensor.contiguous() for tensor in (g_logs, x, weight, bias))
     (n, count), dim = logits.shape, weight.shape[1]
-    tiles = _gate_tiles(weight, x)
-    precision, step = tiles.pop("PRECISION"), tiles["BD"]
-    blocks = -(-n // tiles["BT"])
+    constants = _gate_tiles("gates_slopes", weight, heads, flipped)
+    blocks = -(-n // constants["BT"])
     g_logits, pulls = torch.empty_like(logits), torch.empty_like(scales)
     g_bias = torch.empty((blocks, count), dtype=logits.dtype, device=x.device)
-    slopes = {name: value for name, value in tiles.items() if name != "BD"}
-    slopes |= {"GATES": count // heads, "HEADS": heads, "FLIPPED": flipped}
-    _launch("gates_slopes", (blocks,), g_logs, logits, scales, bias, g_logits, pulls, g_bias, n, **slopes)
-    parts, steps = _split(blocks, PARTS["gates"])
+    _launch("gates_slopes", (blocks,), g_logs, logits, scales, bias, g_logits, pulls, g_bias, n, **constants)
+    constants = _gate_tiles("gates_backward", weight, heads, flipped)
+    parts, steps = _split(-(-n // constants["BT"]), PARTS["gates"])
     g_x, g_weight = torch.empty_like(x), torch.empty((parts, count, dim), dtype=logits.dtype, device=x.device)
-    tensors = (x, weight, g_logits, pulls, g_x, g_weight)
-    _launch("gates_backward", (parts * -(-dim // step),), *tensors, n, steps, COUNT=count, PRECISION=precision, **tiles)
+    grid = (parts * -(-dim // constants["BD"]),)
+    _launch("gates_backward", grid, x, weight, g_logits, pulls, g_x, g_weight, n, steps, **constants)
     return g_x, g_weight.sum(0).to(weight.dtype), g_bias.sum(0).to(bias.dtype)
 
 
@@ -171,7 +177,7 @@ def _norm_tiles(name: str, width: int, eps: float) -> dict[str, Any]:
 
 
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x, gate, weight = x.contiguous(), gate.contiguous(), weight.contiguous()
+    x, gate, weight = (tensor.contiguous() for tensor in (x, gate, weight))
     y = torch.empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype), device=x.device)
     constants = _norm_tiles("gated_norm_kernel", x.shape[-1], eps)
     n = x.numel() // x.shape[-1]

@@ -20,7 +20,7 @@ UNIT_EPS = tl.constexpr(1e-12)
 GATE_EPS = tl.constexpr(1e-6)
 
 # One build for every length.
-kernel = triton.jit(do_not_specialize=["L", "n", "stride", "steps"])
+kernel = triton.jit(do_not_specialize=["L", "n", "steps"])
 
 
 @triton.jit
@@ -55,17 +55,17 @@ def _inputs(x, past, at, L, cols, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.c
 
 @kernel
 def short_conv_kernel(
-    x, past, weight, y, L, stride,
+    x, past, weight, y, L,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, UNIT: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
     t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
-    base = row * L * HEADS * D + head * D
+    base, before = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
     z = tl.zeros([BT, BD], ACC)
     for back in tl.static_range(TAPS):
         w = _columns(weight + head * D * TAPS + TAPS - 1 - back, cols, D, BD, TAPS, ACC)
-        z += w[None, :] * _inputs(x + base, past + row * stride + head * D, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC)
+        z += w[None, :] * _inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC)
     z = activate(z, False)
     if UNIT:
         z *= tl.rsqrt(tl.sum(z * z, 1) + UNIT_EPS)[:, None]
@@ -74,7 +74,7 @@ def short_conv_kernel(
 
 @kernel
 def short_conv_backward(
-    x, past, weight, g_y, g_x, g_past, g_weight, L, stride, steps,
+    x, past, weight, g_y, g_x, g_past, g_weight, L, steps,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, UNIT: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -84,17 +84,17 @@ def short_conv_backward(
     LEAD: tl.constexpr = TAPS - 1
     head, part, row = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
     cols = tl.arange(0, BD)
-    base = row * L * HEADS * D + head * D
-    taps = ()
+    base, before = row * L * HEADS * D + head * D, row * LEAD * HEADS * D + head * D
+    taps = ()  # tuples grow by sums: Triton knows no unpacking
     for back in tl.static_range(TAPS):
-        taps = taps + (_columns(weight + head * D * TAPS + LEAD - back, cols, D, BD, TAPS, ACC)[None, :],)
+        taps = taps + (_columns(weight + head * D * TAPS + LEAD - back, cols, D, BD, TAPS, ACC)[None, :],)  # noqa: RUF005
     sums = (tl.zeros([BT, BD], ACC),) * TAPS
     for step in range(steps):
         t = (part * steps + step).to(tl.int64) * BT - LEAD + tl.arange(0, BT)
         inputs = ()
         for i in tl.static_range(2 * TAPS - 1):
             at = t + (i - LEAD)
-            inputs = inputs + (_inputs(x + base, past + row * stride + head * D, at, L, cols, HEADS, D, BD, LEAD, ACC),)
+            inputs = inputs + (_inputs(x + base, past + before, at, L, cols, HEADS, D, BD, LEAD, ACC),)  # noqa: RUF005
         g_in = tl.zeros([BT, BD], ACC)
         for ahead in tl.static_range(TAPS):
             z = tl.zeros([BT, BD], ACC)
@@ -112,11 +112,11 @@ def short_conv_backward(
             if ahead == 0:
                 added = ()
                 for back in tl.static_range(TAPS):
-                    added = added + (sums[back] + g * inputs[LEAD - back],)
+                    added = added + (sums[back] + g * inputs[LEAD - back],)  # noqa: RUF005
                 sums = added
         _put(g_x + base, g_in, t, (t >= 0) & (t < L), cols, D, BD, HEADS * D)
         if LEAD > 0:
-            _put(g_past + row * LEAD * HEADS * D + head * D, g_in, t + LEAD, t < 0, cols, D, BD, HEADS * D)
+            _put(g_past + before, g_in, t + LEAD, t < 0, cols, D, BD, HEADS * D)
     parts = tl.num_programs(0) // HEADS
     out = g_weight + ((row * parts + part) * HEADS + head) * D * TAPS
     for back in tl.static_range(TAPS):
