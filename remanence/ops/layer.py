@@ -31,7 +31,7 @@ TILE = {"short_conv_kernel": 2048, "short_conv_backward": 512, "gated_norm_kerne
 """Numbers a program has at hand of each tensor: 16 a thread or 8, and 4 where many tensors are held at once."""
 
 GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
-"""Tokens and channels of the input at hand; half the tokens for more than 64 gates."""
+"""Tokens and channels of the input at hand; half of each for more than 64 gates."""
 
 
 @cache
@@ -133,8 +133,8 @@ def _short_conv_backward(
 def _gate_tiles(name: str, weight: Tensor, heads: int, flipped: int) -> dict[str, Any]:
     count, dim = weight.shape
     block = max(16, _power(count))
-    tokens, channels = GATE_TILE[name]
-    constants: dict[str, Any] = {"BG": block, "DIM": dim, "BT": tokens if block <= 64 else tokens // 2}
+    tokens, channels = (size // (1 if block <= 64 else 2) for size in GATE_TILE[name])
+    constants: dict[str, Any] = {"BG": block, "DIM": dim, "BT": tokens}
     if channels:
         constants |= {"BD": channels, "PRECISION": "ieee" if fused.interpreted() else fused.PRECISION}
     return constants | (

@@ -107,8 +107,8 @@ def case(request):
 
 
 def gradients(function, leaves, constants, seed=1):
-    torch.manual_seed(seed)
     outputs = tensors(function(*leaves, *constants))
+    torch.manual_seed(seed)
     loss = sum((x * torch.randn(x.shape, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
     return [*outputs, *torch.autograd.grad(loss, leaves)]
 
@@ -130,7 +130,8 @@ def test_as_exact_as_torch_and_twice_the_same(case, dtype):
     theirs, first, second = (gradients(function, moved, constants) for function in (plain, ours, ours))
     for index, (exact, a, b, again) in enumerate(zip(true, theirs, first, second, strict=True)):
         assert a.dtype == b.dtype, f"result {index}"
-        assert distance(exact, b.double()) <= 2 * distance(exact, a.double()) + 1e-7, f"result {index}"
+        slack = 1e-7 if b.dtype == torch.float32 else torch.finfo(b.dtype).eps  # the interpreter cuts off instead of rounding
+        assert distance(exact, b.double()) <= 2 * distance(exact, a.double()) + slack, f"result {index}"
         assert torch.equal(b, again), f"result {index}"
 
 
@@ -165,7 +166,7 @@ def test_the_compiler_sees_one_operator():
 
 
 @inside
-@pytest.mark.parametrize("rule", ["titans", "delta"])
+@pytest.mark.parametrize("rule", ["titans", "ttt"])
 def test_a_whole_layer(rule, monkeypatch):
     """In two calls, with gradients through the carried state, to the input and every parameter; then asked."""
     torch.manual_seed(0)
