@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from remanence.ops import layer
 from remanence.ops.state import carry_on
 
 
@@ -30,6 +31,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "... width"]) -> Float[Tensor, "... width"]:
         return F.rms_norm(x, (self.width,), self.weight.to(x.dtype), self.eps)
+
+    def gated(self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]) -> Float[Tensor, "b t inner"]:
+        """Per head, times SiLU of a gate."""
+        if layer.fits(x, width=self.width) and layer.fits(gate):
+            return layer.gated_norm(x, gate, self.weight, self.eps)
+        return self(x).flatten(-2) * F.silu(gate)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -103,6 +110,22 @@ class ShortConv(nn.Module):
         y = self._convolve(torch.cat(pieces).unsqueeze(0)).index_select(1, torch.cat(kept).to(x.device))
         return y, self.advance(x, past, offsets)
 
+    def activated(
+        self,
+        x: Float[Tensor, "b t width"],
+        past: Float[Tensor, "r past width"],
+        offsets: Sequence[int] | None,
+        heads: int,
+        *,
+        at_length_one: bool = False,
+    ) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "r past width"]]:
+        """`forward`, SiLU, and perhaps `unit`, by heads."""
+        if offsets is None and self.weight is not None and layer.fits(x, width=self.width // heads, taps=self.kernel):
+            return layer.short_conv(x, past, self.weight, heads, at_length_one), self.advance(x, past, None)
+        y, past = self(x, past, offsets)
+        y = F.silu(y).unflatten(-1, (heads, self.width // heads))
+        return unit(y) if at_length_one else y, past
+
     def advance(
         self, x: Float[Tensor, "b t width"], past: Float[Tensor, "r past width"], offsets: Sequence[int] | None
     ) -> Tensor:
@@ -145,3 +168,9 @@ class GateProjection(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(wide, self.weight.to(wide.dtype)) * scale + self.bias.to(wide.dtype)
         return logits.unflatten(-1, (len(self.biases), self.heads)).unbind(-2)
+
+    def logs(self, x: Float[Tensor, "b t d"], flipped: Sequence[bool]) -> tuple[Float[Tensor, "b t h"], ...]:
+        """Log sigmoid of each gate's logits, of their negatives where flipped."""
+        if layer.fits(x, gates=len(self.bias)):
+            return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
+        return tuple(F.logsigmoid(-logit if flip else logit) for logit, flip in zip(self(x), flipped, strict=True))

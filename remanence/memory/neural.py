@@ -8,12 +8,11 @@ from math import log
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from remanence.config import MemoryConfig, build, change, known
-from remanence.layers import GateProjection, RMSNorm, ShortConv, unit
+from remanence.layers import GateProjection, RMSNorm, ShortConv
 from remanence.ops import MLP, NETS, RULES, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
@@ -177,13 +176,13 @@ class NeuralMemory(nn.Module):
                 repad(seen.y, mask), seen.state, repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask))
             )
         state, borders = self._checked(x, state, offsets)
-        q, past_q = self._project(x, self.q_proj, self.q_conv, state.conv[0], borders)
-        k, past_k = self._project(x, self.k_proj, self.k_conv, state.conv[1], borders)
-        v, past_v = self._project(x, self.v_proj, self.v_conv, state.conv[2], borders)
+        q, past_q = self.q_conv.activated(self.q_proj(x), state.conv[0], borders, self.heads, at_length_one=True)
+        k, past_k = self.k_conv.activated(self.k_proj(x), state.conv[1], borders, self.heads, at_length_one=True)
+        v, past_v = self.v_conv.activated(self.v_proj(x), state.conv[2], borders, self.heads)
         gates = self._gates(x)
         answers, memory, surprise = memorize(
-            unit(q),
-            unit(k),
+            q,
+            k,
             v,
             gates,
             state.memory,
@@ -238,25 +237,16 @@ class NeuralMemory(nn.Module):
         self, x: Float[Tensor, "b t d"], weights: Weights, past: Float[Tensor, "r past width"], borders: list[int] | None = None
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
         """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's own."""
-        q, past = self._project(x, self.q_proj, self.q_conv, past, borders)
-        return self._output(x, ask(unit(q), weights, net=self.net, offsets=borders)), past
-
-    def _project(
-        self, x: Tensor, projection: nn.Linear, conv: ShortConv, past: Tensor, borders: list[int] | None
-    ) -> tuple[Tensor, Tensor]:
-        y, past = conv(projection(x), past, borders)
-        return F.silu(y).unflatten(-1, (self.heads, self.head_dim)), past
+        q, past = self.q_conv.activated(self.q_proj(x), past, borders, self.heads, at_length_one=True)
+        return self._output(x, ask(q, weights, net=self.net, offsets=borders)), past
 
     def _gates(self, x: Tensor) -> Gates:
-        logits = dict(zip(self.gate_names, self.gates(x), strict=True))
-        return Gates(
-            F.logsigmoid(logits["step"]),
-            F.logsigmoid(logits["momentum"]) if self.rule.momentum else None,
-            F.logsigmoid(-logits["forget"]) if self.rule.forget else None,
-        )
+        # A forget gate's log is of what is kept.
+        logs = dict(zip(self.gate_names, self.gates.logs(x, [name == "forget" for name in self.gate_names]), strict=True))
+        return Gates(logs["step"], logs.get("momentum"), logs.get("forget"))
 
     def _output(self, x: Tensor, answers: Tensor) -> Tensor:
-        return self.o_proj(self.norm(answers).flatten(-2) * F.silu(self.g_proj(x)))
+        return self.o_proj(self.norm.gated(answers, self.g_proj(x)))
 
     def _fresh(self, x: Tensor, rows: int) -> NeuralMemoryState:
         return self.start(rows, torch.float64 if x.dtype == torch.float64 else torch.float32)

@@ -1,0 +1,213 @@
+"""Law 1 for the kernels around the memory: they are torch's functions in every output and every gradient.
+
+As test_triton.py: interpreted, in a process of their own, in float64, into outputs full of NaN.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from remanence import NeuralMemory
+from remanence.layers import GateProjection, RMSNorm, ShortConv
+from remanence.ops import layer
+from remanence.testing import assert_close, assert_same_function, distance, tensors
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's own process")
+def test_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def _full_of_nan(monkeypatch):
+    """An element that no kernel writes must show."""
+    for name in ("empty", "empty_like"):
+        made = getattr(torch, name)
+
+        def filled(*args, made=made, **kwargs):
+            x = made(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        monkeypatch.setattr(torch, name, filled)
+
+
+def randn(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype).requires_grad_()
+
+
+def torch_conv(x, past, weight, heads, unit):
+    conv = ShortConv(*weight.shape, past.shape[1] - weight.shape[1] + 1)
+    return with_parameters(conv, weight=weight).activated(x, past, None, heads, at_length_one=unit)[0]
+
+
+def torch_gates(x, weight, bias, heads, flipped):
+    return with_parameters(GateProjection(x.shape[-1], heads, [0.0] * len(flipped)), weight=weight, bias=bias).logs(x, flipped)
+
+
+def torch_norm(x, gate, weight, eps):
+    return with_parameters(RMSNorm(x.shape[-1], eps), weight=weight).gated(x, gate)
+
+
+def with_parameters(module, **values):
+    for name, value in values.items():
+        delattr(module, name)
+        setattr(module, name, value)
+    return module
+
+
+CONVS = {  # rows, tokens, heads, width, taps, history, unit
+    "many tiles": (2, 21, 2, 64, 4, 5, True),
+    "odd": (2, 37, 3, 12, 3, 2, True),
+    "one token": (1, 1, 1, 8, 4, 3, True),
+    "shorter than its taps": (2, 3, 1, 5, 8, 7, True),
+    "one tap": (2, 9, 2, 16, 1, 0, True),
+    "eight taps": (1, 40, 1, 16, 8, 10, False),
+    "wide": (1, 7, 1, 200, 4, 3, False),
+    "not at length 1": (2, 19, 2, 24, 2, 4, False),
+}
+GATES = {  # rows, tokens, channels, heads, flipped
+    "many tiles": (2, 70, 128, 16, (False, False, True)),
+    "odd": (2, 37, 100, 3, (False, True)),
+    "one token": (1, 1, 5, 1, (True,)),
+    "many gates": (1, 40, 64, 40, (False, False, True)),
+}
+NORMS = {"many tiles": (2, 40, 3, 64), "odd": (2, 37, 2, 12), "one token": (1, 1, 1, 5), "wide": (1, 5, 2, 200)}
+
+
+def cases():
+    """Each kernel and torch's function of the same leaves."""
+    for name, (rows, tokens, heads, width, taps, history, unit) in CONVS.items():
+        leaves = [randn(rows, tokens, heads * width), randn(rows, history, heads * width), randn(heads * width, taps)]
+        yield f"conv, {name}", torch_conv, layer.short_conv, leaves, (heads, unit)
+    for name, (rows, tokens, channels, heads, flipped) in GATES.items():
+        leaves = [randn(rows, tokens, channels), randn(heads * len(flipped), channels), randn(heads * len(flipped))]
+        yield f"gates, {name}", torch_gates, layer.log_gates, leaves, (heads, flipped)
+    for name, (rows, tokens, heads, width) in NORMS.items():
+        leaves = [randn(rows, tokens, heads, width), randn(rows, tokens, heads * width), randn(width)]
+        yield f"norm, {name}", torch_norm, layer.gated_norm, leaves, (1e-6,)
+
+
+@pytest.fixture(params=range(len(CONVS) + len(GATES) + len(NORMS)))
+def case(request):
+    torch.manual_seed(0)
+    return list(cases())[request.param][1:]
+
+
+def gradients(function, leaves, constants, seed=1):
+    outputs = tensors(function(*leaves, *constants))
+    torch.manual_seed(seed)
+    loss = sum((x * torch.randn(x.shape, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
+    return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+
+@inside
+def test_the_same_function(case):
+    plain, ours, leaves, constants = case
+    assert_same_function(lambda *x: plain(*x, *constants), lambda *x: ours(*x, *constants), leaves, tolerance=1e-10)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_as_exact_as_torch_and_twice_the_same(case, dtype):
+    plain, ours, leaves, constants = case
+    # Parameters stay float32, as they do under autocast; so does a past.
+    moved = [x.detach().to(dtype if i == 0 or (plain is torch_norm and i == 1) else torch.float32) for i, x in enumerate(leaves)]
+    true = gradients(plain, [x.double().requires_grad_() for x in moved], constants)
+    moved = [x.requires_grad_() for x in moved]
+    theirs, first, second = (gradients(function, moved, constants) for function in (plain, ours, ours))
+    for index, (exact, a, b, again) in enumerate(zip(true, theirs, first, second, strict=True)):
+        assert a.dtype == b.dtype, f"result {index}"
+        slack = 1e-7 if b.dtype == torch.float32 else torch.finfo(b.dtype).eps  # the interpreter cuts off instead of rounding
+        assert distance(exact, b.double()) <= 2 * distance(exact, a.double()) + slack, f"result {index}"
+        assert torch.equal(b, again), f"result {index}"
+
+
+@inside
+def test_gates_that_are_nearly_open_or_shut_keep_their_digits():
+    """Relative to each log itself, up to where exp underflows."""
+    bias = torch.tensor([-120.0, -60.0, -10.0, 0.0, 10.0, 40.0, 80.0])
+    x, weight = torch.zeros(1, 1, 4), torch.zeros(7, 4)
+    (found,) = layer.log_gates(x, weight, bias, 7, [False])
+    torch.testing.assert_close(found[0, 0].double(), F.logsigmoid(bias.double()), rtol=1e-6, atol=0)
+
+
+@inside
+def test_the_compiler_sees_one_operator():
+    past, conv = randn(2, 3, 8), randn(8, 4)
+    gates, bias, gain = randn(6, 8), randn(6), randn(4)
+
+    def loss(x):
+        y = layer.short_conv(1.5 * x, past, conv, 2, True)
+        first, second, third = layer.log_gates(x, gates, bias, 2, [False, True, False])
+        return (layer.gated_norm(y, x, gain, 1e-6).square().sum() + (first * second).sum() + third.sin().sum()).log()
+
+    x = randn(2, 5, 8)
+    torch.library.opcheck(layer.short_conv_forward, (x, past, conv, 2, True))
+    torch.library.opcheck(layer.gates_forward, (x, gates, bias, 2, 2))
+    torch.library.opcheck(layer.gated_norm_forward, (x.unflatten(-1, (2, 4)), randn(2, 5, 8), gain, 1e-6))
+    leaves = [x, past, conv, gates, bias, gain]
+    true = torch.autograd.grad(loss(x), leaves)
+    for backend in ("eager", "aot_eager"):
+        found = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(x), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(true, found, strict=True))
+
+
+@inside
+@pytest.mark.parametrize("rule", ["titans", "ttt"])
+def test_a_whole_layer(rule, monkeypatch):
+    """In two calls, with gradients through the carried state, to the input and every parameter; then asked."""
+    torch.manual_seed(0)
+    memory = NeuralMemory(dim=24, heads=2, head_dim=12, chunk=4, rule=rule).double()
+    x = randn(2, 11, 24)
+
+    def results():
+        y, state = memory(x[:, :6])
+        z, state = memory(x[:, 6:], state)
+        outputs = [y, z, memory.read(x, state), *[part for part in tensors(state) if part.requires_grad]]
+        torch.manual_seed(1)
+        loss = sum((out * torch.randn(out.shape, dtype=out.dtype)).sum() for out in outputs)
+        return outputs, torch.autograd.grad(loss, [x, *memory.parameters()])
+
+    plain = results()
+    used = []
+    monkeypatch.setattr(layer, "fits", lambda x, **sizes: x.numel() > 0)
+    launch = layer._launch
+    monkeypatch.setattr(layer, "_launch", lambda name, *args, **kwargs: (used.append(name), launch(name, *args, **kwargs))[1])
+    ours = results()
+    assert_close(plain, ours, 1e-10)
+    assert set(used) == {*layer.TILE, *layer.GATE_TILE}
+
+
+@inside
+def test_under_autocast_dtypes_are_torchs(monkeypatch):
+    memory = NeuralMemory(dim=24, heads=2, head_dim=12, chunk=4)
+    x = torch.randn(2, 11, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = memory.trace(x)
+        monkeypatch.setattr(layer, "fits", lambda x, **sizes: x.numel() > 0)
+        ours = memory.trace(x)
+    assert [a.dtype for a in tensors(plain)] == [b.dtype for b in tensors(ours)]
+    assert distance(plain.y.float(), ours.y.float()) < 0.02
+
+
+def test_what_they_cannot_run_stays_with_torch():
+    assert not layer.fits(torch.zeros(1))
+    if torch.cuda.is_available():
+        x = torch.zeros(1, device="cuda")
+        assert layer.fits(x)
+        for refused in (x.double(), x[:0]):
+            assert not layer.fits(refused)
+        assert not layer.fits(x, width=512) and not layer.fits(x, taps=9) and not layer.fits(x, gates=200)
