@@ -1,0 +1,129 @@
+# mypy: ignore-errors
+"""One token of a two-layer memory, in place: answered, kept in the open chunk's tail, and folded where it completes the chunk."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from remanence.ops.kernels.coef import _products
+from remanence.ops.kernels.tools import activate, activate_with_slope, dot, load, norm, pull, store
+
+
+@triton.jit
+def _tail(ptr, new, t, cols, slot, WIDTH: tl.constexpr):
+    """The open chunk's rows ``[c WIDTH]``, the new one in its slot and zeros behind it; and writes the new one."""
+    tl.store(ptr + slot * WIDTH + cols, new, mask=cols < WIDTH)
+    read = (t < slot)[:, None] & (cols < WIDTH)[None, :]
+    old = tl.load(ptr + t[:, None] * WIDTH + cols[None, :], mask=read, other=0.0)
+    return tl.where((t == slot)[:, None], new[None, :], old)
+
+
+@triton.jit
+def _gates(ptr, new, t, slot, other):
+    tl.store(ptr + slot, new)
+    return tl.where(t == slot, new, tl.load(ptr + t, mask=t < slot, other=other))
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, log_step, log_momentum, log_keep, J1, J2, X1, X2, E1, E2, V, steps, momenta, keeps,
+    position, active, y, surprise, diverged,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr,
+    BH: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    GELU: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Only the last row of every product, so matrices meet vectors, in full precision. Two passes over the hidden blocks, because
+    the query reads what the token itself writes: its error must be known first.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    row = m // HEADS
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    if tl.load(active + row) == 0:
+        tl.store(y + m * D + d, tl.zeros([BD], ACC).to(y.dtype.element_ty), mask=d < D)
+        tl.store(surprise + m, 0.0)
+    else:
+        PARTS: tl.constexpr = 2 if MOMENTUM else 1
+        SIZE: tl.constexpr = D * HIDDEN
+        BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+        EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+        J1 += m * PARTS * SIZE
+        J2 += m * PARTS * SIZE
+        slot = (tl.load(position + row) % CHUNK).to(tl.int32)
+        complete = slot == CHUNK - 1
+        own = t == slot
+        # The slot's row of the coefficients: a, r, P; where the chunk is complete, these are the fold's too.
+        theta = tl.exp(_gates(steps + m * CHUNK, tl.load(log_step + m), t, slot, float("-inf")))
+        kept = tl.where(t <= slot, 1.0, 0.0).to(ACC)
+        a = tl.full([], 1.0, ACC)
+        if FORGET:
+            keep = _gates(keeps + m * CHUNK, tl.load(log_keep + m), t, slot, 0.0)
+            kept = tl.sum(tl.where(own[None, :], _products(keep, BC), 0.0), 1)
+            a = tl.exp(tl.sum(keep, 0))
+        P = kept * theta
+        if MOMENTUM:
+            eta = _gates(momenta + m * CHUNK, tl.load(log_momentum + m), t, slot, 0.0)
+            moved = _products(eta, BC)
+            P = tl.sum(moved * kept[None, :], 1) * theta
+            s = tl.sum(tl.where(own[None, :], moved, 0.0), 1) * theta
+            r = tl.sum(kept * tl.exp(tl.cumsum(eta, 0)), 0)
+            past = tl.exp(tl.sum(eta, 0))
+        Q = tl.load(q + m * D + d, mask=d < D, other=0.0).to(ACC)
+        K = tl.load(k + m * D + d, mask=d < D, other=0.0).to(ACC)
+        value = tl.load(v + m * D + d, mask=d < D, other=0.0).to(ACC)
+        tl.store(V + (m * CHUNK + slot) * D + d, value, mask=d < D)
+        out = tl.zeros([BD], ACC)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BH + tl.arange(0, BH)
+            h = activate(tl.sum(K[:, None] * load(J1, d, f, D, HIDDEN, EVEN), 0), GELU)
+            out += tl.sum(h[:, None] * load(J2, f, d, HIDDEN, D, EVEN), 0)
+        if NORM:
+            said, rstd = norm(out[None, :], D, BD)
+            slope = said - value[None, :]
+        else:
+            slope = (out - value)[None, :]
+        if RESIDUAL:
+            slope += K[None, :]
+        surprised = 0.5 * tl.sum(tl.sum(slope * slope, 1), 0)
+        if NORM:
+            slope = pull(slope, said, rstd, D, BD)
+        error = tl.sum(slope, 0)
+        Ks = _tail(X1 + m * CHUNK * D, K, t, d, slot, D)
+        D2 = _tail(E2 + m * CHUNK * D, error, t, d, slot, D)
+        blend = tl.sum(Ks * Q[None, :], 1) * P
+        met = tl.zeros([BC], ACC)
+        out = tl.zeros([BD], ACC)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BH + tl.arange(0, BH)
+            W1, W2 = load(J1, d, f, D, HIDDEN, EVEN), load(J2, f, d, HIDDEN, D, EVEN)
+            h, bend = activate_with_slope(tl.sum(K[:, None] * W1, 0), GELU)
+            first = tl.sum(W2 * error[None, :], 1) * bend
+            H = _tail(X2 + m * CHUNK * HIDDEN, h, t, f, slot, HIDDEN)
+            D1 = _tail(E1 + m * CHUNK * HIDDEN, first, t, f, slot, HIDDEN)
+            U1, U2 = a * W1, a * W2
+            if MOMENTUM:
+                S1, S2 = load(J1 + SIZE, d, f, D, HIDDEN, EVEN), load(J2 + SIZE, f, d, HIDDEN, D, EVEN)
+                U1 += r * S1
+                U2 += r * S2
+            A = activate(tl.sum(Q[:, None] * U1, 0) - tl.sum(blend[:, None] * D1, 0), GELU)
+            met += tl.sum(H * A[None, :], 1)
+            out += tl.sum(A[:, None] * U2, 0)
+            if complete:
+                tl.debug_barrier()  # no thread writes before all have read
+                Kt, Ht = tl.trans(Ks), tl.trans(H)
+                store(J1, U1 - dot(Kt, P[:, None] * D1, ACC, PRECISION), d, f, D, HIDDEN, EVEN)
+                store(J2, U2 - dot(Ht, P[:, None] * D2, ACC, PRECISION), f, d, HIDDEN, D, EVEN)
+                if MOMENTUM:
+                    store(J1 + SIZE, past * S1 - dot(Kt, s[:, None] * D1, ACC, PRECISION), d, f, D, HIDDEN, EVEN)
+                    store(J2 + SIZE, past * S2 - dot(Ht, s[:, None] * D2, ACC, PRECISION), f, d, HIDDEN, D, EVEN)
+        out -= tl.sum((met * P)[:, None] * D2, 0)
+        if NORM:
+            said, rstd = norm(out[None, :], D, BD)
+            out = tl.sum(said, 0)
+        if RESIDUAL:
+            out += Q
+        tl.store(y + m * D + d, out.to(y.dtype.element_ty), mask=d < D)
+        tl.store(surprise + m, surprised)
+        wrong = tl.max(tl.where((d < D) & ~(tl.abs(out) < float("inf")), 1, 0), 0)
+        if (wrong > 0) | ~(surprised < float("inf")):
+            tl.store(diverged + row, 1)
