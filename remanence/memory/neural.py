@@ -173,13 +173,10 @@ class NeuralMemory(nn.Module):
                 repad(seen.y, mask), seen.state, repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask))
             )
         state, borders = self._checked(x, state, offsets)
-        q, past_q = self._project(x, self.q_proj, self.q_conv, state.conv[0], borders)
-        k, past_k = self._project(x, self.k_proj, self.k_conv, state.conv[1], borders)
-        v, past_v = self._project(x, self.v_proj, self.v_conv, state.conv[2], borders)
-        gates = self._gates(x)
+        q, k, v, gates, conv = self.prepare(x, state.conv, borders)
         answers, memory, surprise = memorize(
-            unit(q),
-            unit(k),
+            q,
+            k,
             v,
             gates,
             state.memory,
@@ -189,11 +186,11 @@ class NeuralMemory(nn.Module):
             offsets=borders,
             check=False,
         )
-        y = self._output(x, answers)
+        y = self.output(x, answers)
         if carried and torch.is_grad_enabled():
             # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.
             y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(y.dtype)
-        return Trace(y, NeuralMemoryState(memory, (past_q, past_k, past_v)), surprise, gates)
+        return Trace(y, NeuralMemoryState(memory, conv), surprise, gates)
 
     def read(
         self,
@@ -234,7 +231,20 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
         """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's own."""
         q, past = self._project(x, self.q_proj, self.q_conv, past, borders)
-        return self._output(x, ask(unit(q), weights, net=self.net, offsets=borders)), past
+        return self.output(x, ask(unit(q), weights, net=self.net, offsets=borders)), past
+
+    def prepare(
+        self, x: Float[Tensor, "b t d"], conv: tuple[Tensor, Tensor, Tensor], borders: list[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Gates, tuple[Tensor, Tensor, Tensor]]:
+        """What the memory gets of x: queries, keys and values ``[b t h e]``, log gates; and the convolutions' new histories."""
+        q, past_q = self._project(x, self.q_proj, self.q_conv, conv[0], borders)
+        k, past_k = self._project(x, self.k_proj, self.k_conv, conv[1], borders)
+        v, past_v = self._project(x, self.v_proj, self.v_conv, conv[2], borders)
+        return unit(q), unit(k), v, self._gates(x), (past_q, past_k, past_v)
+
+    def output(self, x: Float[Tensor, "b t d"], answers: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t d"]:
+        """From the memory's answers to the layer's: normalised, gated by x, projected back."""
+        return self.o_proj(self.norm(answers).flatten(-2) * F.silu(self.g_proj(x)))
 
     def _project(
         self, x: Tensor, projection: nn.Linear, conv: ShortConv, past: Tensor, borders: list[int] | None
@@ -249,9 +259,6 @@ class NeuralMemory(nn.Module):
             F.logsigmoid(logits["momentum"]) if self.rule.momentum else None,
             F.logsigmoid(-logits["forget"]) if self.rule.forget else None,
         )
-
-    def _output(self, x: Tensor, answers: Tensor) -> Tensor:
-        return self.o_proj(self.norm(answers).flatten(-2) * F.silu(self.g_proj(x)))
 
     def _fresh(self, x: Tensor, rows: int) -> NeuralMemoryState:
         return self.start(rows, torch.float64 if x.dtype == torch.float64 else torch.float32)
