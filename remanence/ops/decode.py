@@ -20,7 +20,7 @@ from remanence.ops.rules import Rule, coefficients
 from remanence.ops.state import Gates, MemoryState, Weights
 
 BLOCK = 64
-"""Of the kernel, along the hidden axis; half of it for heads wider than 64."""
+"""Of the kernel, along the hidden axis; half of it for heads wider, or chunks longer, than 64."""
 
 WARPS = 8
 
@@ -151,12 +151,12 @@ class Running:
         kept = [absent if gate is None else gate for gate in self.gates]
         new = [gates.log_step if gate is None else gate.contiguous() for gate in gates]
         hidden, power = self.layers[0].shape[-1], fused._power
+        block = BLOCK >> (self.width > 64) + (self.chunk > 64)
         constants: dict[str, Any] = {
             "HEADS": self.heads, "CHUNK": self.chunk, "BC": power(self.chunk), "D": self.width, "BD": power(self.width),
-            "HIDDEN": hidden, "BH": min(power(hidden), BLOCK >> (self.width > 64)), "MOMENTUM": self.rule.momentum,
+            "HIDDEN": hidden, "BH": min(power(hidden), block), "MOMENTUM": self.rule.momentum,
             "FORGET": self.rule.forget, "NORM": self.net.norm, "RESIDUAL": self.net.residual,
             "GELU": self.net.activation == "gelu", "ACC": fused._tl(self.v.dtype),
-            "PRECISION": "ieee" if fused.interpreted() else fused.PRECISION,
         }  # fmt: skip
         kernels: Any = fused.kernels()
         kernels.decode_kernel[(self.rows * self.heads,)](

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from remanence.ops.kernels.coef import _products
-from remanence.ops.kernels.tools import activate, activate_with_slope, dot, load, norm, pull, store
+from remanence.ops.kernels.tools import activate, activate_with_slope, load, norm, pull, store
 
 
 @triton.jit
@@ -31,10 +31,10 @@ def decode_kernel(
     position, active, y, surprise, diverged,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr,
     BH: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-    GELU: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    GELU: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Only the last row of every product, so matrices meet vectors, in full precision. Two passes over the hidden blocks, because
-    the query reads what the token itself writes: its error must be known first.
+    the query reads what the token itself writes: its error must be known first. A third one where the chunk is complete.
     """
     m = tl.program_id(0).to(tl.int64)
     row = m // HEADS
@@ -50,7 +50,6 @@ def decode_kernel(
         J1 += m * PARTS * SIZE
         J2 += m * PARTS * SIZE
         slot = (tl.load(position + row) % CHUNK).to(tl.int32)
-        complete = slot == CHUNK - 1
         own = t == slot
         # The slot's row of the coefficients: a, r, P; where the chunk is complete, these are the fold's too.
         theta = tl.exp(_gates(steps + m * CHUNK, tl.load(log_step + m), t, slot, float("-inf")))
@@ -100,22 +99,13 @@ def decode_kernel(
             first = tl.sum(W2 * error[None, :], 1) * bend
             H = _tail(X2 + m * CHUNK * HIDDEN, h, t, f, slot, HIDDEN)
             D1 = _tail(E1 + m * CHUNK * HIDDEN, first, t, f, slot, HIDDEN)
-            U1, U2 = a * W1, a * W2
+            W1, W2 = a * W1, a * W2
             if MOMENTUM:
-                S1, S2 = load(J1 + SIZE, d, f, D, HIDDEN, EVEN), load(J2 + SIZE, f, d, HIDDEN, D, EVEN)
-                U1 += r * S1
-                U2 += r * S2
-            A = activate(tl.sum(Q[:, None] * U1, 0) - tl.sum(blend[:, None] * D1, 0), GELU)
+                W1 += r * load(J1 + SIZE, d, f, D, HIDDEN, EVEN)
+                W2 += r * load(J2 + SIZE, f, d, HIDDEN, D, EVEN)
+            A = activate(tl.sum(Q[:, None] * W1, 0) - tl.sum(blend[:, None] * D1, 0), GELU)
             met += tl.sum(H * A[None, :], 1)
-            out += tl.sum(A[:, None] * U2, 0)
-            if complete:
-                tl.debug_barrier()  # no thread writes before all have read
-                Kt, Ht = tl.trans(Ks), tl.trans(H)
-                store(J1, U1 - dot(Kt, P[:, None] * D1, ACC, PRECISION), d, f, D, HIDDEN, EVEN)
-                store(J2, U2 - dot(Ht, P[:, None] * D2, ACC, PRECISION), f, d, HIDDEN, D, EVEN)
-                if MOMENTUM:
-                    store(J1 + SIZE, past * S1 - dot(Kt, s[:, None] * D1, ACC, PRECISION), d, f, D, HIDDEN, EVEN)
-                    store(J2 + SIZE, past * S2 - dot(Ht, s[:, None] * D2, ACC, PRECISION), f, d, HIDDEN, D, EVEN)
+            out += tl.sum(A[:, None] * W2, 0)
         out -= tl.sum((met * P)[:, None] * D2, 0)
         if NORM:
             said, rstd = norm(out[None, :], D, BD)
@@ -127,3 +117,33 @@ def decode_kernel(
         wrong = tl.max(tl.where((d < D) & ~(tl.abs(out) < float("inf")), 1, 0), 0)
         if (wrong > 0) | ~(surprised < float("inf")):
             tl.store(diverged + row, 1)
+        if slot == CHUNK - 1:
+            tl.debug_barrier()  # the tails are read back, and the state is written, by other threads than wrote and read them
+            for j in tl.range(BLOCKS, num_stages=1):
+                f = j * BH + tl.arange(0, BH)
+                W1, W2 = a * load(J1, d, f, D, HIDDEN, EVEN), a * load(J2, f, d, HIDDEN, D, EVEN)
+                if MOMENTUM:
+                    S1, S2 = load(J1 + SIZE, d, f, D, HIDDEN, EVEN), load(J2 + SIZE, f, d, HIDDEN, D, EVEN)
+                    W1 += r * S1
+                    W2 += r * S2
+                    S1 *= past
+                    S2 *= past
+                for i in tl.range(CHUNK, num_stages=1):
+                    at = m * CHUNK + i
+                    x1, e2 = tl.load(X1 + at * D + d, mask=d < D, other=0.0), tl.load(E2 + at * D + d, mask=d < D, other=0.0)
+                    x2 = tl.load(X2 + at * HIDDEN + f, mask=f < HIDDEN, other=0.0)
+                    e1 = tl.load(E1 + at * HIDDEN + f, mask=f < HIDDEN, other=0.0)
+                    first, second = x1[:, None] * e1[None, :], x2[:, None] * e2[None, :]
+                    c = tl.sum(tl.where(t == i, P, 0.0), 0)
+                    W1 -= c * first
+                    W2 -= c * second
+                    if MOMENTUM:
+                        c = tl.sum(tl.where(t == i, s, 0.0), 0)
+                        S1 -= c * first
+                        S2 -= c * second
+                tl.debug_barrier()
+                store(J1, W1, d, f, D, HIDDEN, EVEN)
+                store(J2, W2, f, d, HIDDEN, D, EVEN)
+                if MOMENTUM:
+                    store(J1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+                    store(J2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
