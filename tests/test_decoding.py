@@ -7,7 +7,7 @@ import torch
 from models import MEMORIES, VARIANTS, model, tokens
 from torch import Tensor
 
-from remanence import decoding
+from remanence import Generation, Sampling, Session, decoding, generate
 from remanence.decoding import Decoder, unsupported
 from remanence.testing import assert_close
 
@@ -170,3 +170,25 @@ def test_a_graph_is_its_steps(variant, dtype, tolerance):
                 assert_close(expected[active, 0], plain[active], 10 * tolerance, f"step {step} of the model")
         assert_close(eager.state, graph.state, tolerance, "state")
         assert_close(before, subject(tokens(3, 0, 64), before)[1], 0.0)
+
+
+@pytest.mark.parametrize("variant", ["mac", "mag", "attention hybrid"])
+@pytest.mark.parametrize("write", ["all", "prompt", "none"])
+def test_generating_in_place_says_the_same(variant, write, monkeypatch):
+    """Answers of different lengths, and the state when the loop is left early."""
+    subject, prompts = model(variant, vocabulary=257), ["a", "some text", "more of it"]
+    found = []
+    for kinds in ({"cuda"}, {"cpu", "cuda"}):
+        monkeypatch.setattr(generate, "IN_PLACE", kinds)
+        made = Generation(subject, prompts, Sampling(max_tokens=14, temperature=1.0, stop=("e", "5"), seed=5), write=write).run()
+        left = Generation(subject, prompts, Sampling(max_tokens=14), write=write)
+        for count, _ in enumerate(left):
+            if count == 7:
+                break
+        session = Session(subject, write=write)
+        stream = session.stream("abc", max_tokens=9)
+        states = [session.state.position for _ in zip(range(4), stream, strict=False)]
+        stream.close()
+        found.append((made.texts, made.tokens, left.tokens, [made.state, left.state, session.state, states]))
+    assert found[0][:-1] == found[1][:-1]
+    assert_close(found[0][-1], found[1][-1], 1e-9)
