@@ -19,7 +19,7 @@ from remanence.blocks import LMM, MAC, MAG, MAL, BothState, MACState, Memory, So
 from remanence.config import Mode
 from remanence.memory.neural import NeuralMemoryState
 from remanence.model import Model, State
-from remanence.ops import decode
+from remanence.ops import ask, decode
 from remanence.ops.state import Weights
 
 LEAST = 256
@@ -37,12 +37,6 @@ class Now(NamedTuple):
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
-
-
-def keep(buffers: tuple[Tensor, ...], new: tuple[Tensor, ...], rows: Tensor) -> None:
-    """In place, the new in these rows."""
-    for old, tensor in zip(buffers, new, strict=True):
-        old.copy_(decode.choose(rows, tensor, old))
 
 
 def attend(layer: Heads, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -151,6 +145,7 @@ class Remembering:
         q, k, v = (past.detach().clone() for past in state.conv)
         self.conv = (q, k, v)
         self.memory = state.memory
+        self.fused = decode.fits(q, self.layer.head_dim) and self.layer.q_conv.weight is not None
         if mode == "on":
             self.running = decode.Running(state.memory, self.layer.net, self.layer.rule)
         else:  # not written, so what it has to say is known
@@ -167,13 +162,32 @@ class Remembering:
             y, past_q = layer.ask(x, self.weights, self.conv[0])
             past_k = layer.k_conv.advance(layer.k_proj(x), self.conv[1], None)
             past_v = layer.v_conv.advance(layer.v_proj(x), self.conv[2], None)
-            conv = past_q, past_k, past_v
+            decode.keep(self.conv, (past_q, past_k, past_v), now.active)
+            return y
+        if self.fused:
+            parts = ((layer.q_proj, layer.q_conv), (layer.k_proj, layer.k_conv), (layer.v_proj, layer.v_conv))
+            q, k, v = self._convolve(x, parts, self.conv, now)
+            gates = layer.log_gates(x)
         else:
             q, k, v, gates, conv = layer.prepare(x, self.conv)
-            answers, _ = self.running.step(q[:, 0], k[:, 0], v[:, 0], gates.map(lambda gate: gate[:, 0]), now.active)
-            y = layer.output(x, answers.unsqueeze(1).to(x.dtype))
-        keep(self.conv, conv, now.active)
-        return y
+            decode.keep(self.conv, conv, now.active)
+            q, k, v = q[:, 0], k[:, 0], v[:, 0]
+        answers, _ = self.running.step(q, k, v, gates.map(lambda gate: gate[:, 0]), now.active)
+        return layer.output(x, answers.unsqueeze(1).to(x.dtype))
+
+    def ask(self, x: Tensor, weights: Weights, past: Tensor, now: Now) -> Tensor:
+        """What given weights answer; the history is the caller's, and goes on."""
+        layer = self.layer
+        if not self.fused:
+            y, new = layer.ask(x, weights, past)
+            decode.keep((past,), (new,), now.active)
+            return y
+        (q,) = self._convolve(x, ((layer.q_proj, layer.q_conv),), (past,), now)
+        return layer.output(x, ask(q.unsqueeze(1), weights, net=layer.net))
+
+    def _convolve(self, x: Tensor, parts: Any, pasts: tuple[Tensor, ...], now: Now) -> list[Tensor]:
+        xs = [projection(x)[:, 0] for projection, _ in parts]
+        return decode.convolve(xs, pasts, [conv.weight for _, conv in parts], self.layer.heads, now.active)
 
     @property
     def diverged(self) -> Tensor:
@@ -240,12 +254,14 @@ class MACStep:
     def step(self, x: Tensor, now: Now) -> Tensor:
         mixer = self.mixer
         begins = now.once("begins", mixer.size, make=lambda: (now.position % mixer.size == 0) & now.active)
-        keep(self.weights, self.memory.running.weights if self.aligned else self.memory.settled(), begins)
+        if self.aligned:
+            self.memory.running.adopt(self.weights, begins)
+        else:
+            decode.keep(self.weights, self.memory.settled(), begins)
         if self.memory.mode == "off":
             y = self.segment.step(x, None, now)
             return mixer.join(y, torch.zeros_like(y))
-        h, asked = mixer.memory.layer.ask(x, self.weights, self.asked)
-        keep((self.asked,), (asked,), now.active)
+        h = self.memory.ask(x, self.weights, self.asked, now)
         y = self.segment.step(x, mixer.norm_retrieved(h), now)
         return mixer.join(y, self.memory.step(mixer.norm_written(x + y), now))
 

@@ -240,7 +240,7 @@ class NeuralMemory(nn.Module):
         q, past_q = self._project(x, self.q_proj, self.q_conv, conv[0], borders)
         k, past_k = self._project(x, self.k_proj, self.k_conv, conv[1], borders)
         v, past_v = self._project(x, self.v_proj, self.v_conv, conv[2], borders)
-        return unit(q), unit(k), v, self._gates(x), (past_q, past_k, past_v)
+        return unit(q), unit(k), v, self.log_gates(x), (past_q, past_k, past_v)
 
     def output(self, x: Float[Tensor, "b t d"], answers: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t d"]:
         """From the memory's answers to the layer's: normalised, gated by x, projected back."""
@@ -252,7 +252,7 @@ class NeuralMemory(nn.Module):
         y, past = conv(projection(x), past, borders)
         return F.silu(y).unflatten(-1, (self.heads, self.head_dim)), past
 
-    def _gates(self, x: Tensor) -> Gates:
+    def log_gates(self, x: Tensor) -> Gates:
         logits = dict(zip(self.gate_names, self.gates(x), strict=True))
         return Gates(
             F.logsigmoid(logits["step"]),

@@ -8,6 +8,7 @@ CUDA graph can hold the whole of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,9 +39,42 @@ def put(buffer: Tensor, slot: Tensor, new: Tensor, active: Tensor) -> None:
     buffer[where] = choose(active, new.to(buffer.dtype), buffer[where])
 
 
+def keep(buffers: Sequence[Tensor], new: Sequence[Tensor], rows: Tensor) -> None:
+    """In place, the new in these rows."""
+    for old, tensor in zip(buffers, new, strict=True):
+        old.copy_(choose(rows, tensor, old))
+
+
 def choose(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Each row from the one or the other."""
     return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)
+
+
+def fits(like: Tensor, width: int) -> bool:
+    """Whether kernels can run for heads of this width, beside a state such as this."""
+    if fused.kernels() is None or width > fused.WIDEST:
+        return False
+    return fused.interpreted() or (like.is_cuda and like.dtype == torch.float32)
+
+
+def convolve(
+    xs: Sequence[Tensor], pasts: Sequence[Tensor], weights: Sequence[Tensor], heads: int, active: Tensor
+) -> list[Tensor]:
+    """What the short convolutions of q, k and v (or of the first of them) make of one token ``[r inner]``, as ``[r h e]``: one
+    kernel for the convolutions, SiLU and unit length. The active rows of their pasts ``[r history inner]`` move on in place.
+    """
+    rows, history, inner = pasts[0].shape
+    taps, width = weights[0].shape[1], inner // heads
+    xs = [x.contiguous() for x in xs]
+    ys = [x.new_empty(rows, heads, width) for x in xs]
+    slots = [[*tensors, *tensors[:1] * (3 - len(xs))] for tensors in (xs, list(pasts), list(weights), ys)]
+    kernels: Any = fused.kernels()
+    kernels.convolve_kernel[(rows * heads, len(xs))](
+        *[tensor for group in slots for tensor in group], active.view(torch.uint8),
+        HEADS=heads, D=width, BD=fused._power(width), HISTORY=history, BT=fused._power(max(history, 1)), TAPS=taps,
+        ACC=fused._tl(pasts[0].dtype), num_warps=4 if history <= 64 else 8,
+    )  # fmt: skip
+    return ys
 
 
 class Running:
@@ -63,13 +97,12 @@ class Running:
         self.step = self._fused if self._choose(backend) == "triton" else self._plain
 
     def _choose(self, backend: str) -> str:
-        fits = fused.unsupported(self.net, self.rule, self.width, self.chunk, self.v.dtype, self.v.device) is None
-        # Asked again here, as the kernels of whole chunks may come to know more than this one does.
-        fits = fits and self.net.depth == 2 and not self.net.bias and self.rule.loss == "squared"
-        fits = fits and self.rule.anchor == "chunk" and not self.rule.decay_first
-        if backend == "triton" and not fits:
+        known = self.net.depth == 2 and not self.net.bias and self.chunk <= fused.WIDEST
+        known = known and self.rule.loss == "squared" and self.rule.anchor == "chunk" and not self.rule.decay_first
+        known = known and fits(self.v, self.width)
+        if backend == "triton" and not known:
             raise ValueError("backend: 'triton' cannot decode this memory")
-        return ("triton" if fits else "plain") if backend == "auto" else backend
+        return ("triton" if known else "plain") if backend == "auto" else backend
 
     def _slots(self, tail: Tensor) -> Tensor:
         """``[r c-1 h ...]`` to ``[m c ...]``."""
@@ -89,6 +122,17 @@ class Running:
     def weights(self) -> Weights:
         """``[r h ...]`` at the open chunk's start: views, which change as tokens come."""
         return tuple(self._split(layer[:, 0]) for layer in self.layers)
+
+    def adopt(self, weights: Weights, rows: Tensor) -> None:
+        """Copy `self.weights` to these, in place, in the rows told ``[r]``."""
+        if not fits(self.v, self.width):
+            keep(weights, self.weights, rows)
+            return
+        kernels: Any = fused.kernels()
+        for layer, weight in zip(self.layers, weights, strict=True):
+            size, block = weight[0, 0].numel(), 1024
+            grid = (self.rows * self.heads, -(-size // block))
+            kernels.adopt_kernel[grid](rows.view(torch.uint8), layer, weight, size, layer.shape[1], self.heads, block)
 
     def settled(self) -> Weights:
         """``[r h ...]`` after all that was read, the open chunk included."""

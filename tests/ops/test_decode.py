@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import Case, pairwise
 
+from remanence.layers import ShortConv, unit
 from remanence.ops import MLP, Gates, Rule, decode, memorize, settle, start
 from remanence.ops.state import where
 from remanence.testing import assert_close
@@ -124,6 +125,28 @@ def test_the_kernel(s, monkeypatch):
 @inside
 def test_whole_tiles():
     walk(Case(net=MLP(expansion=2.0), width=16, chunk=16), "triton", 10)
+
+
+@inside
+@pytest.mark.parametrize(("kernel", "slack", "width"), [(4, 3, 5), (1, 0, 4), (3, 0, 16), (2, 15, 4)])
+def test_the_convolutions(kernel, slack, width):
+    """One kernel is the layers' three convolutions, SiLU and unit length."""
+    convs = [ShortConv(2 * width, kernel, slack).double() for _ in range(3)]
+    pasts = [torch.randn(2, conv.history, 2 * width, dtype=torch.float64) for conv in convs]
+    kept, asked = [past.clone() for past in pasts], pasts[0].clone()
+    for active in ([True, False], [True, True], [False, True]):
+        rows, xs = torch.tensor(active), torch.randn(3, 2, 2 * width, dtype=torch.float64)
+        weights = [conv.weight.detach() for conv in convs]
+        ys = decode.convolve(xs, kept, weights, 2, rows)
+        (alone,) = decode.convolve(xs[:1], [asked], weights[:1], 2, rows)
+        assert_close(alone, ys[0], 0.0)
+        for i, conv in enumerate(convs):
+            y, past = conv(xs[i].unsqueeze(1), pasts[i])
+            y = torch.nn.functional.silu(y[:, 0]).unflatten(-1, (2, width))
+            pasts[i] = where(active, past, pasts[i])
+            assert_close((y if i == 2 else unit(y)).detach(), ys[i], 1e-10)
+            assert_close(pasts[i].detach(), kept[i], 1e-10)
+        assert_close(asked, kept[0], 0.0)
 
 
 @pytest.mark.parametrize("backend", ["plain", pytest.param("triton", marks=inside)])

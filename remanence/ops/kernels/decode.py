@@ -147,3 +147,61 @@ def decode_kernel(
                 if MOMENTUM:
                     store(J1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
                     store(J2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+
+
+@triton.jit
+def _convolve(
+    x, past, weight, y, m, on,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HISTORY: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
+    ACC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    OP: tl.constexpr = x.dtype.element_ty
+    d, t = tl.arange(0, BD), tl.arange(0, BT)
+    live = d < D
+    at = (m % HEADS) * D + d
+    past += (m // HEADS) * HISTORY * HEADS * D
+    places = past + t[:, None] * HEADS * D + at[None, :]
+    held = (t < HISTORY)[:, None] & live[None, :]
+    old = tl.load(places, mask=held, other=0.0)
+    later = tl.load(places + HEADS * D, mask=(t + 1 < HISTORY)[:, None] & live[None, :], other=0.0)
+    new = tl.load(x + (m // HEADS) * HEADS * D + at, mask=live, other=0.0)
+    tap = t - (HISTORY - TAPS + 1)  # the newest input's is the last
+    taps = tl.load(weight + at[None, :] * TAPS + tap[:, None], mask=held & (tap >= 0)[:, None], other=0.0).to(OP).to(ACC)
+    last = tl.load(weight + at * TAPS + TAPS - 1, mask=live, other=0.0).to(OP).to(ACC)
+    # Rounded wherever torch rounds.
+    z = (tl.sum(old.to(OP).to(ACC) * taps, 0) + new.to(ACC) * last).to(OP).to(ACC)
+    z = (z / (1.0 + tl.exp(-z))).to(OP).to(ACC)
+    if UNIT:
+        z = z / tl.sqrt(tl.sum(z * z, 0) + 1e-12)
+    tl.store(y + m * D + d, z.to(OP), mask=live)
+    if on:
+        tl.debug_barrier()  # no thread writes before all have read
+        tl.store(places, tl.where((t == HISTORY - 1)[:, None], new[None, :].to(old.dtype), later), mask=held)
+
+
+@triton.jit
+def convolve_kernel(
+    x0, x1, x2, past0, past1, past2, weight0, weight1, weight2, y0, y1, y2, active,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HISTORY: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """One token of the short convolutions of q, k and v ``[r h e]``, with SiLU, and at unit length but for v. Their last inputs
+    ``[r past h e]`` move up by one, in place.
+    """
+    m, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    on = tl.load(active + m // HEADS) != 0
+    if which == 0:
+        _convolve(x0, past0, weight0, y0, m, on, HEADS, D, BD, HISTORY, BT, TAPS, ACC, True)
+    elif which == 1:
+        _convolve(x1, past1, weight1, y1, m, on, HEADS, D, BD, HISTORY, BT, TAPS, ACC, True)
+    else:
+        _convolve(x2, past2, weight2, y2, m, on, HEADS, D, BD, HISTORY, BT, TAPS, ACC, False)
+
+
+@triton.jit
+def adopt_kernel(begins, source, weights, SIZE, PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """The chunk's start weights, the first of J's parts, where a segment begins; nothing is even read elsewhere."""
+    m = tl.program_id(0).to(tl.int64)
+    if tl.load(begins + m // HEADS) != 0:
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(weights + m * SIZE + i, tl.load(source + m * PARTS * SIZE + i, mask=i < SIZE), mask=i < SIZE)
