@@ -18,7 +18,6 @@ oracle for all of it is autograd through reference.py.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -175,9 +174,14 @@ def _end(net: MLP, rule: Rule, k: Tensor, v: Tensor, output: Tensor) -> tuple[No
     return norm, prediction, (prediction - v if rule.loss == "squared" else -v)
 
 
+def exact(net: MLP, rule: Rule) -> bool:
+    """Whether the tokens of a chunk have an anchor each. For a net that is not linear in its weights they are chunks of one."""
+    return rule.anchor == "token" and net.linear
+
+
 def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
     """What the anchor weights make of a chunk's keys ``[m c e]`` and values."""
-    if rule.anchor == "token":
+    if exact(net, rule):
         return _record_exact(net, rule, anchor, k, v)
     depth, scale = len(anchor.state), anchor.co.scale
     inputs: list[Tensor] = []
@@ -203,7 +207,7 @@ def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record
 
 def record_backward(net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, from those of the layer inputs and errors in `g`; the rest of `g` is added to."""
-    if rule.anchor == "token":
+    if exact(net, rule):
         return _record_exact_backward(net, rule, anchor, rec, g, g_surprise)
     last, scale = len(anchor.state) - 1, anchor.co.scale
     g_outputs: list[Tensor] = []
@@ -260,7 +264,7 @@ def earlier(co: Coefficients) -> tuple[Tensor, Tensor]:
 
 def solver(net: MLP, rule: Rule, k: Tensor, co: Coefficients) -> Tensor | None:
     """(I + (X X^T) P~)^-1 of every chunk at once, where the rule needs it: no part of it waits for a state."""
-    if rule.anchor != "token" or rule.loss != "squared":
+    if not exact(net, rule) or rule.loss != "squared":
         return None
     x = with_ones(net, k)
     blend = torch.bmm(x, x.mT).mul_(earlier(co)[0])
@@ -325,8 +329,8 @@ def record_next(net: MLP, rule: Rule, anchor: Anchor, inputs: list[Tensor], erro
 
     The coefficients are that token's; for the token-exact rule, as they stood one token `earlier`.
     """
-    if rule.anchor == "chunk" or not net.linear:  # the latter has chunks of one token, which are their own anchor
-        return record(net, replace(rule, anchor="chunk"), anchor, k, v)
+    if not exact(net, rule):
+        return record(net, rule, anchor, k, v)
     reading = read(net, anchor, inputs, errors, k)
     _, prediction, slope = _end(net, rule, k, v, reading.outputs[0])
     return Record(reading.inputs, [slope], reading.outputs, [], [], [], None, prediction, slope)

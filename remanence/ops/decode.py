@@ -112,9 +112,6 @@ class Running:
     def _tail(self, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The open chunk's X and D. Those of slots not read yet are whatever zeros give: they are met by coefficients of 0."""
         co = coefficients(self.rule, self.gates, torch.zeros(len(k), dtype=torch.bool, device=k.device))
-        if self.rule.anchor == "token" and not self.net.linear:  # chunks of one token, so there is no tail
-            shapes = self.net.shapes(self.width)
-            return [k.new_zeros(len(k), 1, n) for n, _ in shapes], [k.new_zeros(len(k), 1, n) for _, n in shapes]
         rec = cf.record(self.net, self.rule, cf.Anchor(self.layers, co, cf.solver(self.net, self.rule, k, co)), k, v)
         return [x.contiguous() for x in rec.inputs], [x.contiguous() for x in rec.errors]
 
@@ -171,8 +168,7 @@ class Running:
         whole = coefficients(self.rule, self.gates, on & (slot == self.chunk - 1))
         mix, own, before, own_before = self._at(slot, whole.mix, whole.own, *cf.earlier(whole))
         co = whole._replace(mix=mix, own=own, scale=None if whole.scale is None else self._at(slot, whole.scale)[0])
-        exact = self.rule.anchor == "token" and self.net.linear
-        met = co._replace(mix=before, own=own_before) if exact else co
+        met = co._replace(mix=before, own=own_before) if cf.exact(self.net, self.rule) else co
         rec = cf.record_next(self.net, self.rule, cf.Anchor(self.layers, met), self.inputs, self.errors, k, v)
         pairs = zip((*self.inputs, *self.errors, self.v), (*rec.inputs, *rec.errors, v), strict=True)
         for buffer, new in pairs:

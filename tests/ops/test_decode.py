@@ -99,6 +99,11 @@ def test_token_exact(s):
     walk(Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"]), "plain", 14)
 
 
+@outside
+def test_a_deep_net_of_chunks_of_one():
+    walk(Case(rule=Rule(anchor="token"), chunk=1), "plain", 6)
+
+
 @inside
 @pytest.mark.parametrize(
     "s",
