@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from remanence.config import Mode
+from remanence.decoding import Decoder, unsupported
 from remanence.model import Model, State
 from remanence.tokens import ByteTokenizer, Tokenizer
 
@@ -18,6 +19,9 @@ PIECE = 2048
 """Tokens of one call when a long text is read. Cut where the document's position is a multiple of it, so that a text read with
 an interruption gives the same numbers to the last bit.
 """
+
+IN_PLACE = {"cuda"}
+"""Kinds of devices on which tokens are decoded in place where the model can be: there a step's launches take all the time."""
 
 Write = Literal["all", "prompt", "none"]
 WRITES: tuple[Write, ...] = ("all", "prompt", "none")
@@ -139,7 +143,8 @@ class Generation:
             state = state.rows([0] * len(prompts))
         elif state is not None and len(state.position) != len(prompts):
             raise ValueError(f"state: expected one row, or one for each of {len(prompts)} prompts, got {len(state.position)}")
-        self.state = model.start(len(prompts)) if state is None else state
+        self._state: State | None = model.start(len(prompts)) if state is None else state
+        self._decoder: Decoder | None = None
         self.modes: tuple[Mode | None, Mode | None] = {
             "all": (None, None),
             "prompt": (None, "frozen" if model.has_memory else None),
@@ -148,6 +153,13 @@ class Generation:
         self.begun = False
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.texts = [""] * len(prompts)
+
+    @property
+    def state(self) -> State:
+        if self._state is None:  # only made when it is asked for: a copy for every token would take longer than the token
+            assert self._decoder is not None
+            self._state = self._decoder.state
+        return self._state
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         if self.begun:
@@ -174,6 +186,7 @@ class Generation:
                 if text:
                     self.texts[row] += text
                     yield row, text
+        self._state, self._decoder = self.state, None
 
     def run(self) -> Generation:
         """To the end, without looking."""
@@ -181,29 +194,37 @@ class Generation:
             pass
         return self
 
+    @torch.no_grad()
     def _read_prompts(self) -> Tensor:
         longest = max(len(prompt) for prompt in self.prompts)
         place = self.model.embed.weight.device
         padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in self.prompts], device=place)
         mask = torch.tensor([[True] * len(prompt) + [False] * (longest - len(prompt)) for prompt in self.prompts], device=place)
         whole = bool(mask.all())
-        last, self.state, *_ = read(self.model, padded, self.state, mask=None if whole else mask, memory=self.modes[0])
-        return self._logits(last)
+        last, state, *_ = read(self.model, padded, self.state, mask=None if whole else mask, memory=self.modes[0])
+        self._state = state
+        if place.type in IN_PLACE and self.sampling.max_tokens > 0 and unsupported(self.model, self.modes[1]) is None:
+            self._decoder = Decoder(self.model, state, self.modes[1])
+        return self._finite(self.model.logits(last), state.diverged, [True] * len(self.prompts))
 
     @torch.no_grad()
     def _say(self, chosen: list[int], said: list[bool]) -> Tensor:
         place = self.model.embed.weight.device
-        mask = None if all(said) else torch.tensor(said, device=place).unsqueeze(-1)
-        seen = self.model.trace(torch.tensor(chosen, device=place).unsqueeze(-1), self.state, mask=mask, memory=self.modes[1])
-        self.state = seen.state
-        return self._logits(seen.hidden[:, -1])
+        tokens, rows = torch.tensor(chosen, device=place), torch.tensor(said, device=place)
+        if self._decoder is not None:
+            self._state = None
+            return self._finite(self._decoder.step(tokens, rows), self._decoder.diverged, said)
+        mask = None if all(said) else rows.unsqueeze(-1)
+        seen = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory=self.modes[1])
+        self._state = seen.state
+        return self._finite(self.model.logits(seen.hidden[:, -1]), seen.state.diverged, said)
 
-    @torch.no_grad()
-    def _logits(self, last: Tensor) -> Tensor:
-        logits = self.model.logits(last)[:, : self.tokenizer.vocabulary]
-        if bool(self.state.diverged.any()):
+    def _finite(self, logits: Tensor, diverged: Tensor, said: list[bool]) -> Tensor:
+        """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token waits for."""
+        logits, flags = torch.cat([logits[:, : self.tokenizer.vocabulary], diverged.unsqueeze(-1)], 1).cpu().tensor_split([-1], 1)
+        if bool(flags.any()):
             raise ValueError("state: expected finite numbers, got a memory that has diverged; start again without it")
-        if not bool(logits.isfinite().all()):
+        if not bool(logits[torch.tensor(said)].isfinite().all()):
             raise ValueError("model: expected finite logits, got infinite or NaN ones; its weights are damaged")
         return logits
 

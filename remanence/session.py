@@ -36,7 +36,16 @@ class Session:
             raise ValueError(f"write: expected one of {', '.join(WRITES)}, got {write!r}")
         self.model, self.write = model, write
         self.tokenizer = check_tokenizer(model, tokenizer)
-        self.state: State = model.start(1)
+        self.state = model.start(1)
+
+    @property
+    def state(self) -> State:
+        """All that was read and said. While an answer comes, the answer knows it."""
+        return self._now if isinstance(self._now, State) else self._now.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._now: State | Generation = state
 
     @property
     def tokens(self) -> int:
@@ -82,10 +91,18 @@ class Session:
         generation = Generation(
             self.model, [prompt], Sampling(**sampling), tokenizer=self.tokenizer, state=self.state, write=self.write
         )
-        for _, text in generation:
-            self.state = generation.state
-            yield text
-        self.state = generation.state
+        before = self.state
+        try:
+            for _, text in generation:
+                self._now = generation
+                yield text
+            self._now = generation
+        except ValueError:  # a memory that diverged on the way is of no use
+            self.state = before
+            raise
+        finally:
+            if self._now is generation:
+                self.state = generation.state
 
     def save(self, path: str | Path) -> None:
         """Write the memory, without the text, to a file that only appears when it is whole."""

@@ -176,10 +176,7 @@ class NeuralMemory(nn.Module):
                 repad(seen.y, mask), seen.state, repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask))
             )
         state, borders = self._checked(x, state, offsets)
-        q, past_q = self.q_conv.activated(self.q_proj(x), state.conv[0], borders, self.heads, at_length_one=True)
-        k, past_k = self.k_conv.activated(self.k_proj(x), state.conv[1], borders, self.heads, at_length_one=True)
-        v, past_v = self.v_conv.activated(self.v_proj(x), state.conv[2], borders, self.heads)
-        gates = self._gates(x)
+        q, k, v, gates, conv = self.prepare(x, state.conv, borders)
         answers, memory, surprise = memorize(
             q,
             k,
@@ -193,11 +190,11 @@ class NeuralMemory(nn.Module):
             aligned=aligned or not carried,
             check=False,
         )
-        y = self._output(x, answers)
+        y = self.output(x, answers)
         if carried and torch.is_grad_enabled():
             # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.
             y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(y.dtype)
-        return Trace(y, NeuralMemoryState(memory, (past_q, past_k, past_v)), surprise, gates)
+        return Trace(y, NeuralMemoryState(memory, conv), surprise, gates)
 
     def read(
         self,
@@ -238,15 +235,25 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
         """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's own."""
         q, past = self.q_conv.activated(self.q_proj(x), past, borders, self.heads, at_length_one=True)
-        return self._output(x, ask(q, weights, net=self.net, offsets=borders)), past
+        return self.output(x, ask(q, weights, net=self.net, offsets=borders)), past
 
-    def _gates(self, x: Tensor) -> Gates:
+    def prepare(
+        self, x: Float[Tensor, "b t d"], conv: tuple[Tensor, Tensor, Tensor], borders: list[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Gates, tuple[Tensor, Tensor, Tensor]]:
+        """What the memory gets of x: queries, keys and values ``[b t h e]``, log gates; and the convolutions' new histories."""
+        q, past_q = self.q_conv.activated(self.q_proj(x), conv[0], borders, self.heads, at_length_one=True)
+        k, past_k = self.k_conv.activated(self.k_proj(x), conv[1], borders, self.heads, at_length_one=True)
+        v, past_v = self.v_conv.activated(self.v_proj(x), conv[2], borders, self.heads)
+        return q, k, v, self.log_gates(x), (past_q, past_k, past_v)
+
+    def output(self, x: Float[Tensor, "b t d"], answers: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t d"]:
+        """From the memory's answers to the layer's: normalised, gated by x, projected back."""
+        return self.o_proj(self.norm.gated(answers, self.g_proj(x)))
+
+    def log_gates(self, x: Tensor) -> Gates:
         # A forget gate's log is of what is kept.
         logs = dict(zip(self.gate_names, self.gates.logs(x, [name == "forget" for name in self.gate_names]), strict=True))
         return Gates(logs["step"], logs.get("momentum"), logs.get("forget"))
-
-    def _output(self, x: Tensor, answers: Tensor) -> Tensor:
-        return self.o_proj(self.norm.gated(answers, self.g_proj(x)))
 
     def _fresh(self, x: Tensor, rows: int) -> NeuralMemoryState:
         return self.start(rows, torch.float64 if x.dtype == torch.float64 else torch.float32)

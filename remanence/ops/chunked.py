@@ -118,7 +118,7 @@ class ClosedForm:
             anchors.append(cf.Anchor(borders[i], own, solvers[i]))
             records.append(cf.record(self.net, self.rule, anchors[-1], k, v))
             if self.folds:
-                cf.fold(anchors[-1], records[-1], borders[i + 1])
+                cf.fold(anchors[-1], records[-1].inputs, records[-1].errors, borders[i + 1])
         return states, anchors, records
 
     def _queries(

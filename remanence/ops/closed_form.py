@@ -174,9 +174,14 @@ def _end(net: MLP, rule: Rule, k: Tensor, v: Tensor, output: Tensor) -> tuple[No
     return norm, prediction, (prediction - v if rule.loss == "squared" else -v)
 
 
+def exact(net: MLP, rule: Rule) -> bool:
+    """Whether the tokens of a chunk have an anchor each. For a net that is not linear in its weights they are chunks of one."""
+    return rule.anchor == "token" and net.linear
+
+
 def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
     """What the anchor weights make of a chunk's keys ``[m c e]`` and values."""
-    if rule.anchor == "token":
+    if exact(net, rule):
         return _record_exact(net, rule, anchor, k, v)
     depth, scale = len(anchor.state), anchor.co.scale
     inputs: list[Tensor] = []
@@ -202,7 +207,7 @@ def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record
 
 def record_backward(net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, from those of the layer inputs and errors in `g`; the rest of `g` is added to."""
-    if rule.anchor == "token":
+    if exact(net, rule):
         return _record_exact_backward(net, rule, anchor, rec, g, g_surprise)
     last, scale = len(anchor.state) - 1, anchor.co.scale
     g_outputs: list[Tensor] = []
@@ -249,7 +254,7 @@ def _before(x: Tensor, first: Tensor) -> Tensor:
     return torch.cat([first.expand(x.shape[0], 1, -1), x[:, :-1]], 1)
 
 
-def _earlier(co: Coefficients) -> tuple[Tensor, Tensor]:
+def earlier(co: Coefficients) -> tuple[Tensor, Tensor]:
     """P and (a, r) as each token meets them before its own write (but after its own decay, for decay_first)."""
     untouched = co.own.new_zeros(co.own.shape[-1])
     untouched[0] = 1.0
@@ -259,10 +264,10 @@ def _earlier(co: Coefficients) -> tuple[Tensor, Tensor]:
 
 def solver(net: MLP, rule: Rule, k: Tensor, co: Coefficients) -> Tensor | None:
     """(I + (X X^T) P~)^-1 of every chunk at once, where the rule needs it: no part of it waits for a state."""
-    if rule.anchor != "token" or rule.loss != "squared":
+    if not exact(net, rule) or rule.loss != "squared":
         return None
     x = with_ones(net, k)
-    blend = torch.bmm(x, x.mT).mul_(_earlier(co)[0])
+    blend = torch.bmm(x, x.mT).mul_(earlier(co)[0])
     eye = torch.eye(blend.shape[-1], dtype=blend.dtype, device=blend.device)
     return torch.linalg.solve_triangular(eye + blend, eye.expand_as(blend), upper=False, unitriangular=True)
 
@@ -274,7 +279,7 @@ def _record_exact(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) ->
     (I + (X X^T) P~) D equals what is known; for the dot loss D = -v is known itself, and nothing has to be solved.
     """
     x = with_ones(net, k)
-    mix, own = _earlier(anchor.co)
+    mix, own = earlier(anchor.co)
     output = torch.bmm(spread(x, own), rows(anchor.state[0]))
     if anchor.solver is not None:
         target = v - k if net.residual else v
@@ -291,7 +296,7 @@ def _record_exact_backward(
     net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor
 ) -> tuple[Tensor, Tensor]:
     x, error = rec.inputs[0], rec.errors[0]
-    mix, own = _earlier(anchor.co)
+    mix, own = earlier(anchor.co)
     gram = torch.bmm(x, x.mT)
     if anchor.solver is not None:  # D = solver (known - target), and the surprise is a function of D alone
         g_output = torch.bmm(anchor.solver.mT, torch.addcmul(g.errors[0], error, g_surprise.unsqueeze(-1)))
@@ -312,16 +317,28 @@ def _record_exact_backward(
 
 def _earlier_backward(co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own: Tensor) -> None:
     if co.scale is not None and g_co.scale is not None:
-        mix, own = _earlier(co._replace(scale=None))
+        mix, own = earlier(co._replace(scale=None))
         g_co.scale.add_((g_mix * mix).sum(-1)).add_((g_own * own).sum(-1))
         g_mix, g_own = scaled(g_mix, co.scale), scaled(g_own, co.scale)
     g_co.mix[:, :-1] += g_mix[:, 1:].tril()
     g_co.own[:, :-1] += g_own[:, 1:]
 
 
-def fold(anchor: Anchor, rec: Record, into: Weights) -> None:
+def record_next(net: MLP, rule: Rule, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], k: Tensor, v: Tensor) -> Record:
+    """`record` of one more token ``[m 1 e]`` of a chunk whose inputs and errors so far are known: nothing has to be solved.
+
+    The coefficients are that token's; for the token-exact rule, as they stood one token `earlier`.
+    """
+    if not exact(net, rule):
+        return record(net, rule, anchor, k, v)
+    reading = read(net, anchor, inputs, errors, k)
+    _, prediction, slope = _end(net, rule, k, v, reading.outputs[0])
+    return Record(reading.inputs, [slope], reading.outputs, [], [], [], None, prediction, slope)
+
+
+def fold(anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], into: Weights) -> None:
     """The state at the chunk's end, from the state at its start."""
-    for state, x, error, end in zip(anchor.state, rec.inputs, rec.errors, into, strict=True):
+    for state, x, error, end in zip(anchor.state, inputs, errors, into, strict=True):
         torch.bmm(anchor.co.fold, state.flatten(2), out=end.flatten(2))
         rows(end).baddbmm_(spread(x, anchor.co.fold_mix).mT, error, alpha=-1)
 

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from remanence.ops import fused, fused_linear
-from remanence.ops.launch import interpreted, kernels
+from remanence.ops.launch import WIDEST, interpreted, kernels
 from remanence.ops.layout import DeviceLayout, gates_rows
 from remanence.ops.nets import MLP, Net
 from remanence.ops.resources import lacking
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates, MemoryState
-
-WIDEST = 128
-"""Head width, and chunk, of the largest tile."""
 
 Plan = fused.Plan | fused_linear.Plan
 

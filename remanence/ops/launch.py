@@ -12,6 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from remanence.ops.resources import note
 
+WIDEST = 128
+"""Head width, and chunk, of the largest tile."""
+
 PRECISION = "tf32x3"
 """Of products of float32 operands: three tensor-core products for one of (nearly) float32. "ieee" is exact and slow."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from remanence.ops import fused
+from remanence.ops import launch
 
 AUTO = True
 """Whether CUDA tensors take the kernels."""
@@ -36,7 +36,7 @@ GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward"
 
 @cache
 def kernels() -> ModuleType:
-    fused.kernels()  # what the interpreter needs is mended there
+    launch.kernels()  # what the interpreter needs is mended there
     from remanence.ops.kernels import layer
 
     return layer
@@ -81,7 +81,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def _launch(name: str, grid: tuple[Any, ...], *tensors: Any, stages: int = 1, **constants: Any) -> None:
     if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only
         return
-    constants["ACC"] = fused._tl(_wide(tensors[0]))
+    constants["ACC"] = launch.triton_type(_wide(tensors[0]))
     with torch.cuda.device_of(tensors[0]):
         getattr(kernels(), name)[grid](*tensors, **constants, num_warps=4, num_stages=stages)
 
@@ -136,7 +136,7 @@ def _gate_tiles(name: str, weight: Tensor, heads: int, flipped: int) -> dict[str
     tokens, channels = (size // (1 if block <= 64 else 2) for size in GATE_TILE[name])
     constants: dict[str, Any] = {"BG": block, "DIM": dim, "BT": tokens}
     if channels:
-        constants |= {"BD": channels, "PRECISION": "ieee" if fused.interpreted() else fused.PRECISION}
+        constants |= {"BD": channels, "PRECISION": launch.precision()}
     return constants | (
         {"COUNT": count} if name == "gates_backward" else {"GATES": count // heads, "HEADS": heads, "FLIPPED": flipped}
     )

@@ -79,7 +79,7 @@ class TestLaws:
         assert_close(memory.read(x[:, 10:], state, mask=mask), y, 1e-12)
         none, all_ = torch.full((2, 11, 2), -torch.inf, dtype=torch.float64), torch.zeros(2, 11, 2, dtype=torch.float64)
         still = Gates(none, none if memory.rule.momentum else None, all_ if memory.rule.forget else None)
-        monkeypatch.setattr(memory, "_gates", lambda x: still)
+        monkeypatch.setattr(memory, "log_gates", lambda x: still)
         assert_close(memory(x[:, 10:], state)[0], y, 1e-10)
 
 

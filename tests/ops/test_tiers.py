@@ -72,6 +72,11 @@ def test_token_exact_equals_reference(s):
     assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(), tolerance=1e-10)
 
 
+def test_token_exact_deep_nets_have_chunks_of_one():
+    case = Case(rule=Rule(anchor="token"), chunk=1, tokens=9)
+    assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(), tolerance=1e-10)
+
+
 @pytest.mark.parametrize("momentum", [True, False])
 def test_token_exact_does_not_depend_on_the_tile(momentum):
     net, rule = MLP(depth=1, norm=False, residual=False), Rule(momentum=momentum, anchor="token")

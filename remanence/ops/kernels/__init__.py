@@ -12,6 +12,7 @@ One chunk's tokens are a tile of C rows; a program is one (row, head), or one of
     carry_kernel      the state's gradient, backwards over the chunks      one program per (row, head); carry_stream likewise
     keys_backward     gradients of k, c, s and fold, given the gradient of every chunk's end state
     coef_backward     gradients of the gates
+    decode_kernel     all of it for one token, in place; convolve_kernel before it, adopt_kernel for MAC's segments
 
 What is linear stays split: what reading contributes (parallel) and what comes from later chunks (sequential) are added up in
 `carry_kernel`, so that nothing but the state's own recurrence waits. Operands of products have the inputs' dtype (OP), sums and
@@ -21,17 +22,21 @@ for one layer, on the same coefficients.
 
 from remanence.ops.kernels.carry import carry_kernel, carry_stream, keys_backward
 from remanence.ops.kernels.coef import coef_backward, coef_kernel
+from remanence.ops.kernels.decode import adopt_kernel, convolve_kernel, decode_kernel
 from remanence.ops.kernels.linear import linear_read, linear_solve, linear_state
 from remanence.ops.kernels.linear_backward import linear_carry, linear_keys_backward, linear_read_backward
 from remanence.ops.kernels.read import blend_backward, read_backward, read_kernel
 from remanence.ops.kernels.state import state_kernel, state_stream
 
 __all__ = [
+    "adopt_kernel",
     "blend_backward",
     "carry_kernel",
     "carry_stream",
     "coef_backward",
     "coef_kernel",
+    "convolve_kernel",
+    "decode_kernel",
     "keys_backward",
     "linear_carry",
     "linear_keys_backward",
