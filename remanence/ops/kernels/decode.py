@@ -57,12 +57,12 @@ def decode_kernel(
         a = tl.full([], 1.0, ACC)
         if FORGET:
             keep = _gates(keeps + m * CHUNK, tl.load(log_keep + m), t, slot, 0.0)
-            kept = tl.sum(tl.where(own[None, :], _products(keep, BC), 0.0), 1)
+            kept = tl.sum(tl.where(own[None, :], _products(keep, BC, False), 0.0), 1)
             a = tl.exp(tl.sum(keep, 0))
         P = kept * theta
         if MOMENTUM:
             eta = _gates(momenta + m * CHUNK, tl.load(log_momentum + m), t, slot, 0.0)
-            moved = _products(eta, BC)
+            moved = _products(eta, BC, False)
             P = tl.sum(moved * kept[None, :], 1) * theta
             s = tl.sum(tl.where(own[None, :], moved, 0.0), 1) * theta
             r = tl.sum(kept * tl.exp(tl.cumsum(eta, 0)), 0)
