@@ -18,6 +18,7 @@ from remanence.ops.launch import (
     coefficients,
     interpreted,
     launch,
+    operator,
     power,
     precision,
     processors,
@@ -324,14 +325,8 @@ def _autograd(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     return g_q, g_k, g_v, *kept, g_J1, g_J2, None, None, *[None] * len(ctx.plan)
 
 
-memory_forward = torch.library.custom_op(
-    "remanence::memory_forward", _forward_op, mutates_args=(),
-    schema=f"({_INPUTS}, bool train, {_PLAN}) -> {tensors(_OUTPUTS + _KEPT)}",
-)  # fmt: skip
-memory_backward = torch.library.custom_op(
-    "remanence::memory_backward", _backward_op, mutates_args=(),
-    schema=f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}",
-)  # fmt: skip
-memory_forward.register_fake(_forward_op)
-memory_backward.register_fake(_backward_op)
-memory_forward.register_autograd(_autograd, setup_context=_setup)
+_RESULTS = tensors(_OUTPUTS + _KEPT)
+memory_forward = operator("memory_forward", _forward_op, f"({_INPUTS}, bool train, {_PLAN}) -> {_RESULTS}", _autograd, _setup)
+memory_backward = operator(
+    "memory_backward", _backward_op, f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}"
+)

@@ -13,7 +13,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remanence.ops.fused import warps_of
-from remanence.ops.launch import GATES, arch, coefficients, launch, power, precision, processors, tensors, triton_type
+from remanence.ops.launch import (
+    GATES,
+    arch,
+    coefficients,
+    launch,
+    operator,
+    power,
+    precision,
+    processors,
+    tensors,
+    triton_type,
+)
 from remanence.ops.nets import MLP
 from remanence.ops.resources import Launch, noting
 from remanence.ops.rules import Rule
@@ -244,14 +255,8 @@ def _autograd(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     return g_q, g_k, g_v, *kept, g_J, None, None, *[None] * len(ctx.plan)
 
 
-linear_forward = torch.library.custom_op(
-    "remanence::linear_forward", _forward_op, mutates_args=(),
-    schema=f"({_INPUTS}, bool train, {_PLAN}) -> {tensors(_OUTPUTS + _KEPT)}",
-)  # fmt: skip
-linear_backward = torch.library.custom_op(
-    "remanence::linear_backward", _backward_op, mutates_args=(),
-    schema=f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}",
-)  # fmt: skip
-linear_forward.register_fake(_forward_op)
-linear_backward.register_fake(_backward_op)
-linear_forward.register_autograd(_autograd, setup_context=_setup)
+_RESULTS = tensors(_OUTPUTS + _KEPT)
+linear_forward = operator("linear_forward", _forward_op, f"({_INPUTS}, bool train, {_PLAN}) -> {_RESULTS}", _autograd, _setup)
+linear_backward = operator(
+    "linear_backward", _backward_op, f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}"
+)

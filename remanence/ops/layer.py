@@ -196,29 +196,6 @@ def _gated_norm_backward(g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, e
     return g_x, g_gate, g_weight.sum(0).to(weight.dtype)
 
 
-def _operator(name: str, function: Any, schema: str) -> Any:
-    made = torch.library.custom_op(f"remanence::{name}", function, mutates_args=(), schema=schema)
-    made.register_fake(function)
-    return made
-
-
-_CONV, _GATES, _NORM = "Tensor x, Tensor past, Tensor weight", "Tensor x, Tensor weight, Tensor bias", "Tensor x, Tensor gate"
-short_conv_forward = _operator("short_conv", _short_conv, f"({_CONV}, int heads, bool unit) -> Tensor")
-short_conv_backward = _operator(
-    "short_conv_backward", _short_conv_backward, f"(Tensor g_y, {_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)"
-)
-gates_forward = _operator("log_gates", _gates, f"({_GATES}, int heads, int flipped) -> (Tensor, Tensor, Tensor)")
-gates_backward = _operator(
-    "log_gates_backward",
-    _gates_backward,
-    f"(Tensor g_logs, {_GATES}, Tensor logits, Tensor scales, int heads, int flipped) -> (Tensor, Tensor, Tensor)",
-)
-gated_norm_forward = _operator("gated_norm", _gated_norm, f"({_NORM}, Tensor weight, float eps) -> Tensor")
-gated_norm_backward = _operator(
-    "gated_norm_backward", _gated_norm_backward, f"(Tensor g_y, {_NORM}, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
-)
-
-
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.constants = inputs[3:]
@@ -238,6 +215,24 @@ def _through(backward: Any) -> Any:
     return gradients
 
 
-short_conv_forward.register_autograd(_through(short_conv_backward), setup_context=_keep_inputs)
-gates_forward.register_autograd(_through(gates_backward), setup_context=_keep_gates)
-gated_norm_forward.register_autograd(_through(gated_norm_backward), setup_context=_keep_inputs)
+_CONV, _GATES, _NORM = "Tensor x, Tensor past, Tensor weight", "Tensor x, Tensor weight, Tensor bias", "Tensor x, Tensor gate"
+short_conv_backward = launch.operator(
+    "short_conv_backward", _short_conv_backward, f"(Tensor g_y, {_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)"
+)
+short_conv_forward = launch.operator(
+    "short_conv", _short_conv, f"({_CONV}, int heads, bool unit) -> Tensor", _through(short_conv_backward), _keep_inputs
+)
+gates_backward = launch.operator(
+    "log_gates_backward",
+    _gates_backward,
+    f"(Tensor g_logs, {_GATES}, Tensor logits, Tensor scales, int heads, int flipped) -> (Tensor, Tensor, Tensor)",
+)
+gates_forward = launch.operator(
+    "log_gates", _gates, f"({_GATES}, int heads, int flipped) -> (Tensor, Tensor, Tensor)", _through(gates_backward), _keep_gates
+)
+gated_norm_backward = launch.operator(
+    "gated_norm_backward", _gated_norm_backward, f"(Tensor g_y, {_NORM}, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+)
+gated_norm_forward = launch.operator(
+    "gated_norm", _gated_norm, f"({_NORM}, Tensor weight, float eps) -> Tensor", _through(gated_norm_backward), _keep_inputs
+)
