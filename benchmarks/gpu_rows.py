@@ -46,22 +46,24 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def once(run: Callable[[], Any]) -> float:
-    """Milliseconds of one call."""
+def several(run: Callable[[], Any], count: int) -> float:
+    """Milliseconds of a call, one behind the other as in training: what the host does for the next hides behind this one."""
     if DEVICE == "cpu":
         begin = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - begin)
+        for _ in range(count):
+            run()
+        return 1e3 * (time.perf_counter() - begin) / count
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
-    run()
+    for _ in range(count):
+        run()
     last.record()
     last.synchronize()
-    return first.elapsed_time(last)
+    return first.elapsed_time(last) / count
 
 
 def median_ms(run: Callable[[], Any], seconds: float = 1.0, most: int = 10) -> float:
-    """Of as many calls as fit, after two to warm up; what is slow is called less often."""
+    """Of as many rounds as fit, after two calls to warm up; what is quick is called several times a round."""
     begin = time.perf_counter()
     run()
     synchronize()
@@ -69,9 +71,10 @@ def median_ms(run: Callable[[], Any], seconds: float = 1.0, most: int = 10) -> f
         return 1e3 * (time.perf_counter() - begin)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()  # autotuning may have needed more
-    about = once(run)
-    rounds = max(0, min(most, int(1e3 * seconds / about)))
-    return statistics.median([once(run) for _ in range(rounds)] or [about])
+    about = several(run, 1)
+    count = max(1, min(8, int(60.0 / about)))
+    rounds = max(0, min(most, int(1e3 * seconds / about / count)))
+    return statistics.median([several(run, count) for _ in range(rounds)] or [about])
 
 
 def peak_gib() -> float | None:

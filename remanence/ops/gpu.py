@@ -98,10 +98,9 @@ def memorize(
     results = operator(*inputs, *start, layout.totals.to(torch.int32), train, *plan)
     y, surprise, *ends, bad = results[: 3 + len(start)]
     layers = tuple(end.unflatten(0, (rows, heads)) for end in ends) if layout.folds else state.layers
-    diverged = state.diverged | bad.view(rows, -1).any(1)
-    for outcome in (surprise, *(layers if layout.folds else ())):
-        # In one pass: NaN is the largest of all.
-        diverged = diverged | ~torch.linalg.vector_norm(outcome.detach().flatten(1), torch.inf, 1).isfinite()
+    outcomes = [x.detach().flatten(1) for x in (surprise, *(layers if layout.folds else ()))]
+    largest = torch.stack([torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes])  # NaN is the largest of all
+    diverged = state.diverged | bad.view(rows, -1).any(1) | ~largest.isfinite().all(0)
     tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
     new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), state.position + layout.counts, diverged)
     return layout.back(y), new, layout.back(surprise)

@@ -116,15 +116,19 @@ class DeviceLayout:
         self.batch, self.tokens, self.chunk, self.aligned = batch, tokens, chunk, aligned
         self.device, self.count = state.position.device, len(state.position)
         self.uniform = offsets is None and aligned
-        if offsets is None:
-            longest, self.counts = tokens, torch.full((self.count,), tokens, device=self.device)
-            self.starts = torch.arange(self.count, device=self.device) * tokens
-        else:
-            longest, places = max(b - a for a, b in pairwise(offsets)), _on_device(tuple(offsets), self.device)
-            self.starts, self.counts = places[:-1], places.diff()
+        longest = tokens if offsets is None else max(b - a for a, b in pairwise(offsets))
         self.length = longest + (0 if aligned else chunk - 1)
         self.folds = self.length >= chunk
-        self.tails = torch.zeros_like(self.counts) if aligned else state.position % chunk
+        self.counts: Tensor | int = tokens
+        if self.uniform:
+            self.totals = torch.full((self.count,), tokens, device=self.device)
+            return
+        if offsets is None:
+            self.starts = torch.arange(self.count, device=self.device) * tokens
+        else:
+            places = _on_device(tuple(offsets), self.device)
+            self.starts, self.counts = places[:-1], places.diff()
+        self.tails = torch.zeros_like(self.starts) if aligned else state.position % chunk
         self.totals = self.tails + self.counts
 
     def rows(self, tail: Tensor, x: Tensor) -> Tensor:
@@ -149,8 +153,8 @@ class DeviceLayout:
     def there(self) -> Tensor:
         """``[r length]``: which of the call's tokens, and behind them of the tail's slots, stands at a row's place; -1: none."""
         place = torch.arange(self.length, device=self.device)
-        tails, counts, row = (x.unsqueeze(-1) for x in (self.tails, self.counts, torch.arange(self.count, device=self.device)))
-        new = torch.where(place < tails + counts, self.starts.unsqueeze(-1) + place - tails, -1)
+        tails, totals, row = (x.unsqueeze(-1) for x in (self.tails, self.totals, torch.arange(self.count, device=self.device)))
+        new = torch.where(place < totals, self.starts.unsqueeze(-1) + place - tails, -1)
         return torch.where(place < tails, self.batch * self.tokens + row * (self.chunk - 1) + place, new)
 
     @cached_property

@@ -8,12 +8,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from cases import Case, pairwise
 
-from remanence.ops import MLP, Gates, Rule, fused, memorize, start
+from remanence import Model, preset
+from remanence.ops import MLP, Gates, Rule, fused, memorize, operator, start
 from remanence.testing import assert_same_function, distance
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -187,3 +189,23 @@ def test_what_it_cannot_run_is_said():
     case = Case(net=MLP(depth=3))
     with pytest.raises(ValueError, match="depth 2"):
         case.call("triton")(*case.leaves())
+
+
+@inside
+def test_a_whole_model_compiles_without_a_break(monkeypatch):
+    """Every variant's layer in one model, on the kernels; fullgraph makes a break an error."""
+    monkeypatch.setattr(operator, "_choose", lambda *_: "triton")
+    pattern = ("lmm", "mag", "mal", "mac", "gated_delta")
+    model = Model(preset("tiny", pattern, depth=len(pattern), dim=32, heads=2, memory={"heads": 2}, segment=16, window=16))
+    tokens = torch.randint(0, model.config.vocabulary, (2, 37))
+
+    def results(call):
+        y = call(tokens)[0]
+        return y, *torch.autograd.grad(y.square().mean(), list(model.parameters()))
+
+    # In a thread of its own, which does not have the tests' device mode: the compiler does not see through that.
+    with ThreadPoolExecutor(1) as aside:
+        found = aside.submit(results, torch.compile(model, backend="aot_eager", fullgraph=True)).result()
+    names = ["logits", *dict(model.named_parameters())]
+    for name, true, x in zip(names, results(model), found, strict=True):
+        assert distance(true, x) < 1e-4, name
