@@ -107,7 +107,7 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
         rate = PEAKS[gpu] * ASSUMED * gpus / per_token
         basis = f"assuming {ASSUMED:.0%} of the peak of {gpus} {gpu}"
         if any(".initial." in name for name, _ in model.named_parameters()):
-            basis += ", which neural memories do not reach without fused kernels"
+            basis += ", which neural memories do not reach"
     return Plan(parameters, tokens, tokens * per_token, memory, available, rate, basis)
 
 
