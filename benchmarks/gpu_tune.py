@@ -316,14 +316,15 @@ def rescues() -> list[tuple[dict[str, Any], dict[str, str], str]]:
     """Other ways to build kernels that failed: (job's fields, environment, name)."""
     import triton
 
+    folder = Path(tempfile.gettempdir()) / "remanence-triton"
     ways: list[tuple[dict[str, Any], dict[str, str], str]] = []
     found = [Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell", *Path("/usr/local").glob("cuda-1*/bin/ptxas")]
     for ptxas in found:
         if ptxas.exists():
             ways.append(
-                ({}, {"TRITON_PTXAS_PATH": str(ptxas), "TRITON_CACHE_DIR": f"/tmp/triton-{ptxas.parent.parent.name}"}, str(ptxas))
+                ({}, {"TRITON_PTXAS_PATH": str(ptxas), "TRITON_CACHE_DIR": f"{folder}-{ptxas.parent.parent.name}"}, str(ptxas))
             )
-    ways.append(({}, {"DISABLE_PTXAS_OPT": "1", "TRITON_CACHE_DIR": "/tmp/triton-plain"}, "ptxas without optimiser"))
+    ways.append(({}, {"DISABLE_PTXAS_OPT": "1", "TRITON_CACHE_DIR": f"{folder}-plain"}, "ptxas without optimiser"))
     ways.append(({"warps": dict.fromkeys(fused.WARPS, 4)}, {}, "4 warps everywhere"))
     parallel = ("read_kernel", "read_backward", "blend_backward", "keys_backward")
     ways.append(({"warps": dict.fromkeys(parallel, 2)}, {}, "2 warps (no wgmma) in the parallel kernels"))

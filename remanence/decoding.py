@@ -18,7 +18,7 @@ from remanence.attention import Attention, AttentionState, Heads, SegmentAttenti
 from remanence.blocks import LMM, MAC, MAG, MAL, BothState, MACState, Memory, Softmax
 from remanence.config import Mode
 from remanence.memory.neural import NeuralMemoryState
-from remanence.model import Model, State
+from remanence.model import Model, State, memories
 from remanence.ops import ask, decode
 from remanence.ops.state import Weights
 
@@ -305,7 +305,16 @@ class Decoder:
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False for a model on {self.device.type}, got True")
         self.captures = self.device.type == "cuda" if graph is None else graph
+        self._check(state)
         self._begin(state)
+
+    def _check(self, state: State) -> None:
+        if not isinstance(state, State):
+            raise ValueError(f"state: expected the State that this model returned, got {type(state).__name__}")
+        self.model._check(torch.zeros(len(state.position), 1, dtype=torch.int64), state, None, None)
+        layers = [getattr(getattr(block.mixer, "memory", None), "layer", None) for block in self.model.blocks]
+        for layer, held in zip([layer for layer in layers if layer is not None], memories(state), strict=True):
+            layer.check_state(held)
 
     @torch.no_grad()
     def _begin(self, state: State) -> None:
@@ -324,8 +333,10 @@ class Decoder:
         Rows that are not active stay as they are, and their logits mean nothing.
         """
         for name, x, dtype in (("tokens", tokens, torch.int64), ("active", active, torch.bool)):
-            if x is not None and (x.shape != self.position.shape or x.dtype != dtype):
-                came = f"{list(x.shape)} {x.dtype}"
+            if x is None and name == "active":
+                continue
+            if not isinstance(x, Tensor) or x.shape != self.position.shape or x.dtype != dtype:
+                came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name}: expected {dtype} of shape {list(self.position.shape)}, one per row, got {came}")
         if self.room is not None:
             if self.room == 0:
@@ -345,13 +356,14 @@ class Decoder:
 
     def _forward(self) -> Tensor:
         now = Now(self.position, self.active, {})
-        x = self.model.embed(self.tokens).unsqueeze(1)
         block: Any
-        for block, step in zip(self.model.blocks, self.steps, strict=True):
-            x = x + step.step(block.norm_mixer(x), now)
-            x = x + block.ffn(block.norm_ffn(x))
-        self.position += self.active
-        return self.model.logits(self.model.norm(x))[:, 0]
+        with torch.autocast(self.device.type, enabled=False):  # in the dtype of the weights, whoever asks
+            x = self.model.embed(self.tokens).unsqueeze(1)
+            for block, step in zip(self.model.blocks, self.steps, strict=True):
+                x = x + step.step(block.norm_mixer(x), now)
+                x = x + block.ffn(block.norm_ffn(x))
+            self.position += self.active
+            return self.model.logits(self.model.norm(x))[:, 0]
 
     def _capture(self) -> None:
         """Everything is run before it is captured, for what is loaded or compiled on first use; with no row active, so that

@@ -23,6 +23,8 @@ an interruption gives the same numbers to the last bit.
 IN_PLACE = {"cuda"}
 """Kinds of devices on which tokens are decoded in place where the model can be: there a step's launches take all the time."""
 
+DIVERGED = "state: expected finite numbers, got a memory that has diverged; start again without it"
+
 Write = Literal["all", "prompt", "none"]
 WRITES: tuple[Write, ...] = ("all", "prompt", "none")
 
@@ -187,6 +189,8 @@ class Generation:
                     self.texts[row] += text
                     yield row, text
         self._state, self._decoder = self.state, None
+        if bool(self._state.diverged.any()):  # by the last token's own writing
+            raise ValueError(DIVERGED)
 
     def run(self) -> Generation:
         """To the end, without looking."""
@@ -223,7 +227,7 @@ class Generation:
         """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token waits for."""
         logits, flags = torch.cat([logits[:, : self.tokenizer.vocabulary], diverged.unsqueeze(-1)], 1).cpu().tensor_split([-1], 1)
         if bool(flags.any()):
-            raise ValueError("state: expected finite numbers, got a memory that has diverged; start again without it")
+            raise ValueError(DIVERGED)
         if not bool(logits[torch.tensor(said)].isfinite().all()):
             raise ValueError("model: expected finite logits, got infinite or NaN ones; its weights are damaged")
         return logits

@@ -85,7 +85,10 @@ class Session:
         return "".join(self.stream(prompt, **sampling))
 
     def stream(self, prompt: str, **sampling: Any) -> Iterator[str]:
-        """`generate`, as it comes. What has come is remembered even if the loop is left early; finish it before reading on."""
+        """`generate`, as it comes. What has come is remembered even if the loop is left early; finish it before reading on.
+
+        If the memory diverges on the way, an error says so, and the session is where it was before the prompt.
+        """
         if not prompt:
             raise ValueError("prompt: expected a text of at least one character, got an empty one")
         generation = Generation(

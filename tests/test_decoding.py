@@ -164,6 +164,10 @@ def test_arguments_are_checked():
         decoder.step(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"active: expected torch.bool of shape \[2\]"):
         decoder.step(torch.zeros(2, dtype=torch.int64), torch.ones(2))
+    with pytest.raises(ValueError, match="state: expected the State"):
+        Decoder(subject, None)
+    with pytest.raises(ValueError, match=r"tokens: expected torch\.int64"):
+        Decoder(subject, subject.start(2)).step([1, 2])
     with pytest.raises(ValueError, match="graph: expected None or False for a model on cpu, got True"):
         Decoder(subject, subject.start(2), graph=True)
 

@@ -273,14 +273,18 @@ class NeuralMemory(nn.Module):
             state = self._fresh(x, x.shape[0] if offsets is None else documents(offsets))
         if not isinstance(state, NeuralMemoryState):
             raise ValueError(f"state: expected the state this layer returned, or None, got {type(state).__name__}")
-        own_chunk, chunk = self.config.chunk, state.memory.chunk
-        if chunk != own_chunk:
-            raise ValueError(f"state: expected one of chunk {own_chunk}, got one of chunk {chunk}; a chunk belongs to the model")
+        self.check_state(state.memory)
         expected = [state.memory.position.shape[0], self.q_conv.history, self.config.inner]
         for past in state.conv:
             if list(past.shape) != expected:
                 raise ValueError(f"state: expected convolution inputs {expected}, got {list(past.shape)}")
         return state, check_offsets(offsets, x.shape[0], x.shape[1], state.memory.position.shape[0])
+
+    def check_state(self, memory: MemoryState) -> None:
+        """That a memory's state has this layer's chunk."""
+        own, chunk = self.config.chunk, memory.chunk
+        if chunk != own:
+            raise ValueError(f"state: expected one of chunk {own}, got one of chunk {chunk}; a chunk belongs to the model")
 
     def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:
         """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or convolution."""

@@ -68,11 +68,11 @@ def convolve(
     xs = [x.contiguous() for x in xs]
     ys = [x.new_empty(rows, heads, width) for x in xs]
     slots = [[*tensors, *tensors[:1] * (3 - len(xs))] for tensors in (xs, list(pasts), list(weights), ys)]
-    kernels: Any = launch.kernels()
-    kernels.convolve_kernel[(rows * heads, len(xs))](
+    launch.launch(
+        "convolve_kernel", (rows * heads, len(xs)),
         *[tensor for group in slots for tensor in group], active.view(torch.uint8),
         HEADS=heads, D=width, BD=launch.power(width), HISTORY=history, BT=launch.power(max(history, 1)), TAPS=taps,
-        ACC=launch.triton_type(pasts[0].dtype), num_warps=4 if history <= 64 else 8,
+        ACC=launch.triton_type(pasts[0].dtype), options={"num_warps": 4 if history <= 64 else 8},
     )  # fmt: skip
     return ys
 
@@ -101,7 +101,9 @@ class Running:
         known = known and self.rule.loss == "squared" and self.rule.anchor == "chunk" and not self.rule.decay_first
         known = known and fits(self.v, self.width)
         if backend == "triton" and not known:
-            raise ValueError("backend: 'triton' cannot decode this memory")
+            raise ValueError(
+                f"backend: 'triton' decodes two layers anchored at the chunk's start, on CUDA, got {self.net} and {self.rule}"
+            )
         return ("triton" if known else "plain") if backend == "auto" else backend
 
     def _slots(self, tail: Tensor) -> Tensor:
@@ -125,11 +127,10 @@ class Running:
         if not fits(self.v, self.width):
             keep(weights, self.weights, rows)
             return
-        kernels: Any = launch.kernels()
         for layer, weight in zip(self.layers, weights, strict=True):
             size, block = weight[0, 0].numel(), 1024
-            grid = (self.rows * self.heads, -(-size // block))
-            kernels.adopt_kernel[grid](rows.view(torch.uint8), layer, weight, size, layer.shape[1], self.heads, block)
+            grid, told = (self.rows * self.heads, -(-size // block)), (size, layer.shape[1], self.heads, block)
+            launch.launch("adopt_kernel", grid, rows.view(torch.uint8), layer, weight, *told, options={})
 
     def settled(self) -> Weights:
         """``[r h ...]`` after all that was read, the open chunk included."""
@@ -198,11 +199,11 @@ class Running:
             "FORGET": self.rule.forget, "NORM": self.net.norm, "RESIDUAL": self.net.residual,
             "GELU": self.net.activation == "gelu", "ACC": launch.triton_type(self.v.dtype),
         }  # fmt: skip
-        kernels: Any = launch.kernels()
-        kernels.decode_kernel[(self.rows * self.heads,)](
+        launch.launch(
+            "decode_kernel", (self.rows * self.heads,),
             q.contiguous(), k.contiguous(), v.contiguous(), *new, *self.layers, *self.inputs, *self.errors, self.v, *kept,
             self.position, active.view(torch.uint8), y, surprise, self.diverged.view(torch.uint8),
-            **constants, num_warps=WARPS, num_stages=1,
+            **constants, options={"num_warps": WARPS, "num_stages": 1},
         )  # fmt: skip
         self.position += active  # not in the kernel, whose programs read it
         return y, surprise

@@ -16,8 +16,10 @@ from remanence.ops.launch import (
     GATES,
     arch,
     coefficients,
+    given,
     interpreted,
     launch,
+    once,
     operator,
     power,
     precision,
@@ -64,7 +66,7 @@ BLOCKS = {
 """Those blocks, and the parallel kernels' tiles, along the hidden axis; half of it for heads wider than 64."""
 
 APART = dict.fromkeys(("state_kernel", "state_stream", "read_kernel", "read_backward", "carry_kernel", "carry_stream"), True)
-"""Whether these hold their products apart (`_dot_apart`) on chunks of 64 and more: fewer registers, nothing fetched early."""
+"""Whether these hold their products apart (`dot_apart`) on chunks of 64 and more: fewer registers, nothing fetched early."""
 
 
 class Plan(NamedTuple):
@@ -154,7 +156,10 @@ def warps_of(name: str, tile: int) -> int:
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
-    options: dict[str, Any] = {"num_warps": warps_of(name, constants["BC"]), "num_stages": stages_of(name, arch())}
+    options: dict[str, Any] = {
+        "num_warps": warps_of(name, constants["BC"]),
+        "num_stages": stages_of(name, arch(tensors[0].device)),
+    }
     if constants.get("SHARES", 1) > 1:  # programs that wait for one another must all be there
         options["launch_cooperative_grid"] = True
     launch(name, grid, *tensors, options=options, **constants)
@@ -213,7 +218,7 @@ def _forward(
     P, co = _empty(q, m, n, C, C, dtype=op), _empty(q, m, n, 4, C, dtype=acc)
     fold = _empty(q, m, n, 4, dtype=acc)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
-    _launch("coef_kernel", (n, m), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op))
+    _launch("coef_kernel", (n * m,), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op))
     starts1, starts2 = (_empty(q, m, n, *J.shape[1:], dtype=op) for J in (J1, J2))
     end1, end2, errors = torch.empty_like(J1), torch.empty_like(J2), torch.empty_like(k)
     surprise = _empty(q, rows, L, heads, dtype=acc)
@@ -230,7 +235,7 @@ def _forward(
     scores = _empty(q, *((m, n, C, C) if train else (0,)), dtype=op)
     answers, spreads = _kept_norm(plan, q, acc, train)
     _launch(
-        "read_kernel", (n, m),
+        "read_kernel", (n * m,),
         q, k, starts1, starts2, P, co, errors, *tiles, scores, answers, spreads, y, bad, L, n, heads,
         **plan.tiles("read_kernel", acc, op, train),
     )  # fmt: skip
@@ -252,13 +257,13 @@ def _backward(
     g_J1, g_J2 = torch.empty_like(starts1), torch.empty_like(starts2)
     came = _empty(q, m, n, dtype=acc)
     _launch(
-        "read_backward", (n, m),
+        "read_backward", (n * m,),
         q, starts1, starts2, P, co, errors, hiddens, reads, scores, answers, spreads, g_y, g_surprise,
         g_q, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, heads,
         **plan.tiles("read_backward", acc, op),
     )  # fmt: skip
     _launch(
-        "blend_backward", (n, m),
+        "blend_backward", (n * m,),
         q, k, starts2, P, slopes, firsts, g_D1, g_q, g_k, g_P, g_D1, g_D2, L, n, heads,
         **plan.tiles("blend_backward", acc, op),
     )  # fmt: skip
@@ -274,13 +279,13 @@ def _backward(
         **plan.tiles(carry, acc, op),
     )  # fmt: skip
     _launch(
-        "keys_backward", (n, m),
+        "keys_backward", (n * m,),
         k, starts1, starts2, co, errors, hiddens, firsts, *ends, g_v, g_k, g_co, g_fold, L, n, heads,
         **plan.tiles("keys_backward", acc, op),
     )  # fmt: skip
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
-    _launch("coef_backward", (n, m), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
+    _launch("coef_backward", (n * m,), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
     grads = [_empty(q, 0, dtype=acc) if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
     return g_q, g_k, g_v, *grads, g_first1, g_first2
 
@@ -312,21 +317,21 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.plan = plan
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[4:])
-    ctx.save_for_backward(log_step, log_momentum, log_keep, q, k, v, totals, *output)
+    # Not the results themselves, which are the caller's to change: what they look like is enough for those without a gradient.
+    ctx.like = [(x.shape, x.dtype) for x in output[:4]]
+    ctx.save_for_backward(log_step, log_momentum, log_keep, q, k, v, totals, *output[_OUTPUTS:])
 
 
 def _autograd(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    *gates, q, k, v, totals, y, surprise, end1, end2, _bad = ctx.saved_tensors[:12]
-    saved = [q, k, v, totals, *ctx.saved_tensors[12:]]
-    outputs = (y, surprise, end1, end2)
-    given = [torch.zeros_like(x) if g is None else g.contiguous() for g, x in zip(grads[:4], outputs, strict=True)]
-    g_q, g_k, g_v, *g_gates, g_J1, g_J2 = memory_backward(*gates, saved, given, *ctx.plan)
-    kept = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
-    return g_q, g_k, g_v, *kept, g_J1, g_J2, None, None, *[None] * len(ctx.plan)
+    kept = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+    gates, saved = kept[:3], list(kept[3:])
+    g_q, g_k, g_v, *g_gates, g_J1, g_J2 = memory_backward(*gates, saved, given(grads, ctx.like, saved[0]), *ctx.plan)
+    known = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
+    return g_q, g_k, g_v, *known, g_J1, g_J2, None, None, *[None] * len(ctx.plan)
 
 
 _RESULTS = tensors(_OUTPUTS + _KEPT)
 memory_forward = operator("memory_forward", _forward_op, f"({_INPUTS}, bool train, {_PLAN}) -> {_RESULTS}", _autograd, _setup)
 memory_backward = operator(
-    "memory_backward", _backward_op, f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}"
+    "memory_backward", _backward_op, f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}", once
 )

@@ -17,7 +17,9 @@ from remanence.ops.launch import (
     GATES,
     arch,
     coefficients,
+    given,
     launch,
+    once,
     operator,
     power,
     precision,
@@ -120,7 +122,7 @@ def options(name: str, constants: dict[str, Any], hopper: bool) -> dict[str, int
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
-    launch(name, grid, *tensors, options=options(name, constants, arch() >= 90), **constants)
+    launch(name, grid, *tensors, options=options(name, constants, arch(tensors[0].device) >= 90), **constants)
 
 
 def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
@@ -148,12 +150,12 @@ def _forward(
     like = lambda wanted: torch.empty_like(q) if wanted else empty(0)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     P, co, fold = empty(m, n, C, C), empty(m, n, 4, C, dtype=acc), empty(m, n, 4, dtype=acc)
-    _launch("coef_kernel", (n, m), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op))
+    _launch("coef_kernel", (n * m,), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op))
     inverse = empty(*((m, n, C, C) if plan.solves else (0,)))
     U, known, R = like(plan.solves), like(plan.solves), like(plan.solves and plan.momentum)
     if plan.solves:
         _launch(
-            "linear_solve", (n, m), k, v, log_gates[2], P, co, inverse, U, R, known, L, n, heads,
+            "linear_solve", (n * m,), k, v, log_gates[2], P, co, inverse, U, R, known, L, n, heads,
             **plan.tiles("linear_solve", acc, op),
         )  # fmt: skip
     starts, end, errors = empty(m, n, *J.shape[1:]), torch.empty_like(J), torch.empty_like(k)
@@ -167,7 +169,7 @@ def _forward(
     values, answers = like(keep or (train and not plan.squared)), like(keep)
     rstds, spreads = (empty(*((rows, L, heads) if keep else (0,)), dtype=acc) for _ in range(2))
     _launch(
-        "linear_read", (n, m),
+        "linear_read", (n * m,),
         q, k, v, log_gates[2], starts, P, co, errors, values, rstds, answers, spreads, y, surprise, bad, L, n, heads,
         **plan.tiles("linear_read", acc, op, TRAIN=train),
     )  # fmt: skip
@@ -186,7 +188,7 @@ def _backward(
     g_P, g_co, g_fold, g_J = (torch.empty_like(x) for x in (P, co, fold, starts))
     came = torch.empty((m, n), dtype=acc, device=q.device)
     _launch(
-        "linear_read_backward", (n, m),
+        "linear_read_backward", (n * m,),
         q, k, v, log_gates[2], U, R, starts, P, co, errors, values, rstds, answers, spreads, g_y, g_surprise,
         g_q, g_k, g_P, g_co, g_D, g_J, came, L, n, heads,
         **plan.tiles("linear_read_backward", acc, op),
@@ -204,13 +206,13 @@ def _backward(
         )  # fmt: skip
     g_scale = torch.empty_like(gates.log_step) if plan.scaled else came
     _launch(
-        "linear_keys_backward", (n, m),
+        "linear_keys_backward", (n * m,),
         k, v, log_gates[2], starts, P, co, inverse, errors, values, rstds, g_surprise, g_D, g_ends,
         g_k, g_v, g_P, g_co, g_fold, g_scale, L, n, heads,
         **plan.tiles("linear_keys_backward", acc, op),
     )  # fmt: skip
     g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
-    _launch("coef_backward", (n, m), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
+    _launch("coef_backward", (n * m,), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
     if plan.scaled:
         g_gates[2] += g_scale
     none = lambda: torch.empty(0, dtype=acc, device=q.device)
@@ -243,20 +245,20 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.plan = plan
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
-    ctx.save_for_backward(log_step, log_momentum, log_keep, q, k, v, totals, *output)
+    ctx.like = [(x.shape, x.dtype) for x in output[:3]]
+    ctx.save_for_backward(log_step, log_momentum, log_keep, q, k, v, totals, *output[_OUTPUTS:])
 
 
 def _autograd(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    *gates, q, k, v, totals, y, surprise, end, _bad = ctx.saved_tensors[:11]
-    saved = [q, k, v, totals, *ctx.saved_tensors[11:]]
-    given = [torch.zeros_like(x) if g is None else g.contiguous() for g, x in zip(grads[:3], (y, surprise, end), strict=True)]
-    g_q, g_k, g_v, *g_gates, g_J = linear_backward(*gates, saved, given, *ctx.plan)
-    kept = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
-    return g_q, g_k, g_v, *kept, g_J, None, None, *[None] * len(ctx.plan)
+    kept = ctx.saved_tensors
+    gates, saved = kept[:3], list(kept[3:])
+    g_q, g_k, g_v, *g_gates, g_J = linear_backward(*gates, saved, given(grads, ctx.like, saved[0]), *ctx.plan)
+    known = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
+    return g_q, g_k, g_v, *known, g_J, None, None, *[None] * len(ctx.plan)
 
 
 _RESULTS = tensors(_OUTPUTS + _KEPT)
 linear_forward = operator("linear_forward", _forward_op, f"({_INPUTS}, bool train, {_PLAN}) -> {_RESULTS}", _autograd, _setup)
 linear_backward = operator(
-    "linear_backward", _backward_op, f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}"
+    "linear_backward", _backward_op, f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}", once
 )

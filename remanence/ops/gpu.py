@@ -15,6 +15,9 @@ from remanence.ops.resources import lacking
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates, MemoryState
 
+PIECE = 256
+"""Chunks of a call without gradients that are under way at once."""
+
 Plan = fused.Plan | fused_linear.Plan
 
 
@@ -95,8 +98,17 @@ def memorize(
     if reason is not None:
         raise ValueError(f"backend: 'triton' cannot run this call: {reason}")
     operator = fused_linear.linear_forward if net.depth == 1 else fused.memory_forward
-    results = operator(*inputs, *start, layout.totals.to(torch.int32), train, *plan)
-    y, surprise, *ends, bad = results[: 3 + len(start)]
+    # Without gradients nothing is kept, so a long call goes piece by piece: the states at all chunks' starts would fill a GPU.
+    piece = layout.length if train else min(layout.length, PIECE * chunk)
+    pieces, ends = [], start
+    for first in range(0, layout.length, piece):
+        some = (
+            inputs if piece == layout.length else [x if x is None else x[:, first : first + piece].contiguous() for x in inputs]
+        )
+        left = (layout.totals - first).clamp(0, piece).to(torch.int32)
+        y, surprise, *ends, bad = operator(*some, *ends, left, train, *plan)[: 3 + len(start)]
+        pieces.append((y, surprise, bad))
+    y, surprise, bad = (column[0] if len(pieces) == 1 else torch.cat(column, 1) for column in zip(*pieces, strict=True))
     layers = tuple(end.unflatten(0, (rows, heads)) for end in ends) if layout.folds else state.layers
     outcomes = [x.detach().flatten(1) for x in (surprise, *(layers if layout.folds else ()))]
     largest = torch.stack([torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes])  # NaN is the largest of all

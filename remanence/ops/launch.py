@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from remanence.ops.resources import note
@@ -63,9 +64,9 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 
 @cache
-def arch() -> int:
-    """Compute capability, 90 for 9.0; 0 without a GPU."""
-    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+def arch(device: torch.device) -> int:
+    """Compute capability, 90 for 9.0; 0 for what is not a GPU."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
 
 
@@ -99,7 +100,8 @@ def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op:
 def launch(name: str, grid: tuple[int, ...], *tensors: Any, options: dict[str, Any], **constants: Any) -> None:
     if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only, `fits` for the kernels' names
         note(name, tensors, constants)
-    else:
+        return
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, whatever its arguments are on
         getattr(kernels(), name)[grid](*tensors, **constants, **options)
 
 
@@ -118,6 +120,16 @@ def operator(name: str, function: Any, schema: str, back: Any = None, keep: Any 
     if back is not None:
         torch.library.register_autograd(f"remanence::{name}", back, setup_context=keep, lib=_library)
     return getattr(torch.ops.remanence, name).default
+
+
+def given(grads: tuple[Tensor | None, ...], like: list[tuple[torch.Size, torch.dtype]], beside: Tensor) -> list[Tensor]:
+    """Gradients of results that look so, zeros for those that have none."""
+    pairs = zip(grads, like, strict=False)
+    return [torch.zeros(x[0], dtype=x[1], device=beside.device) if g is None else g.contiguous() for g, x in pairs]
+
+
+def once(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    raise RuntimeError("the kernels are differentiable once; for derivatives of gradients use backend='reference'")
 
 
 def tensors(count: int) -> str:

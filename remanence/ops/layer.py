@@ -217,7 +217,10 @@ def _through(backward: Any) -> Any:
 
 _CONV, _GATES, _NORM = "Tensor x, Tensor past, Tensor weight", "Tensor x, Tensor weight, Tensor bias", "Tensor x, Tensor gate"
 short_conv_backward = launch.operator(
-    "short_conv_backward", _short_conv_backward, f"(Tensor g_y, {_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)"
+    "short_conv_backward",
+    _short_conv_backward,
+    f"(Tensor g_y, {_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)",
+    launch.once,
 )
 short_conv_forward = launch.operator(
     "short_conv", _short_conv, f"({_CONV}, int heads, bool unit) -> Tensor", _through(short_conv_backward), _keep_inputs
@@ -226,12 +229,16 @@ gates_backward = launch.operator(
     "log_gates_backward",
     _gates_backward,
     f"(Tensor g_logs, {_GATES}, Tensor logits, Tensor scales, int heads, int flipped) -> (Tensor, Tensor, Tensor)",
+    launch.once,
 )
 gates_forward = launch.operator(
     "log_gates", _gates, f"({_GATES}, int heads, int flipped) -> (Tensor, Tensor, Tensor)", _through(gates_backward), _keep_gates
 )
 gated_norm_backward = launch.operator(
-    "gated_norm_backward", _gated_norm_backward, f"(Tensor g_y, {_NORM}, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+    "gated_norm_backward",
+    _gated_norm_backward,
+    f"(Tensor g_y, {_NORM}, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    launch.once,
 )
 gated_norm_forward = launch.operator(
     "gated_norm", _gated_norm, f"({_NORM}, Tensor weight, float eps) -> Tensor", _through(gated_norm_backward), _keep_inputs

@@ -9,7 +9,7 @@ where the closed form's triangles keep it from everything before it, and a chunk
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -130,6 +130,7 @@ class DeviceLayout:
             self.starts, self.counts = places[:-1], places.diff()
         self.tails = torch.zeros_like(self.starts) if aligned else state.position % chunk
         self.totals = self.tails + self.counts
+        self.there, self.here = self._there(), self._here()
 
     def rows(self, tail: Tensor, x: Tensor) -> Tensor:
         """The call's ``[b t ...]`` behind the state's ``[r c-1 ...]``, as ``[r length ...]``."""
@@ -149,16 +150,14 @@ class DeviceLayout:
         there = torch.where(self.there < tokens, self.there, -1).flatten()
         return _Moved.apply(y.flatten(0, 1), self.here[:tokens], there).unflatten(0, (self.batch, self.tokens))
 
-    @cached_property
-    def there(self) -> Tensor:
+    def _there(self) -> Tensor:
         """``[r length]``: which of the call's tokens, and behind them of the tail's slots, stands at a row's place; -1: none."""
         place = torch.arange(self.length, device=self.device)
         tails, totals, row = (x.unsqueeze(-1) for x in (self.tails, self.totals, torch.arange(self.count, device=self.device)))
         new = torch.where(place < totals, self.starts.unsqueeze(-1) + place - tails, -1)
         return torch.where(place < tails, self.batch * self.tokens + row * (self.chunk - 1) + place, new)
 
-    @cached_property
-    def here(self) -> Tensor:
+    def _here(self) -> Tensor:
         """The way back: where in the rows ``[r length]`` each token and each slot of the tail stands; -1: nowhere."""
         token = torch.arange(self.batch * self.tokens, device=self.device)
         row = torch.searchsorted(self.starts + self.counts, token, right=True)
@@ -189,9 +188,15 @@ class _Moved(torch.autograd.Function):
         return pick(grad, ctx.saved_tensors[0]), None, None
 
 
-@lru_cache(maxsize=16)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Once for all the layers that read the same documents: each copy from the host waits for the device."""
+    """Copied once for all the layers that read the same documents: each copy from the host waits for the device."""
+    if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return torch.tensor(numbers, device=device)  # a tensor without numbers must not be kept
+    return _copied(numbers, device)
+
+
+@lru_cache(maxsize=16)
+def _copied(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)
 
 
@@ -230,7 +235,7 @@ def pick(rows: Tensor, index: Tensor) -> Tensor:
     """``rows[index]``, with zeros where the index is -1."""
     zero = rows.new_zeros(1, *rows.shape[1:])
     picked = torch.cat([rows, zero]).index_select(0, index.flatten().to(rows.device) % (rows.shape[0] + 1))
-    return picked.view(*index.shape, *rows.shape[1:])
+    return picked if index.dim() == 1 else picked.view(*index.shape, *rows.shape[1:])
 
 
 def gates_rows(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:

@@ -93,7 +93,8 @@ def memorize(
         check = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if check:
         check_values(q, k, v, gates)
-    backend = _choose(backend, q, net, rule, chunk)
+    train = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *gates.tensors(), *state.layers))
+    backend = _choose(backend, q, net, rule, chunk, train)
     if q.shape[1] == 0:
         return q, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)
     exact = state.k.dtype
@@ -147,26 +148,27 @@ def ask(
 _said: set[str] = set()
 
 
-def _choose(backend: str, q: Tensor, net: Net, rule: Rule, chunk: int) -> str:
+def _choose(backend: str, q: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str:
     if backend == "auto":
-        backend = "chunked"
+        backend, why = "chunked", ""
         if q.device.type == "cuda":
-            reason = gpu.unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device) or _lacking(q, net, rule, chunk)
-            backend = "triton" if reason is None else "chunked"
-        if backend not in _said and not torch.compiler.is_compiling():
-            _said.add(backend)
-            log.info("memory operator: backend %s", backend)
+            reason = gpu.unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device) or _lacking(q, net, rule, chunk, train)
+            backend, why = ("triton", "") if reason is None else ("chunked", f": {reason}")
+        said = f"memory operator: backend {backend}{why}"
+        if not torch.compiler.is_compiling() and said not in _said:
+            _said.add(said)
+            log.info("%s", said)
     elif backend not in BACKENDS:
         raise ValueError(f"backend: expected 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
     return backend
 
 
-def _lacking(q: Tensor, net: Net, rule: Rule, chunk: int) -> str | None:
+def _lacking(q: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str | None:
     """What the GPU lacks for the kernels, which it should have: said once, since the call is slower without them."""
     if not isinstance(net, MLP):
         return None
     op = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    reason = gpu.fits(gpu.plan_of(net, rule, q.shape[-1], q.shape[-2], chunk), op, q.device, torch.is_grad_enabled())
+    reason = gpu.fits(gpu.plan_of(net, rule, q.shape[-1], q.shape[-2], chunk), op, q.device, train)
     if reason is not None and reason not in _said:
         _said.add(reason)
         log.warning("memory operator: backend chunked, without the kernels: %s", reason)

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from cases import Case, pairwise
 
 from remanence import Model, preset
-from remanence.ops import MLP, Gates, Rule, fused, memorize, operator, start
-from remanence.testing import assert_same_function, distance
+from remanence.ops import MLP, Gates, Rule, fused, gpu, memorize, operator, start
+from remanence.testing import assert_close, assert_same_function, distance
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -189,6 +190,59 @@ def test_what_it_cannot_run_is_said():
     case = Case(net=MLP(depth=3))
     with pytest.raises(ValueError, match="depth 2"):
         case.call("triton")(*case.leaves())
+
+
+def one_call(leaves, case, change=lambda y: y):
+    y, surprise, new = case.call("triton")(*leaves)
+    return change(y).square().sum() + surprise.sum() + new.layers[0].sum()
+
+
+@inside
+@pytest.mark.parametrize("net", [MLP(expansion=1.5), MLP(depth=1, norm=False)], ids=["two layers", "one"])
+@pytest.mark.parametrize("offsets", [None, [0, 9, 9, 23]])
+def test_a_long_call_without_gradients_goes_piece_by_piece(net, offsets, monkeypatch):
+    monkeypatch.setattr(gpu, "PIECE", 2)
+    case = Case(net=net, tokens=23, batch=1 if offsets else 2, heads=1, offsets=offsets)
+    leaves = [x.detach() for x in case.leaves()]
+    assert_close(case.call("chunked")(*leaves), case.call("triton")(*leaves), 1e-10)
+
+
+@inside
+@pytest.mark.parametrize("net", [MLP(expansion=1.5), MLP(depth=1, norm=False)], ids=["two layers", "one"])
+class TestAsAUserMay:
+    def test_checkpointing(self, net):
+        """Which hands out what was saved a single time."""
+        case = Case(net=net, tokens=6, batch=1, heads=1)
+        leaves = case.leaves()
+        true = torch.autograd.grad(one_call(leaves, case), leaves)
+        again = torch.utils.checkpoint.checkpoint(lambda *x: one_call(x, case), *leaves, use_reentrant=False)
+        assert all(torch.equal(a, b) for a, b in zip(true, torch.autograd.grad(again, leaves), strict=True))
+
+    @pytest.mark.parametrize("aligned", [True, False])
+    def test_results_may_be_changed_in_place(self, net, aligned):
+        case = Case(net=net, tokens=6, batch=1, heads=1, aligned=aligned)
+        leaves = case.leaves()
+        true = torch.autograd.grad(one_call(leaves, case, lambda y: 2.0 * y), leaves)
+        found = torch.autograd.grad(one_call(leaves, case, lambda y: y.mul_(2.0)), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(true, found, strict=True))
+
+    def test_a_second_derivative_is_refused(self, net):
+        case = Case(net=net, tokens=6, batch=1, heads=1)
+        leaves = case.leaves()
+        first = torch.autograd.grad(one_call(leaves, case), leaves[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(first[0].sum(), leaves[:1])
+
+
+@inside
+@pytest.mark.parametrize("offsets", [None, [0, 3, 3, 11]])
+def test_a_carried_call_compiles_without_a_break(offsets):
+    case = Case(net=MLP(expansion=1.5), tokens=11, batch=1, heads=1, offsets=offsets)
+    leaves = case.leaves()
+    with ThreadPoolExecutor(1) as aside:
+        compiled = torch.compile(case.call("triton"), backend="eager", fullgraph=True)
+        y = aside.submit(lambda: compiled(*leaves)[0]).result()
+    assert distance(case.call("triton")(*leaves)[0], y) < 1e-12
 
 
 @inside

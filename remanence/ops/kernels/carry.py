@@ -19,6 +19,7 @@ from remanence.ops.kernels.tools import (
     store,
     store_tokens,
     tokens,
+    which,
 )
 
 
@@ -342,7 +343,7 @@ def keys_backward(
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What nothing in the sequence waits for. g_k holds what reading gave, and is added to; g_J is each chunk's end gradient."""
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1

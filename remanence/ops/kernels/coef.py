@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from remanence.ops.kernels.tools import dot, kernel, tokens
+from remanence.ops.kernels.tools import dot, kernel, tokens, which
 
 SHUT = tl.constexpr(-30.0)
 """The log of a gate that lets nothing through, in QUICK products: 1e-13."""
@@ -46,7 +46,7 @@ def coef_kernel(
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
     QUICK: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     t = tl.arange(0, BC)
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     complete = (i + 1) * CHUNK <= tl.load(totals + m // HEADS)
@@ -87,7 +87,7 @@ def coef_backward(
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
     QUICK: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     t = tl.arange(0, BC)
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     complete = (i + 1) * CHUNK <= tl.load(totals + m // HEADS)

@@ -26,6 +26,7 @@ from remanence.ops.kernels.tools import (
     store,
     store_columns,
     tokens,
+    which,
 )
 
 
@@ -97,7 +98,7 @@ def linear_solve(
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """With T = (I + (K K^T) P~)^-1 (inverse): U = T (a~ K), R = T (r~ K), known = -T target, so that D = U W + R S + known."""
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     base = m.to(tl.int64) * n + i
     BLOCKS: tl.constexpr = (D + BV - 1) // BV
     SIZE: tl.constexpr = min(BC, 64)
@@ -199,7 +200,7 @@ def linear_read(
     """Keeps for backward what the keys met, where D does not tell it (values), and with LayerNorm its value and 1 / deviation for
     keys (values, rstds) and queries (answers, spreads).
     """
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1

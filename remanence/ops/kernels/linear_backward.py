@@ -27,6 +27,7 @@ from remanence.ops.kernels.tools import (
     store_columns,
     store_tokens,
     tokens,
+    which,
 )
 
 
@@ -39,7 +40,7 @@ def linear_read_backward(
     SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
@@ -230,7 +231,7 @@ def linear_keys_backward(
 
     g_scale is the log's gradient through what each token's own decay makes of what it meets.
     """
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1

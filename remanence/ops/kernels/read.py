@@ -19,6 +19,7 @@ from remanence.ops.kernels.tools import (
     store,
     store_tokens,
     tokens,
+    which,
 )
 
 
@@ -32,7 +33,7 @@ def read_kernel(
     """What backward needs of the keys and of the queries is kept, rounded as the products here see it: X2 = act(Z_1) (hiddens),
     act'(Z_1) (slopes), D1 (firsts), act''(Z_1) D2 W2^T (bends); the queries' Z_1 (reads), A X2^T, LayerNorm's value and scale.
     """
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
@@ -100,7 +101,7 @@ def read_backward(
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The queries' way back, to Z_1's gradient and through the state; g_q, g_P and g_D2 without layer 1's masked product."""
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
@@ -179,7 +180,7 @@ def blend_backward(
 
     g_D2 comes out complete but for what later chunks add.
     """
-    i, m = tl.program_id(0), tl.program_id(1)
+    i, m = which(n)
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1

@@ -183,6 +183,13 @@ def store(ptr, x, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
+def which(n):
+    """The chunk, and the row and head, of a program of a parallel kernel; on one axis, as the others end at 65,535."""
+    program = tl.program_id(0)
+    return program % n, program // n
+
+
+@triton.jit
 def tokens(m, i, L, HEADS, CHUNK: tl.constexpr, BC: tl.constexpr):
     """Where the chunk's tokens stand in ``[r L heads]``, and which of the tile's rows are tokens."""
     t = tl.arange(0, BC)
