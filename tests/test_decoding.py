@@ -1,9 +1,5 @@
 """Decoding in place is the model: every block kind, rows anywhere in their chunks and segments, some of them waiting."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -15,7 +11,6 @@ from remanence import Generation, Sampling, Session, decoding, generate
 from remanence.decoding import Decoder, unsupported
 from remanence.testing import assert_close
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 READ = torch.tensor([[3], [13], [8]])  # inside a chunk of 4, inside a segment of 8 and past a window of 5, and at a border
 
 
@@ -125,14 +120,7 @@ def test_float32(variant, monkeypatch):
     walk(subject, begun(subject), monkeypatch, tolerance=1e-4)
 
 
-@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs triton, and is its own process")
-def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider", "-k", "with_kernels"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+@pytest.mark.interpreted
 @torch.no_grad()
 def test_with_kernels(monkeypatch):
     """The kernels in their places: a memory, its convolutions, and MAC's weights at a segment's begin."""

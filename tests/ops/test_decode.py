@@ -3,11 +3,6 @@
 The kernel runs under Triton's interpreter, in a process of its own, in float64 like the rest.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from cases import Case, pairwise
@@ -17,18 +12,7 @@ from remanence.ops import MLP, Gates, Rule, decode, memorize, settle, start
 from remanence.ops.state import where
 from remanence.testing import assert_close
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
-outside = pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's own process")
-
-
-@outside
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+inside = pytest.mark.interpreted
 
 
 def walk(case, backend, steps):
@@ -62,7 +46,6 @@ def walk(case, backend, steps):
     assert_close(untouched, decode.Running(untouched, case.net, case.rule, backend).state, 0.0)
 
 
-@outside
 @pytest.mark.parametrize(
     "s",
     pairwise(
@@ -85,7 +68,6 @@ def test_every_mlp(s):
     walk(Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"], step=-1.0 if net.norm else -5.0), "plain", 14)
 
 
-@outside
 @pytest.mark.parametrize(
     "s",
     pairwise(residual=[True, False], bias=[True, False], momentum=[True, False], forget=["yes", "no", "first"],
@@ -99,7 +81,6 @@ def test_token_exact(s):
     walk(Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"]), "plain", 14)
 
 
-@outside
 def test_a_deep_net_of_chunks_of_one():
     walk(Case(rule=Rule(anchor="token"), chunk=1), "plain", 6)
 

@@ -4,10 +4,6 @@ Without a GPU they run under Triton's interpreter, in float64 as everywhere; out
 must be asked for before Triton is imported, so those tests run in a process of their own.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,31 +15,7 @@ from remanence import Model, preset
 from remanence.ops import MLP, Gates, Rule, fused, gpu, memorize, operator, start
 from remanence.testing import assert_close, assert_same_function, distance
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's own process")
-def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-@pytest.fixture(autouse=True)
-def _full_of_nan(monkeypatch):
-    """An element that no kernel writes must show."""
-    for name in ("empty", "empty_like"):
-        made = getattr(torch, name)
-
-        def filled(*args, made=made, **kwargs):
-            x = made(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        monkeypatch.setattr(torch, name, filled)
+pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]
 
 
 COVER = pairwise(
@@ -62,7 +34,6 @@ COVER = pairwise(
 )
 
 
-@inside
 @pytest.mark.parametrize("s", COVER, ids=lambda s: "-".join(map(str, s.values())))
 def test_triton_equals_chunked(s, monkeypatch):
     if s["blocks"] == "streams":
@@ -83,14 +54,12 @@ def test_triton_equals_chunked(s, monkeypatch):
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
 
 
-@inside
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 13], [0, 13]])
 def test_packed_documents(offsets):
     case = Case(net=MLP(expansion=1.5), tokens=13, batch=1, offsets=offsets)
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
 
 
-@inside
 def test_a_call_continues_what_another_began():
     """From inside a chunk, and with gradients through the carried state and its tail."""
     case = Case(net=MLP(expansion=1.5), tokens=11)
@@ -114,7 +83,6 @@ def test_a_call_continues_what_another_began():
     assert_same_function(split("chunked"), split("triton"), leaves, tolerance=1e-10)
 
 
-@inside
 @pytest.mark.parametrize("blocks", ["registers", "streams"])
 @pytest.mark.parametrize("width", [16, 32])
 def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
@@ -136,7 +104,6 @@ def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
         assert distance(true, ours) <= 2 * distance(true, plain) + 1e-6, f"result {index}"
 
 
-@inside
 @pytest.mark.parametrize("largest", [1e30, 2.5e21], ids=["by reach", "by end"])
 @pytest.mark.parametrize("blocks", ["registers", "streams"])
 def test_the_leash_holds_as_chunked_does(blocks, largest, monkeypatch):
@@ -152,7 +119,6 @@ def test_the_leash_holds_as_chunked_does(blocks, largest, monkeypatch):
     assert_same_function(case.call("chunked"), case.call("triton"), leaves, tolerance=1e-8)
 
 
-@inside
 @pytest.mark.parametrize("norm", [True, False])
 def test_the_compiler_sees_one_operator(norm):
     """torch's own checks of it, and a compiled function that calls it, whole."""
@@ -173,7 +139,6 @@ def test_the_compiler_sees_one_operator(norm):
         assert all(torch.equal(a, b) for a, b in zip(true, found, strict=True))
 
 
-@inside
 @pytest.mark.parametrize("backend", ["chunked", "triton"])
 def test_divergence_raises_the_flag(backend):
     q, k, v = torch.randn(3, 2, 40, 1, 4)
@@ -197,7 +162,6 @@ def one_call(leaves, case, change=lambda y: y):
     return change(y).square().sum() + surprise.sum() + new.layers[0].sum()
 
 
-@inside
 @pytest.mark.parametrize("net", [MLP(expansion=1.5), MLP(depth=1, norm=False)], ids=["two layers", "one"])
 @pytest.mark.parametrize("offsets", [None, [0, 9, 9, 23]])
 def test_a_long_call_without_gradients_goes_piece_by_piece(net, offsets, monkeypatch):
@@ -207,7 +171,6 @@ def test_a_long_call_without_gradients_goes_piece_by_piece(net, offsets, monkeyp
     assert_close(case.call("chunked")(*leaves), case.call("triton")(*leaves), 1e-10)
 
 
-@inside
 @pytest.mark.parametrize("net", [MLP(expansion=1.5), MLP(depth=1, norm=False)], ids=["two layers", "one"])
 class TestAsAUserMay:
     def test_checkpointing(self, net):
@@ -234,7 +197,6 @@ class TestAsAUserMay:
             torch.autograd.grad(first[0].sum(), leaves[:1])
 
 
-@inside
 @pytest.mark.parametrize("offsets", [None, [0, 3, 3, 11]])
 def test_a_carried_call_compiles_without_a_break(offsets):
     case = Case(net=MLP(expansion=1.5), tokens=11, batch=1, heads=1, offsets=offsets)
@@ -245,7 +207,6 @@ def test_a_carried_call_compiles_without_a_break(offsets):
     assert distance(case.call("triton")(*leaves)[0], y) < 1e-12
 
 
-@inside
 def test_a_whole_model_compiles_without_a_break(monkeypatch):
     """Every variant's layer in one model, on the kernels; fullgraph makes a break an error."""
     monkeypatch.setattr(operator, "_choose", lambda *_: "triton")

@@ -3,11 +3,6 @@
 As test_triton.py: interpreted, in a process of their own, in float64, into outputs full of NaN.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,31 +12,7 @@ from remanence.layers import GateProjection, RMSNorm, ShortConv
 from remanence.ops import layer
 from remanence.testing import assert_close, assert_same_function, distance, tensors
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's own process")
-def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-@pytest.fixture(autouse=True)
-def _full_of_nan(monkeypatch):
-    """An element that no kernel writes must show."""
-    for name in ("empty", "empty_like"):
-        made = getattr(torch, name)
-
-        def filled(*args, made=made, **kwargs):
-            x = made(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        monkeypatch.setattr(torch, name, filled)
+pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]
 
 
 def randn(*shape, dtype=torch.float64):
@@ -113,13 +84,11 @@ def gradients(function, leaves, constants, seed=1):
     return [*outputs, *torch.autograd.grad(loss, leaves)]
 
 
-@inside
 def test_the_same_function(case):
     plain, ours, leaves, constants = case
     assert_same_function(lambda *x: plain(*x, *constants), lambda *x: ours(*x, *constants), leaves, tolerance=1e-10)
 
 
-@inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_as_exact_as_torch_and_twice_the_same(case, dtype):
     plain, ours, leaves, constants = case
@@ -135,7 +104,6 @@ def test_as_exact_as_torch_and_twice_the_same(case, dtype):
         assert torch.equal(b, again), f"result {index}"
 
 
-@inside
 def test_gates_that_are_nearly_open_or_shut_keep_their_digits():
     """Relative to each log itself, up to where exp underflows."""
     bias = torch.tensor([-120.0, -60.0, -10.0, 0.0, 10.0, 40.0, 80.0])
@@ -144,7 +112,6 @@ def test_gates_that_are_nearly_open_or_shut_keep_their_digits():
     torch.testing.assert_close(found[0, 0].double(), F.logsigmoid(bias.double()), rtol=1e-6, atol=0)
 
 
-@inside
 def test_the_compiler_sees_one_operator():
     past, conv = randn(2, 3, 8), randn(8, 4)
     gates, bias, gain = randn(6, 8), randn(6), randn(4)
@@ -165,7 +132,6 @@ def test_the_compiler_sees_one_operator():
         assert all(torch.equal(a, b) for a, b in zip(true, found, strict=True))
 
 
-@inside
 @pytest.mark.parametrize("rule", ["titans", "ttt"])
 def test_a_whole_layer(rule, monkeypatch):
     """In two calls, with gradients through the carried state, to the input and every parameter; then asked."""
@@ -191,7 +157,6 @@ def test_a_whole_layer(rule, monkeypatch):
     assert set(used) == {*layer.TILE, *layer.GATE_TILE}
 
 
-@inside
 def test_under_autocast_dtypes_are_torchs(monkeypatch):
     memory = NeuralMemory(dim=24, heads=2, head_dim=12, chunk=4)
     x = torch.randn(2, 11, 24)

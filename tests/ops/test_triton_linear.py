@@ -3,11 +3,6 @@
 As in test_triton.py: without a GPU under Triton's interpreter, in float64, in a process of its own, outputs full of NaN.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from cases import Case, pairwise
@@ -15,31 +10,7 @@ from cases import Case, pairwise
 from remanence.ops import MLP, NETS, RULES, Gates, Rule, chunked, fused_linear, memorize, start
 from remanence.testing import assert_same_function, distance
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's own process")
-def test_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-@pytest.fixture(autouse=True)
-def _full_of_nan(monkeypatch):
-    """An element that no kernel writes must show."""
-    for name in ("empty", "empty_like"):
-        made = getattr(torch, name)
-
-        def filled(*args, made=made, **kwargs):
-            x = made(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        monkeypatch.setattr(torch, name, filled)
+pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]
 
 
 @pytest.fixture
@@ -71,7 +42,6 @@ COVER = pairwise(
 )
 
 
-@inside
 @pytest.mark.usefixtures("_narrow")
 @pytest.mark.parametrize("s", COVER, ids=lambda s: "-".join(map(str, s.values())))
 def test_triton_equals_chunked(s):
@@ -85,14 +55,12 @@ def test_triton_equals_chunked(s):
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
 
 
-@inside
 @pytest.mark.parametrize("name", ["titans", "delta", "gated_delta", "linear_attention"])
 def test_packed_documents(name):
     case = Case(net=NETS["linear"], rule=RULES[name], tokens=11, batch=1, heads=1, offsets=[0, 2, 2, 11])
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
 
 
-@inside
 @pytest.mark.parametrize("kind", ["batch LN", "decayed"])
 def test_a_call_continues_what_another_began(kind):
     """From inside a chunk, and with gradients through the carried state and its tail."""
@@ -118,7 +86,6 @@ def test_a_call_continues_what_another_began(kind):
     assert_same_function(split("chunked"), split("triton"), leaves, tolerance=1e-10)
 
 
-@inside
 @pytest.mark.parametrize("chunk", [64, 128])
 def test_the_solver_merges_blocks_as_torch_solves(chunk):
     """The whole of a long chunk's system, on keys of which some repeat."""
@@ -143,7 +110,6 @@ def exactness(case, exact):
     return [(distance(true, plain), distance(true, ours)) for true, plain, ours in zip(*found.values(), strict=True)]
 
 
-@inside
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_float32_is_as_exact_as_torch(kind):
     norm, settings = KINDS[kind]
@@ -154,7 +120,6 @@ def test_float32_is_as_exact_as_torch(kind):
         assert ours <= 2 * plain + 1e-6, f"result {index}"
 
 
-@inside
 def test_repeated_keys_do_not_cancel():
     """One key a whole chunk long at a full step: every entry below the system's diagonal is one."""
     case = Case(net=NETS["linear"], rule=RULES["delta"], width=16, tokens=64, chunk=64, batch=1, heads=1, step=20.0)
@@ -164,7 +129,6 @@ def test_repeated_keys_do_not_cancel():
         assert ours <= 2 * plain + 1e-6, f"result {index}"
 
 
-@inside
 @pytest.mark.usefixtures("_narrow")
 @pytest.mark.parametrize(("kind", "largest"), [("batch", 2.5e20), ("batch LN", 1e30), ("exact", 1e30)])
 def test_the_leash_holds_as_chunked_does(kind, largest, monkeypatch):
@@ -190,7 +154,6 @@ def test_the_leash_holds_as_chunked_does(kind, largest, monkeypatch):
     assert any(held)
 
 
-@inside
 @pytest.mark.parametrize("settings", [(True, False, True, False, False), (False, True, True, True, True)], ids=["LN", "decayed"])
 def test_the_compiler_sees_one_operator(settings):
     """torch's own checks of it, and a compiled function that calls it, whole."""
@@ -210,7 +173,6 @@ def test_the_compiler_sees_one_operator(settings):
     assert all(torch.equal(a, b) for a, b in zip(true, found, strict=True))
 
 
-@inside
 @pytest.mark.parametrize("backend", ["chunked", "triton"])
 def test_divergence_raises_the_flag(backend):
     q, k, v = torch.randn(3, 2, 40, 1, 4)

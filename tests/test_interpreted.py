@@ -1,0 +1,34 @@
+"""Every test of the kernels that needs no GPU, under Triton's interpreter. That must be asked for before Triton is imported, so
+they run in processes of their own.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+COVERS = [
+    ("ops/test_triton.py", "equals"),
+    ("ops/test_triton.py", "not equals"),
+    ("ops/test_triton_linear.py", ""),
+    ("ops/test_triton_layer.py", ""),
+    ("ops/test_decode.py", ""),
+    ("test_decoding.py", ""),
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("file", "some"), COVERS)
+def test_under_the_interpreter(file, some):
+    command = [sys.executable, "-m", "pytest", str(ROOT / file), "-x", "-p", "no:cacheprovider", "-k", some]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_every_file_is_among_them():
+    marked = {str(file.relative_to(ROOT)) for file in ROOT.rglob("test_*.py") if "mark.interpreted" in file.read_text()}
+    assert marked - {Path(__file__).name} == {file for file, _ in COVERS}
