@@ -211,8 +211,10 @@ def test_a_whole_model_compiles_without_a_break(monkeypatch):
     """Every variant's layer in one model, on the kernels; fullgraph makes a break an error."""
     monkeypatch.setattr(operator, "_choose", lambda *_: "triton")
     pattern = ("lmm", "mag", "mal", "mac", "gated_delta")
-    model = Model(preset("tiny", pattern, depth=len(pattern), dim=32, heads=2, memory={"heads": 2}, segment=16, window=16))
-    tokens = torch.randint(0, model.config.vocabulary, (2, 37))
+    model = Model(
+        preset("tiny", pattern, depth=len(pattern), dim=16, heads=1, memory={"heads": 1, "chunk": 8}, segment=8, window=8)
+    )
+    tokens = torch.randint(0, model.config.vocabulary, (1, 18))
 
     def results(call):
         y = call(tokens)[0]
