@@ -87,7 +87,7 @@ def autocast() -> contextlib.AbstractContextManager[Any]:
 
 def backend() -> str:
     """What the operator has chosen so far in this process."""
-    return "+".join(name for name in operator.BACKENDS if name in getattr(operator, "_said", ())) or "?"
+    return "+".join(name for name in operator.BACKENDS if any(f"backend {name}" in said for said in operator._said)) or "?"
 
 
 # (a) the operator alone

@@ -124,7 +124,7 @@ def sliding_attention(
         return _softmax(q, keys, values, mask)
     blocks = -(-queries // block)
     missing = blocks * block - queries
-    q = F.pad(q, (0, 0, 0, 0, 0, missing)).unflatten(1, (blocks, block))
+    q = F.pad(q, (0, 0, 0, 0, 0, missing)).reshape(rows, blocks, block, *q.shape[2:])
     left = reach - cached  # negative: a cache may hold more than the window reaches
     k, v = (F.pad(x, (0, 0, 0, 0, left, missing)).unfold(1, block + reach, block).movedim(-1, 2) for x in (k, v))
     # Only the first blocks reach back to before the call, where a row may not have read a whole window yet.
@@ -140,7 +140,7 @@ def sliding_attention(
         if part.start < part.stop:
             keys, values = (_behind(p, x[:, part].flatten(0, 1)) for p, x in zip(prefix, (k, v), strict=True))
             y = _softmax(q[:, part].flatten(0, 1), keys, values, mask)
-            pieces.append(y.unflatten(0, (rows, -1)))
+            pieces.append(y.reshape(rows, -1, *y.shape[1:]))
     return torch.cat(pieces, 1).flatten(1, 2)[:, :queries]
 
 
@@ -187,11 +187,11 @@ class Heads(nn.Module):
         self.persistent = Persistent(persistent, dim) if persistent else None
 
     def queries(self, x: Tensor) -> Tensor:
-        return self.q_proj(x).unflatten(-1, (self.heads, self.width))
+        return self.q_proj(x).view(*x.shape[:-1], self.heads, self.width)
 
     def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, not yet rotated, and values."""
-        k, v = (projection(x).unflatten(-1, (self.heads, self.width)) for projection in (self.k_proj, self.v_proj))
+        k, v = (projection(x).view(*x.shape[:-1], self.heads, self.width) for projection in (self.k_proj, self.v_proj))
         return k, v
 
     def prefix(self, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -261,7 +261,7 @@ def test_gradients_are_tame_over_thousands_of_tokens(depth):
     subject = Model(ModelConfig(vocabulary=64, dim=32, depth=1, heads=2, pattern=("lmm",), memory=memory))
     x = (64 * torch.rand(1, 4096) ** 3).long()
     F.cross_entropy(subject(x)[0][0, :-1], x[0, 1:]).backward()
-    assert nn.utils.get_total_norm([p.grad for p in subject.parameters() if p.grad is not None]) < 5
+    assert nn.utils.get_total_norm([p.grad for p in subject.parameters() if p.grad is not None]) < 10
 
 
 def test_taking_back_too_much_is_refused():

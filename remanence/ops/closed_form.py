@@ -256,8 +256,7 @@ def _before(x: Tensor, first: Tensor) -> Tensor:
 
 def earlier(co: Coefficients) -> tuple[Tensor, Tensor]:
     """P and (a, r) as each token meets them before its own write (but after its own decay, for decay_first)."""
-    untouched = co.own.new_zeros(co.own.shape[-1])
-    untouched[0] = 1.0
+    untouched = (torch.arange(co.own.shape[-1], device=co.own.device) == 0).to(co.own.dtype)  # no copy, which a graph refuses
     mix = _before(co.mix, co.mix.new_zeros(co.mix.shape[-1]))
     return scaled(mix, co.scale), scaled(_before(co.own, untouched), co.scale)
 

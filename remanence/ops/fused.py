@@ -24,6 +24,7 @@ from remanence.ops.launch import (
     power,
     precision,
     processors,
+    side,
     tensors,
     triton_type,
 )
@@ -82,14 +83,16 @@ class Plan(NamedTuple):
     residual: bool
     gelu: bool
     precision: str
+    chip: int = 0
     shares: int = 1
 
     def placed(self, programs: int, device: torch.device) -> Plan:
-        """With its hidden axis shared out among programs, where the chip has a processor for each of them."""
+        """On a chip, with its hidden axis shared out among programs where there is a processor for each of them."""
+        here = self._replace(chip=arch(device))
         shares = power(self.hidden) // SHARE
         if interpreted() or device.type != "cuda" or self.width > 64 or shares < 2 or programs * shares > processors(device):
-            return self
-        return self._replace(shares=shares)
+            return here
+        return here._replace(shares=shares)
 
     @property
     def tile(self) -> int:
@@ -101,10 +104,10 @@ class Plan(NamedTuple):
 
     def block(self, kernel: str, op: torch.dtype) -> int:
         if kernel not in BLOCKS:
-            return power(self.hidden) // self.shares
+            return side(power(self.hidden) // self.shares, op, self.chip)
         # Wide heads and four-byte operands fill shared memory twice as fast, and twice again on long chunks.
         shrink = (self.width > 64) + (op != torch.bfloat16) * (1 + (self.tile > 64))
-        return min(power(self.hidden), max(16, BLOCKS[kernel] >> shrink))
+        return side(min(power(self.hidden), max(16, BLOCKS[kernel] >> shrink)), op, self.chip)
 
     def coefficients(self, acc: torch.dtype, op: torch.dtype) -> dict[str, Any]:
         return coefficients(self.chunk, self.momentum, self.forget, acc, op)
@@ -112,7 +115,7 @@ class Plan(NamedTuple):
     def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, train: bool = True) -> dict[str, Any]:
         constants = {
             "D": self.width,
-            "BD": power(self.width),
+            "BD": side(self.width, op, self.chip),
             "HIDDEN": self.hidden,
             "BH": self.block(kernel, op),
             "CHUNK": self.chunk,
@@ -167,6 +170,7 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
 
 def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
     """The kernels of one call, and of its backward if it trains, as they are launched on a chip; nothing runs."""
+    plan = plan._replace(chip=arch)
     with FakeTensorMode(), torch.device("cpu"), noting() as noted:
         q, k, v = (torch.empty(1, plan.chunk, 1, plan.width, dtype=op) for _ in range(3))
         step, momentum, keep = (torch.empty(1, plan.chunk, 1) for _ in range(3))
@@ -197,14 +201,12 @@ def _kept_norm(plan: Plan, like: Tensor, acc: torch.dtype, train: bool) -> tuple
     return _empty(like, 0, dtype=like.dtype), _empty(like, 0, dtype=acc)
 
 
-def _sequential(
-    name: str, plan: Plan, m: int, acc: torch.dtype, device: torch.device
-) -> tuple[str, tuple[int, ...], tuple[Tensor, ...]]:
+def _sequential(name: str, plan: Plan, m: int, acc: torch.dtype, like: Tensor) -> tuple[str, tuple[int, ...], tuple[Tensor, ...]]:
     """Which kernel walks the chunks, its grid, and where its programs meet."""
     if plan.streams:
         return f"{name}_stream", (m,), ()
-    boxes = 2 * plan.shares * (plan.tile * power(plan.width) + 1) if plan.shares > 1 else 0
-    meeting = torch.empty(m, boxes, dtype=acc, device=device), torch.zeros(m, dtype=torch.int32, device=device)
+    boxes = 2 * plan.shares * (plan.tile * side(plan.width, like.dtype, plan.chip) + 1) if plan.shares > 1 else 0
+    meeting = _empty(like, m, boxes, dtype=acc), torch.zeros(m, dtype=torch.int32, device=like.device)
     return f"{name}_kernel", (m, plan.shares), meeting
 
 
@@ -223,7 +225,7 @@ def _forward(
     end1, end2, errors = torch.empty_like(J1), torch.empty_like(J2), torch.empty_like(k)
     surprise = _empty(q, rows, L, heads, dtype=acc)
     values, rstds = _kept_norm(plan, k, acc, train)
-    state, grid, meeting = _sequential("state", plan, m, acc, q.device)
+    state, grid, meeting = _sequential("state", plan, m, acc, q)
     _launch(
         state, grid,
         k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, *meeting, L, n, heads,
@@ -270,7 +272,7 @@ def _backward(
     came_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
     g_first1, g_first2 = torch.empty_like(g_end1), torch.empty_like(g_end2)
     # In registers, chunks ahead can be fetched early, so what is written must not be what is read; streamed, memory comes first.
-    carry, grid, meeting = _sequential("carry", plan, m, acc, q.device)
+    carry, grid, meeting = _sequential("carry", plan, m, acc, q)
     ends = (torch.empty_like(g_D1), *((g_J1, g_J2) if plan.streams else (torch.empty_like(g_J1), torch.empty_like(g_J2))))
     _launch(
         carry, grid,
@@ -293,7 +295,7 @@ def _backward(
 # As operators of torch's own, opaque to its compiler: no graph breaks at them.
 _INPUTS = f"Tensor q, Tensor k, Tensor v, {GATES}, Tensor J1, Tensor J2, Tensor totals"
 _SHAPE = "int width, int hidden, int chunk, int heads"
-_PLAN = f"{_SHAPE}, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision, int shares"
+_PLAN = f"{_SHAPE}, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision, int chip, int shares"
 _OUTPUTS, _KEPT, _GRADS = 5, 16, 8
 
 

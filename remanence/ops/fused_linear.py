@@ -24,6 +24,7 @@ from remanence.ops.launch import (
     power,
     precision,
     processors,
+    side,
     tensors,
     triton_type,
 )
@@ -56,24 +57,24 @@ class Plan(NamedTuple):
     token: bool
     scaled: bool
     precision: str
+    chip: int = 0
 
     @property
     def solves(self) -> bool:
         return self.token and self.squared
 
-    @property
-    def block(self) -> int:
+    def block(self, op: torch.dtype) -> int:
         """Columns of the state that a parallel kernel takes at once."""
-        whole = power(self.width)
+        whole = side(self.width, op, self.chip)
         return whole if self.norm else min(whole, COLUMNS)
 
     def columns(self, programs: int, op: torch.dtype, device: torch.device) -> int:
         """Columns of the state in one program, where as many programs have all of them: fewer if they leave the chip idle."""
         if self.norm:
-            return self.block
-        whole = power(self.width)
+            return self.block(op)
+        whole = side(self.width, op, self.chip)
         fits = op == torch.bfloat16 and max(whole, self.chunk) <= COLUMNS
-        columns = self.block if fits else min(self.block, FEWEST)
+        columns = self.block(op) if fits else min(self.block(op), FEWEST)
         while device.type == "cuda" and columns > FEWEST and programs * whole < columns * processors(device):
             columns //= 2
         return columns
@@ -84,8 +85,8 @@ class Plan(NamedTuple):
     def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, **more: Any) -> dict[str, Any]:
         constants = {
             "D": self.width,
-            "BD": power(self.width),
-            "BV": self.block,
+            "BD": side(self.width, op, self.chip),
+            "BV": self.block(op),
             "CHUNK": self.chunk,
             "BC": power(self.chunk),
             "MOMENTUM": self.momentum,
@@ -127,6 +128,7 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
 
 def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
     """The kernels of one call, and of its backward if it trains, as they are launched on a chip; nothing runs."""
+    plan = plan._replace(chip=arch)
     with FakeTensorMode(), torch.device("cpu"), noting() as noted:
         q, k, v = (torch.empty(1, plan.chunk, 1, plan.width, dtype=op) for _ in range(3))
         step, momentum, keep = (torch.empty(1, plan.chunk, 1) for _ in range(3))
@@ -159,7 +161,7 @@ def _forward(
             **plan.tiles("linear_solve", acc, op),
         )  # fmt: skip
     starts, end, errors = empty(m, n, *J.shape[1:]), torch.empty_like(J), torch.empty_like(k)
-    columns = plan.block if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
+    columns = plan.block(op) if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
     _launch(
         "linear_state", (m, -(-plan.width // columns)), k, v, U, R, known, J, end, starts, co, fold, errors, L, n, heads,
         **plan.tiles("linear_state", acc, op, BV=columns),
@@ -195,8 +197,8 @@ def _backward(
     )  # fmt: skip
     came_end = g_end.abs().flatten(1).sum(1)
     g_first, g_ends = torch.empty_like(g_end), torch.empty_like(starts)
-    columns = plan.block if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
-    whole = power(plan.width)
+    columns = plan.block(op) if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
+    whole = side(plan.width, op, plan.chip)
     over = torch.zeros((m, whole // columns), dtype=torch.int32, device=q.device)
     for held, block in ((False, columns), (True, whole)):
         _launch(
@@ -222,7 +224,7 @@ def _backward(
 _INPUTS = f"Tensor q, Tensor k, Tensor v, {GATES}, Tensor J, Tensor totals"
 _PLAN = (
     "int width, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool squared, bool token, "
-    "bool scaled, str precision"
+    "bool scaled, str precision, int chip"
 )
 _OUTPUTS, _KEPT, _GRADS = 4, 12, 7
 
@@ -231,13 +233,15 @@ def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, J: Tensor,
     totals: Tensor, train: bool, *plan: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _forward(Plan(*plan), q, k, v, Gates(log_step, log_momentum, log_keep), J, totals, train)
+    return _forward(Plan(*plan)._replace(chip=arch(q.device)), q, k, v, Gates(log_step, log_momentum, log_keep), J, totals, train)
 
 
 def _backward_op(
     log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, saved: list[Tensor], grads: list[Tensor], *plan: Any
 ) -> tuple[Tensor, ...]:
-    return _backward(Plan(*plan), tuple(saved), Gates(log_step, log_momentum, log_keep), *grads)
+    return _backward(
+        Plan(*plan)._replace(chip=arch(log_step.device)), tuple(saved), Gates(log_step, log_momentum, log_keep), *grads
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -109,7 +109,7 @@ def memorize(
         y, surprise, *ends, bad = operator(*some, *ends, left, train, *plan)[: 3 + len(start)]
         pieces.append((y, surprise, bad))
     y, surprise, bad = (column[0] if len(pieces) == 1 else torch.cat(column, 1) for column in zip(*pieces, strict=True))
-    layers = tuple(end.unflatten(0, (rows, heads)) for end in ends) if layout.folds else state.layers
+    layers = tuple(end.view(rows, heads, *end.shape[1:]) for end in ends) if layout.folds else state.layers
     outcomes = [x.detach().flatten(1) for x in (surprise, *(layers if layout.folds else ()))]
     largest = torch.stack([torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes])  # NaN is the largest of all
     diverged = state.diverged | bad.view(rows, -1).any(1) | ~largest.isfinite().all(0)

@@ -57,6 +57,13 @@ def power(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def side(size: int, op: torch.dtype, chip: int) -> int:
+    """Of a tile, along a memory's width or hidden axis. At least 128 bytes on Hopper: from narrower tiles Triton 3.6 builds
+    kernels whose results are wrong there, or which reach outside their memory (heads of 16, 32 and 128 showed it on an H200).
+    """
+    return max(power(size), 128 // op.itemsize if chip >= 90 else 16)
+
+
 def triton_type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 

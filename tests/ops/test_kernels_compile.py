@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from remanence.ops import MLP, RULES, fused, gpu, operator, resources
+from remanence.ops import MLP, RULES, fused, fused_linear, gpu, operator, resources
 from remanence.ops.launch import PRECISION, kernels
 
 pytestmark = [
@@ -61,6 +61,17 @@ def test_every_kernel_is_among_the_launches():
     assert noted == set(fused.WARPS)
     reading = [launch.name for launch in fused.launches(plan(64, 64), torch.bfloat16, 90, train=False)]
     assert reading == ["coef_kernel", "state_kernel", "read_kernel"]
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
+def test_no_narrow_tiles_on_hopper(width, dtype):
+    """From tiles of less than 128 bytes a row, Triton 3.6 builds kernels there that are wrong (test_kernels_gpu.py saw it)."""
+    for depth in (1, 2):
+        made = gpu.plan_of(MLP(depth=depth), RULES["titans"], width, 1, 64)
+        written = (fused if depth == 2 else fused_linear).launches(made, dtype, 90)
+        sides = [launch.constants[name] for launch in written for name in ("BD", "BH", "BV") if name in launch.constants]
+        assert sides and min(sides) * dtype.itemsize >= 128
 
 
 def test_what_does_not_fit_is_said_in_words():

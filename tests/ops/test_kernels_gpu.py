@@ -81,7 +81,10 @@ def test_the_kernels_are_right_on_this_chip(rows, hidden, chunk, dtype, monkeypa
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "two runs differ"
 
 
-@pytest.mark.parametrize(("width", "hidden", "chunk"), [(128, 256, 64), (32, 64, 128), (48, 96, 20)])
+SHAPES = [(128, 256, 64), (128, 128, 16), (96, 192, 64), (48, 96, 20), (32, 64, 128), (32, 32, 64), (16, 32, 64), (16, 16, 16)]
+
+
+@pytest.mark.parametrize(("width", "hidden", "chunk"), SHAPES)
 def test_other_shapes(width, hidden, chunk):
     given = leaves(hidden, 4 * chunk + 5, torch.bfloat16, width=width, heads=2)
     true, usual, ours = (results(given, hidden, chunk, *how) for how in (("chunked", torch.float64), ("plain",), ("triton",)))

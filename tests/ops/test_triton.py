@@ -125,7 +125,7 @@ def test_the_compiler_sees_one_operator(norm):
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64).mul_(0.3).requires_grad_()
     gates = [make(1, 8, 1).detach().abs().neg().requires_grad_() for _ in range(3)]
     leaves = [*[make(1, 8, 1, 4) for _ in range(3)], *gates, make(1, 2, 4, 6), make(1, 2, 6, 4)]
-    plan = (4, 6, 4, 1, True, True, norm, True, True, "ieee", 1)
+    plan = (4, 6, 4, 1, True, True, norm, True, True, "ieee", 0, 1)
     totals = torch.tensor([8], dtype=torch.int32)
 
     def loss(q, *rest):

@@ -160,7 +160,7 @@ def test_the_compiler_sees_one_operator(settings):
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64).mul_(0.3).requires_grad_()
     gates = [make(1, 8, 1).detach().abs().neg().requires_grad_() for _ in range(3)]
     leaves = [*[make(1, 8, 1, 4) for _ in range(3)], *gates, make(1, 2, 4, 4)]
-    plan = (4, 4, 1, True, True, *settings, "ieee")
+    plan = fused_linear.Plan(4, 4, 1, True, True, *settings, "ieee")
     totals = torch.tensor([8], dtype=torch.int32)
 
     def loss(q, *rest):
