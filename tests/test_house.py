@@ -20,7 +20,7 @@ ROOMS = {
     "config": set(),
     "device": set(),
     "layers": {"ops", "shapes", "config"},
-    "memory": {"ops", "layers", "config", "shapes"},
+    "memory": {"ops", "layers", "config", "files", "shapes"},
     "attention": {"ops", "layers", "config", "shapes"},
     "files": set(),
     "tokens": {"config", "files"},

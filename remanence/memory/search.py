@@ -6,6 +6,7 @@ query's `limit` (its own position less the local window: nothing that local atte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -16,27 +17,23 @@ from torch import Tensor
 
 from remanence.memory.store import StoreState
 
-GROUP = 32
-"""Entries whose best score stands for them all in the first round of `exact`."""
-BLOCK, QUERIES = 8192, 128
-"""Entries and queries that meet at once: scores of 4 MB, which a core's cache all but holds. Measured in benchmarks/knn.py."""
+BLOCK, SCORES = 2**16, 2**22
+"""Entries that a query meets at once, and scores of a head held at once. The fastest of those tried on one core, at 8K to 262K."""
 
 
 class Found(NamedTuple):
     """What a query found in its head: scores (the dot products) and slots ``[r t h k]``, the best first.
 
-    Where fewer than k were to be found the rest are -inf and -1. `index` None says "every entry", with `score` a mask
-    ``[r t 1 size]`` of 0 and -inf.
+    Where fewer than k were to be found the rest are -inf and -1. `dense` says "every entry" by an index ``[r t 1 0]`` of none
+    and a score ``[r t 1 size]`` of 0, or -inf where an entry may not be found.
     """
 
     score: Tensor
-    index: Tensor | None
+    index: Tensor
 
 
 class Search(Protocol):
-    def __call__(
-        self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
-    ) -> Found: ...
+    def __call__(self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found: ...
 
 
 def unit(x: Float[Tensor, "... e"]) -> Float[Tensor, "... e"]:
@@ -49,14 +46,15 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     """The k best of all entries; of equal ones the lower slot. Memory does not grow with the store.
 
     In two rounds, because choosing costs more than scoring: the k best lie in the k groups whose best scores are best, so only
-    group maxima and then k x GROUP scores are sorted.
+    the groups' maxima and then the scores in k groups are sorted.
     """
     check(q, state, k, limit)
     rows, tokens, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     score = torch.full((rows, tokens, heads, k), -torch.inf, dtype=dtype, device=q.device)
     index = torch.full((rows, tokens, heads, k), -1, device=q.device)
-    for row, head in _parts(q, state):
+    queries = SCORES // min(state.size, BLOCK)
+    for row, head in _parts(q):
         for first in range(0, state.size, BLOCK):
             slots = slice(first, min(first + BLOCK, state.size))
             position = state.position[row, slots]
@@ -64,15 +62,15 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
             if seen == "none":
                 continue
             keys = state.k[row, slots, head].to(dtype).permute(0, 2, 3, 1)
-            for start in range(0, tokens, QUERIES):
-                some = (row, slice(start, start + QUERIES), head)
+            for start in range(0, tokens, queries):
+                some = (row, slice(start, start + queries), head)
                 scores = q[some].to(dtype).transpose(1, 2) @ keys
                 if seen == "some":
                     hidden = (position < 0).unsqueeze(1) | (position.unsqueeze(1) > limit[some[:2]].unsqueeze(-1))
                     scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
                 best, place = (x.transpose(1, 2) for x in _best_of_block(scores, k))
                 both = torch.cat([score[some], best], -1), torch.cat([index[some], place + first], -1)
-                score[some], index[some] = _best(*both, k)
+                score[some], index[some] = best(*both, k)
     return Found(score, index.masked_fill_(score == -torch.inf, -1))
 
 
@@ -80,7 +78,8 @@ def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     """Every entry, whatever k is: attention over the whole store."""
     hidden = (state.position < 0).unsqueeze(1) | (state.position.unsqueeze(1) > limit.unsqueeze(-1))
     score = torch.zeros(hidden.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    return Found(score.masked_fill_(hidden, -torch.inf).unsqueeze(2), None)
+    score = score.masked_fill_(hidden, -torch.inf).unsqueeze(2)
+    return Found(score, torch.empty(*score.shape[:3], 0, dtype=torch.int64, device=q.device))
 
 
 def _ivf() -> Search:
@@ -100,7 +99,7 @@ def attend(
 
     Scores are made anew from the stored keys, so that queries and the heads' `scale` learn; the store does not.
     """
-    if found.index is None:
+    if found.index.shape[-1] < found.score.shape[-1]:
         return _attend_to_all(q, found.score, state, scale)
     rows, heads = torch.arange(q.shape[0], device=q.device), torch.arange(q.shape[2], device=q.device)
     place = (rows.view(-1, 1, 1, 1), found.index.clamp(min=0), heads.view(-1, 1))
@@ -138,10 +137,10 @@ def check(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
         raise ValueError(f"k: expected between 1 and the store's size of {state.size}, got {k}")
 
 
-def _parts(q: Tensor, state: StoreState) -> Iterator[tuple[slice, slice]]:
+def _parts(q: Tensor) -> Iterator[tuple[slice, slice]]:
     """Rows and heads to be searched together: all on a GPU or for a few queries, else one at a time, to stay in the cache."""
     rows, tokens, heads, _ = q.shape
-    if q.is_cuda or rows * heads * tokens <= QUERIES:
+    if q.is_cuda or rows * heads * tokens <= SCORES // BLOCK:
         yield slice(0, rows), slice(0, heads)
         return
     for row in range(rows):
@@ -161,29 +160,30 @@ def _seen(position: Tensor, limit: Tensor) -> str:
 def _best_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of ``[... n]`` (fewer where n is less) and their places."""
     entries = scores.shape[-1]
-    if entries <= k * GROUP:
-        return _best(scores, torch.arange(entries, device=scores.device).expand(scores.shape), min(k, entries))
-    groups = -(-entries // GROUP)
-    grouped = F.pad(scores, (0, groups * GROUP - entries), value=-torch.inf) if entries % GROUP else scores
-    grouped = grouped.unflatten(-1, (groups, GROUP))
+    size = 2 ** round(math.log2(max(entries / k, 1)) / 2)  # where both rounds have as much to sort
+    groups = -(-entries // size)
+    if groups <= k:
+        return best(scores, torch.arange(entries, device=scores.device).expand(scores.shape), min(k, entries))
+    grouped = F.pad(scores, (0, groups * size - entries), value=-torch.inf) if entries % size else scores
+    grouped = grouped.unflatten(-1, (groups, size))
     every = torch.arange(groups, device=scores.device)
-    top = _best(grouped.amax(-1), every.expand(*scores.shape[:-1], -1), k)[1]
-    chosen = grouped.gather(-2, top.unsqueeze(-1).expand(*top.shape, GROUP)).flatten(-2)
-    place = (top.unsqueeze(-1) * GROUP + torch.arange(GROUP, device=scores.device)).flatten(-2)
-    return _best(chosen, place, k)
+    top = best(grouped.amax(-1), every.expand(*scores.shape[:-1], -1), k)[1]
+    chosen = grouped.gather(-2, top.unsqueeze(-1).expand(*top.shape, size)).flatten(-2)
+    place = (top.unsqueeze(-1) * size + torch.arange(size, device=scores.device)).flatten(-2)
+    return best(chosen, place, k)
 
 
-def _best(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def best(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best scores and their indices, the lower index first among equals. topk leaves equals in any order."""
     if score.dtype == torch.float32:
         # Score and index as one whole number: a float's bits, the sign undone, are in the float's order.
-        bits = (score + 0.0).view(torch.int32).long()
-        bits = bits ^ ((bits >> 63) & 0x7FFFFFFF)
-        packed = ((bits << 32) | (0xFFFFFFFF - index)).topk(k).values
-        bits, index = packed >> 32, 0xFFFFFFFF - (packed & 0xFFFFFFFF)
-        return (bits ^ ((bits >> 63) & 0x7FFFFFFF)).int().view(torch.float32), index
-    order = index.argsort(-1)
-    order = order.gather(-1, score.gather(-1, order).argsort(-1, descending=True, stable=True)[..., :k])
+        bits = (score + 0.0).view(torch.int32)  # + 0.0: minus zero is zero
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        packed = ((bits.long() << 32) | (0xFFFFFFFF - index)).topk(k).values
+        bits = (packed >> 32).int()
+        return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), 0xFFFFFFFF - (packed & 0xFFFFFFFF)
+    order = index.argsort(dim=-1)
+    order = order.gather(-1, score.gather(-1, order).argsort(dim=-1, descending=True, stable=True)[..., :k])
     return score.gather(-1, order), index.gather(-1, order)
 
 
@@ -199,16 +199,16 @@ def _softmax(score: Tensor, scale: Tensor, hidden: Tensor) -> tuple[Tensor, Tens
 
 def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) -> tuple[Tensor, Tensor]:
     """By blocks of entries, each joined to those before. Without gradients, memory does not grow with the store."""
-    output: Tensor | None = None
+    whole: tuple[Tensor, Tensor] | None = None
     for first in range(0, state.size, BLOCK):
         slots = slice(first, first + BLOCK)
         k, v = (stored[:, slots].detach().to(q.dtype).transpose(1, 2) for stored in (state.k, state.v))
         score = (q.transpose(1, 2) @ k.transpose(2, 3)).transpose(1, 2)
-        weight, part_lse = _softmax(score, scale, mask[..., slots] == -torch.inf)
+        weight, lse = _softmax(score, scale, mask[..., slots] == -torch.inf)
         part = (weight.to(v.dtype).transpose(1, 2) @ v).transpose(1, 2)
-        output, lse = (part, part_lse) if output is None else _joined(output, lse, part, part_lse)
-    assert output is not None
-    return output, lse
+        whole = (part, lse) if whole is None else _joined(*whole, part, lse)
+    assert whole is not None
+    return whole
 
 
 def _joined(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:

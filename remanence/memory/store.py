@@ -54,9 +54,7 @@ class Store:
         copies the whole store.
     """
 
-    def __init__(
-        self, size: int, heads: int, width: int, evict: Evict = "oldest", *, half_life: float | None = None
-    ) -> None:
+    def __init__(self, size: int, heads: int, width: int, evict: Evict = "oldest", *, half_life: float | None = None) -> None:
         for name, value in (("size", size), ("heads", heads), ("width", width)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
@@ -111,13 +109,13 @@ class Store:
     def _add_newest(self, state: StoreState, new: tuple[Tensor, ...], mask: Tensor | None, count: Tensor) -> StoreState:
         """Into the ring, in place. Each row writes the same number of slots, the last of which is its newest entry's::
 
-            slots   . . o o n n n .       n new    o one too many for this row's count: it is given what it holds
+        slots   . . o o n n n .       n new    o one too many for this row's count: it is given what it holds
         """
         rows, given = new[2].shape
         most = min(given, self.size)
         place = torch.arange(given, device=count.device).expand(rows, -1)
         if mask is not None:
-            place = mask.to(torch.uint8).argsort(1, stable=True)  # what is written last, in its order
+            place = mask.to(torch.uint8).argsort(dim=1, stable=True)  # what is written last, in its order
         place = place[:, given - most :]
         behind = torch.arange(most - 1, -1, -1, device=count.device)
         slot = (state.written + count).unsqueeze(-1) - 1 - behind
@@ -140,7 +138,7 @@ class Store:
         if self.half_life is not None:
             worth = worth + position / self.half_life
         worth = worth.masked_fill(~real, -torch.inf)
-        newest_first = worth.flip(1).argsort(1, descending=True, stable=True)[:, : self.size]
+        newest_first = worth.flip(1).argsort(dim=1, descending=True, stable=True)[:, : self.size]
         place = worth.shape[1] - 1 - newest_first
         nowhere = worth.shape[1]
         place = place.masked_fill(~real.gather(1, place), nowhere).sort(1).values
