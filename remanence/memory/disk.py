@@ -90,5 +90,5 @@ def _describe(tensor: Tensor) -> list[Any]:
 def _checksum(words: str, tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256(words.encode())
     for tensor in tensors:
-        digest.update(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -18,7 +18,7 @@ from torch import Tensor
 from remanence.memory.store import StoreState
 
 BLOCK, SCORES = 2**16, 2**22
-"""Entries that a query meets at once, and scores of a head held at once. The fastest of those tried on one core, at 8K to 262K."""
+"""Entries that a query meets at once, and scores of a head held at once. The fastest of those tried on one core, 8K to 262K."""
 
 
 class Found(NamedTuple):
@@ -29,7 +29,7 @@ class Found(NamedTuple):
     """
 
     score: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name, of no use here
 
 
 class Search(Protocol):
@@ -52,7 +52,7 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     rows, tokens, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     score = torch.full((rows, tokens, heads, k), -torch.inf, dtype=dtype, device=q.device)
-    index = torch.full((rows, tokens, heads, k), -1, device=q.device)
+    index = torch.zeros((rows, tokens, heads, k), dtype=torch.int64, device=q.device)
     queries = SCORES // min(state.size, BLOCK)
     for row, head in _parts(q):
         for first in range(0, state.size, BLOCK):
@@ -68,8 +68,8 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
                 if seen == "some":
                     hidden = (position < 0).unsqueeze(1) | (position.unsqueeze(1) > limit[some[:2]].unsqueeze(-1))
                     scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
-                best, place = (x.transpose(1, 2) for x in _best_of_block(scores, k))
-                both = torch.cat([score[some], best], -1), torch.cat([index[some], place + first], -1)
+                top, place = (x.transpose(1, 2) for x in _best_of_block(scores, k))
+                both = torch.cat([score[some], top], -1), torch.cat([index[some], place + first], -1)
                 score[some], index[some] = best(*both, k)
     return Found(score, index.masked_fill_(score == -torch.inf, -1))
 

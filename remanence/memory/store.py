@@ -152,7 +152,8 @@ class Store:
             shape = [*place.shape, *[1] * (before.dim() - 2)]
             chosen = torch.where((place < self.size).view(shape), before[row, old], entries[row, offered])
             kept.append(chosen.masked_fill(empty.view(shape), nothing))
-        return StoreState(*kept, state.written + count)
+        kept.append(state.written + count)
+        return StoreState(*kept)
 
     def _check(self, state: StoreState, k: Tensor, v: Tensor, position: Tensor) -> None:
         want = [state.k.shape[0], position.shape[-1], self.heads, self.width]

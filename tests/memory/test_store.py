@@ -1,0 +1,234 @@
+"""The store: what is kept, where, and whose; as a file: whole, or refused in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from remanence.memory.disk import load_store, save_store
+from remanence.memory.store import EVICTIONS, Store, StoreState
+from remanence.testing import assert_close
+
+HEADS, WIDTH = 2, 3
+
+
+def entries(rows, count, first=0):
+    k, v = (torch.randn(rows, count, HEADS, WIDTH, dtype=torch.float64) for _ in range(2))
+    return k, v, torch.arange(first, first + count).expand(rows, -1), torch.rand(rows, count)
+
+
+def filled(store, count=5, rows=2):
+    new = entries(rows, count)
+    return store.add(store.start(rows, new[0]), *new)
+
+
+def part(new, cut):
+    return tuple(tensor[:, cut] for tensor in new)
+
+
+def slow(size, half_life, offered):
+    """By the book: one entry at a time; when there is one too many, the least worth goes, the older of equals."""
+    kept = []
+    for entry in offered:  # (position, importance)
+        kept.append(entry)
+        if len(kept) > size:
+            now = entry[0]
+            worth = [importance * 0.5 ** ((now - position) / half_life) for position, importance in kept]
+            del kept[worth.index(min(worth))]
+    return [position for position, _ in kept]
+
+
+@pytest.mark.parametrize("evict", EVICTIONS)
+class TestLaws:
+    def store(self, evict, size=7):
+        return Store(size, HEADS, WIDTH, evict, half_life=20.0)
+
+    @pytest.mark.parametrize("sizes", [[1] * 20, [3, 0, 11, 6], [7, 13], [19, 1]])
+    def test_any_split_is_the_whole(self, evict, sizes):
+        store, new = self.store(evict), entries(3, 20)
+        mask = torch.rand(3, 20) < 0.6
+        whole = store.add(store.start(3, new[0]), *new, mask=mask)
+        state, first = store.start(3, new[0]), 0
+        for size in sizes:
+            cut = slice(first, first + size)
+            state = store.add(state, *part(new, cut), mask=mask[:, cut])
+            first += size
+        assert_close(state, whole, 0.0)
+
+    def test_a_mask_is_the_entries_alone(self, evict):
+        store, new = self.store(evict), entries(3, 20)
+        mask = torch.rand(3, 20) < 0.5
+        mask[1] = False
+        together = store.add(store.start(3, new[0]), *new, mask=mask)
+        for row in range(3):
+            alone = tuple(tensor[row : row + 1, mask[row]] for tensor in new)
+            assert_close(together.rows(row), store.add(store.start(1, new[0]), *alone), 0.0)
+
+    def test_one_row_touches_no_other(self, evict):
+        store = self.store(evict)
+        before = filled(store, 12, 3)
+        mask = torch.zeros(3, 4, dtype=torch.bool)
+        mask[1] = True
+        after = store.add(before, *entries(3, 4, first=12), mask=mask)
+        assert_close(after.rows([0, 2]), before.rows([0, 2]), 0.0)
+        assert after.written.tolist() == [12, 16, 12]
+
+    def test_the_old_state_stays(self, evict):
+        store = self.store(evict)
+        state = filled(store)
+        copy = state.clone()
+        store.add(state, *entries(2, 9, first=5))
+        store.clear(state, torch.tensor([True, False]))
+        assert_close(state, copy, 0.0)
+
+    def test_clear(self, evict):
+        store = self.store(evict)
+        state = filled(store, 9)
+        cleared = store.clear(state, torch.tensor([True, False]))
+        assert_close(cleared.rows(0), store.start(1, state.k), 0.0)
+        assert_close(cleared.rows(1), state.rows(1), 0.0)
+
+    def test_nothing_stored_has_a_gradient(self, evict):
+        store, (k, v, position, importance) = self.store(evict), entries(1, 4)
+        state = store.add(store.start(1, k), k.requires_grad_(), v, position, importance)
+        assert not any(tensor.requires_grad for tensor in state)
+
+
+def test_a_full_ring_keeps_the_newest_with_their_own_values():
+    store = Store(5, HEADS, WIDTH)
+    new = entries(2, 13)
+    state = store.start(2, new[0])
+    for first in range(13):
+        state = store.add(state, *part(new, slice(first, first + 1)))
+        for slot, position in enumerate(state.position[0].tolist()):
+            if position < 0:
+                assert slot > first
+                continue
+            assert position % 5 == slot and first - 5 < position <= first
+            assert_close(state.k[:, slot], new[0][:, position], 0.0)
+            assert_close(state.v[:, slot], new[1][:, position], 0.0)
+
+
+def test_reusing_a_state_gives_the_same():
+    store = Store(5, HEADS, WIDTH)
+    state, new = filled(store), entries(2, 3, first=5)
+    want = store.add(state, *new)
+    assert_close(store.add(state, *new, reuse=True), want, 0.0)
+    assert_close(state.k, want.k, 0.0)
+
+
+@pytest.mark.parametrize("half_life", [3.0, 40.0, 1e9])
+def test_importance_is_the_slow_loop(half_life):
+    store, new = Store(6, HEADS, WIDTH, "importance", half_life=half_life), entries(4, 40)
+    new[3].copy_(torch.randint(1, 4, (4, 40)))  # many equals
+    state = store.start(4, new[0])
+    for first in range(0, 40, 8):
+        state = store.add(state, *part(new, slice(first, first + 8)))
+        for row in range(4):
+            offered = list(zip(range(first + 8), new[3][row].tolist(), strict=False))
+            want = slow(6, half_life, offered)
+            assert state.position[row].tolist() == want
+            assert_close(state.v[row], new[1][row, want], 0.0)
+
+
+def test_equal_importance_is_oldest_first():
+    new = entries(2, 17)[:3]
+    states = [store.add(store.start(2, new[0]), *new) for store in (Store(5, 2, 3, evict) for evict in EVICTIONS)]
+    assert sorted(states[0].position[0].tolist()) == states[1].position[0].tolist() == [12, 13, 14, 15, 16]
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="size: expected a whole number of at least 1, got 0"):
+        Store(0, 1, 1)
+    with pytest.raises(ValueError, match="did you mean 'oldest'"):
+        Store(1, 1, 1, "oldst")
+    store = Store(4, HEADS, WIDTH)
+    state, (k, v, position, _) = filled(store), entries(2, 3)
+    with pytest.raises(ValueError, match=r"v: expected shape \[2, 3, 2, 3\], got \[2, 2, 2, 3\]"):
+        store.add(state, k, v[:, :2], position)
+    with pytest.raises(ValueError, match="state: expected a store of size"):
+        Store(5, HEADS, WIDTH).add(state, k, v, position)
+
+
+class TestDisk:
+    HEADER = {"fingerprint": "abc", "layer": 3}  # noqa: RUF012
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        return tmp_path / "store.safetensors"
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    @pytest.mark.parametrize("mmap_above", [0, 2**30])
+    def test_round_trip(self, path, dtype, mmap_above):
+        state = filled(Store(7, HEADS, WIDTH), 5)
+        state = StoreState(state.k.to(dtype), state.v.to(dtype), *state[2:])
+        save_store(path, state, self.HEADER)
+        loaded = load_store(path, self.HEADER, mmap_above=mmap_above)
+        assert loaded.k.dtype == dtype
+        assert_close(loaded, state.to("cpu"), 0.0)
+
+    def test_an_empty_store_and_a_mapped_one_go_on(self, path):
+        store = Store(7, HEADS, WIDTH)
+        save_store(path, store.start(2, torch.zeros(1, dtype=torch.float64)), self.HEADER)
+        new = tuple(tensor.cpu() for tensor in entries(2, 4))
+        before = path.read_bytes()
+        loaded = load_store(path, self.HEADER, mmap_above=0)
+        state = store.add(loaded, *new, reuse=True)
+        assert_close(state.k[:, :4], new[0], 0.0)
+        assert path.read_bytes() == before
+
+    def test_another_model_s_is_refused(self, path):
+        save_store(path, filled(Store(7, HEADS, WIDTH)), self.HEADER)
+        with pytest.raises(ValueError, match="another model's store: fingerprint is 'abc' in the file, not 'x'"):
+            load_store(path, {**self.HEADER, "fingerprint": "x"})
+
+    @pytest.mark.parametrize("mmap_above", [0, 2**30])
+    def test_damage_is_one_clear_line(self, path, mmap_above):
+        save_store(path, filled(Store(64, HEADS, WIDTH)), self.HEADER)
+        whole = path.read_bytes()
+        start = int.from_bytes(whole[:8], "little") + 8
+        for end in (0, 7, start - 1, start, len(whole) - 1):
+            path.write_bytes(whole[:end])
+            self.refused(path, mmap_above)
+        inside = [slice(*json.loads(whole[8:start])[name]["data_offsets"]) for name in ("k", "v")]
+        for place in range(8, len(whole), 41):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            if mmap_above == 0 and any(part.start <= place - start < part.stop for part in inside):
+                load_store(path, self.HEADER, mmap_above=mmap_above)  # opened without being read
+            else:
+                self.refused(path, mmap_above)
+        path.unlink()
+        self.refused(path, mmap_above)
+
+    def refused(self, path, mmap_above):
+        with pytest.raises(ValueError, match=str(path)) as caught:
+            load_store(path, self.HEADER, mmap_above=mmap_above)
+        assert "\n" not in str(caught.value)
+
+    def test_a_writer_killed_at_any_time_leaves_the_old_store_or_the_new(self, tmp_path):
+        path = tmp_path / "store.safetensors"
+        code = """
+import sys, torch
+from remanence.memory.disk import save_store
+from remanence.memory.store import Store
+store = Store(200_000, 2, 16)
+state = store.start(1, torch.zeros(1))
+for turn in range(1, 1000):
+    save_store(sys.argv[1], state._replace(k=state.k + turn, v=state.v + turn, written=state.written + turn), {})
+    print(turn, flush=True)
+"""
+        for wait in (0.0, 0.02, 0.05, 0.11):
+            command = [sys.executable, "-c", code, str(path)]
+            writer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            writer.stdout.readline()
+            time.sleep(wait)
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+            writer.stdout.close()
+            state = load_store(path, {})
+            assert bool((state.k == state.written).all() & (state.v == state.written).all())
