@@ -200,8 +200,9 @@ def _softmax(score: Tensor, scale: Tensor, hidden: Tensor) -> tuple[Tensor, Tens
 def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) -> tuple[Tensor, Tensor]:
     """By blocks of entries, each joined to those before. Without gradients, memory does not grow with the store."""
     whole: tuple[Tensor, Tensor] | None = None
-    for first in range(0, state.size, BLOCK):
-        slots = slice(first, first + BLOCK)
+    block = max(1, BLOCK // 256, SCORES // max(q[..., 0].numel(), 1))
+    for first in range(0, state.size, block):
+        slots = slice(first, first + block)
         k, v = (stored[:, slots].detach().to(q.dtype).transpose(1, 2) for stored in (state.k, state.v))
         score = (q.transpose(1, 2) @ k.transpose(2, 3)).transpose(1, 2)
         weight, lse = _softmax(score, scale, mask[..., slots] == -torch.inf)

@@ -94,6 +94,7 @@ class TestAttend:
     @pytest.mark.parametrize("name", ["exact", "dense"])
     def test_all_found_is_plain_attention(self, name, monkeypatch):
         monkeypatch.setattr(search, "BLOCK", 8)
+        monkeypatch.setattr(search, "SCORES", 8 * 36)
         state, q = stored(2, 20, 3, 4, empty=4), queries(2, 6, 3, 4)
         limit, scale = torch.randint(-1, 20, (2, 6)), torch.rand(3, dtype=torch.float64) * 10
         output, lse = attend(q, SEARCHES[name]()(q, state, 20, limit), state, scale)
@@ -104,6 +105,7 @@ class TestAttend:
     @pytest.mark.parametrize("find", [exact, dense])
     def test_gradients_reach_queries_and_scale_and_not_the_store(self, find, monkeypatch):
         monkeypatch.setattr(search, "BLOCK", 8)
+        monkeypatch.setattr(search, "SCORES", 8 * 36)
         state, q = stored(2, 20, 2, 4), queries(2, 6, 2, 4).requires_grad_()
         scale = torch.full((2,), 5.0, dtype=torch.float64, requires_grad=True)
         state.k.requires_grad_(), state.v.requires_grad_()
