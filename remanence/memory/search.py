@@ -61,7 +61,7 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
             seen = _seen(position, limit[row])
             if seen == "none":
                 continue
-            keys = state.k[row, slots, head].to(dtype).permute(0, 2, 3, 1)
+            keys = state.k[row, slots, head].to(dtype).transpose(1, 2).contiguous().transpose(2, 3)
             for start in range(0, tokens, queries):
                 some = (row, slice(start, start + queries), head)
                 scores = q[some].to(dtype).transpose(1, 2) @ keys
@@ -69,8 +69,10 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
                     hidden = (position < 0).unsqueeze(1) | (position.unsqueeze(1) > limit[some[:2]].unsqueeze(-1))
                     scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
                 top, place = (x.transpose(1, 2) for x in _best_of_block(scores, k))
-                both = torch.cat([score[some], top], -1), torch.cat([index[some], place + first], -1)
-                score[some], index[some] = best(*both, k)
+                if first or top.shape[-1] < k:
+                    both = torch.cat([score[some], top], -1), torch.cat([index[some], place + first], -1)
+                    top, place = best(*both, k)
+                score[some], index[some] = top, place
     return Found(score, index.masked_fill_(score == -torch.inf, -1))
 
 

@@ -156,8 +156,9 @@ class TestIvf:
         return StoreState(k, k, torch.arange(size)[None], torch.ones(1, size), torch.tensor([size]))
 
     @pytest.fixture
-    def ivf(self):
+    def ivf(self, monkeypatch):
         pytest.importorskip("faiss")
+        monkeypatch.setattr("remanence.memory.ivf.SMALLEST", 4096)
         return SEARCHES["ivf"]()
 
     def test_recall_is_measured_and_logged(self, ivf, caplog):
@@ -199,3 +200,25 @@ class TestIvf:
         monkeypatch.setattr(builtins, "__import__", without)
         with pytest.raises(ImportError, match=r"pip install 'remanence\[knn\]'"):
             SEARCHES["ivf"]()
+
+
+def test_annotated_shapes_are_true():
+    beartype = pytest.importorskip("beartype").beartype
+    from jaxtyping import jaxtyped
+
+    from remanence.memory import policies
+
+    def checked(function):
+        return jaxtyped(typechecker=beartype)(function)
+
+    state, q, limit = stored(2, 9, 3, 4), queries(2, 5, 3, 4), torch.full((2, 5), 9)
+    for find in (exact, dense):
+        output, lse = checked(attend)(q, checked(find)(q, state, 4, limit), state, torch.ones(3, dtype=torch.float64))
+        checked(combine)(output, lse, output, lse, torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(Exception, match=r"[Tt]ype"):
+        checked(exact)(q, state, 4, limit[0])
+    checked(Store.add)(Store(9, 3, 4), state, q, q, limit, torch.ones(2, 5), limit > 3)
+    checked(Store.clear)(Store(9, 3, 4), state, torch.tensor([True, False]))
+    read = policies.Tokens(limit, limit, checked(policies.unigrams)(limit, 10), torch.rand(2, 5))
+    for policy in policies.POLICIES.values():
+        checked(policies.keep)(checked(policy)(read), 0.5, 2)
