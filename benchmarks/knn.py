@@ -152,7 +152,7 @@ def memory_mib(line: str) -> float:
 
 
 def with_peak(call: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | None, float | None]:
-    """A call's result, and its largest memory over what was held before. Of the first call: what is kept would hide a second's."""
+    """A call's result, and its largest memory over what was held before. Of the first call: what it keeps hides a second's."""
     if not sys.platform.startswith("linux"):
         return call(), None
     ctypes.CDLL(None).malloc_trim(0)

@@ -216,7 +216,7 @@ def test_annotated_shapes_are_true():
         output, lse = checked(attend)(q, checked(find)(q, state, 4, limit), state, torch.ones(3, dtype=torch.float64))
         checked(combine)(output, lse, output, lse, torch.zeros(3, dtype=torch.float64))
     with pytest.raises(Exception, match=r"[Tt]ype"):
-        checked(exact)(q, state, 4, limit[0])
+        checked(combine)(output, lse[0], output, lse)
     checked(Store.add)(Store(9, 3, 4), state, q, q, limit, torch.ones(2, 5), limit > 3)
     checked(Store.clear)(Store(9, 3, 4), state, torch.tensor([True, False]))
     read = policies.Tokens(limit, limit, checked(policies.unigrams)(limit, 10), torch.rand(2, 5))
