@@ -216,5 +216,8 @@ def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) ->
 
 def _joined(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two attentions as one softmax over the keys of both."""
-    share = (b_lse - a_lse).masked_fill(b_lse == -torch.inf, -torch.inf).sigmoid()
-    return torch.lerp(a, b, share.unsqueeze(-1).to(a.dtype)), torch.logaddexp(a_lse, b_lse)
+    empty = b_lse == -torch.inf
+    share = (b_lse - a_lse).masked_fill(empty, -torch.inf).sigmoid()
+    # Not logaddexp of two -inf, whose gradient is NaN.
+    lse = torch.where(empty, a_lse, torch.logaddexp(a_lse, b_lse.masked_fill(empty, 0.0)))
+    return torch.lerp(a, b, share.unsqueeze(-1).to(a.dtype)), lse

@@ -102,6 +102,7 @@ class TestAttend:
         assert_close(output, want, 1e-12)
         assert torch.allclose(lse, want_lse, atol=1e-12)
 
+    @pytest.mark.filterwarnings("ignore:Anomaly Detection")
     @pytest.mark.parametrize("find", [exact, dense])
     def test_gradients_reach_queries_and_scale_and_not_the_store(self, find, monkeypatch):
         monkeypatch.setattr(search, "BLOCK", 8)
@@ -116,7 +117,8 @@ class TestAttend:
             output, lse = attend(q, find(q, state, 3, limit), state, scale)
             return combine(torch.zeros_like(output), torch.zeros_like(lse), output, lse).square().sum()
 
-        loss(q, scale).backward()
+        with torch.autograd.detect_anomaly(check_nan=True):
+            loss(q, scale).backward()
         assert state.k.grad is None and state.v.grad is None
         assert bool((q.grad[0, :2] == 0).all()) and bool((q.grad[1] != 0).any()) and bool((scale.grad != 0).all())
         assert torch.autograd.gradcheck(loss, (q, scale))
@@ -182,6 +184,8 @@ class TestIvf:
         found = ivf(new[:, :10], state, 1, limit)
         assert ivf._rows[0] is index, "a twelfth has changed: the index stays"
         assert torch.equal(found.index[0, :, 0, 0], torch.arange(10))
+        many = ivf(new[:, :10], state, 600, limit).index.sort(-1).values
+        assert bool((many.diff() > 0).all()), "an entry that took another's slot is found once"
         more = unit(torch.randn(1, 1500, 2, 8))
         state = store.add(state, more, more, torch.arange(6500, 8000)[None])
         ivf(new[:, :10], state, 1, limit)
