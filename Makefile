@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test test-all test-gpu lint format bench bench-long bench-gpu clean
+.PHONY: setup demo test test-all test-gpu lint format bench bench-long bench-knn bench-gpu clean
 
 setup: .venv/ready
 
@@ -48,6 +48,9 @@ bench: .venv/bench-ready
 
 bench-long: setup
 	$(BIN)/python benchmarks/long.py
+
+bench-knn: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/knn.py
 
 # Peers (flash-linear-attention, titans-pytorch) are measured where they can be imported, from PYTHONPATH too.
 bench-gpu:

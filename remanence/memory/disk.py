@@ -55,14 +55,18 @@ def load_store(path: str | Path, header: Mapping[str, Any], *, mmap_above: int =
     checksum = words.pop("checksum", None)
     if checksum != _checksum(json.dumps(words, sort_keys=True), (tensors[name] for name in SMALL)):
         raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
-    if json.loads(words["tensors"]) != {name: _describe(tensor) for name, tensor in tensors.items()}:
+    try:
+        described, theirs = json.loads(words["tensors"]), dict(json.loads(words["header"]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: its header is not complete ({type(error).__name__})") from None
+    if described != {name: _describe(tensor) for name, tensor in tensors.items()}:
         raise ValueError(f"{path}: altered or damaged: its header does not describe its content")
-    _same_header(path, json.loads(words["header"]), json.loads(json.dumps(dict(header))))
+    _same_header(path, theirs, json.loads(json.dumps(dict(header))))
     _consistent(path, tensors)
     if sum(tensors[name].nbytes for name in LARGE) <= mmap_above:
         # Copied before it is checked: what was checked cannot change with the file any more.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        if words["content"] != _checksum("", (tensors[name] for name in LARGE)):
+        if words.get("content") != _checksum("", (tensors[name] for name in LARGE)):
             raise ValueError(f"{path}: altered or damaged: the checksum of its keys and values does not fit")
     return StoreState(**tensors)
 

@@ -10,6 +10,8 @@ import time
 import pytest
 import torch
 
+from remanence.files import write_tensors
+from remanence.memory import disk
 from remanence.memory.disk import load_store, save_store
 from remanence.memory.store import EVICTIONS, Store, StoreState
 from remanence.testing import assert_close
@@ -205,6 +207,15 @@ class TestDisk:
         path.unlink()
         self.refused(path, mmap_above)
 
+    def test_a_header_without_its_parts_is_refused(self, path):
+        """As a file is that nobody saved: its checksum fits, its content does not."""
+        tensors = {name: tensor.cpu() for name, tensor in filled(Store(7, HEADS, WIDTH))._asdict().items()}
+        for words in ({}, {"tensors": "[]", "header": "3"}, {"tensors": "{", "header": "{}"}, {"tensors": "{}", "header": "{}"}):
+            words = {"format": disk.FORMAT, "schema": str(disk.SCHEMA), **words}
+            checksum = disk._checksum(json.dumps(words, sort_keys=True), (tensors[name] for name in disk.SMALL))
+            write_tensors(path, tensors, {**words, "checksum": checksum})
+            self.refused(path, 0)
+
     def refused(self, path, mmap_above):
         with pytest.raises(ValueError, match=str(path)) as caught:
             load_store(path, self.HEADER, mmap_above=mmap_above)
@@ -214,6 +225,8 @@ class TestDisk:
         path = tmp_path / "store.safetensors"
         code = """
 import sys, torch
+from remanence.files import write_tensors
+from remanence.memory import disk
 from remanence.memory.disk import save_store
 from remanence.memory.store import Store
 store = Store(200_000, 2, 16)
