@@ -79,10 +79,19 @@ def segment_mask(
     return torch.cat(parts, -1)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
-    """SDPA on ``[r t h e]``; a mask is ``[r or 1, queries, keys]``."""
+def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, lse: bool = False) -> Tensor:
+    """SDPA on ``[r t h e]``; a mask is ``[r or 1, queries, keys]``. With `lse` the log-sum-exp stands behind the output, as one
+    more number of every head, and both are float32 at least.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if mask is None else mask.unsqueeze(1)
+    if lse:
+        assert mask is not None
+        wide = torch.promote_types(q.dtype, torch.float32)
+        score = (q.to(wide) @ k.to(wide).mT) * q.shape[-1] ** -0.5
+        score = score.masked_fill(~mask, -torch.inf)
+        total = score.logsumexp(-1, keepdim=True)
+        return torch.cat([(score - total).exp() @ v.to(wide), total], -1).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
 
 
@@ -100,6 +109,7 @@ def sliding_attention(
     prefix: tuple[Tensor, Tensor],
     window: int,
     position: Int[Tensor, " r"] | None,
+    lse: bool = False,
 ) -> Float[Tensor, "r t h e"]:
     """Each query over the persistent keys ``[p h e]`` and a window of keys, itself included; cost grows with t, not with t^2.
 
@@ -111,17 +121,17 @@ def sliding_attention(
     """
     rows, queries, cached = q.shape[0], q.shape[1], k.shape[1] - q.shape[1]
     persistent = prefix[0].shape[0]
+    block = max(window // 2, 16)
     if position is None:
-        if q.is_cuda and q.dtype != torch.float64 and queries > window and q.shape[-1] >= 16:
+        if q.is_cuda and q.dtype != torch.float64 and queries > block and q.shape[-1] >= 16 and not lse:
             return flexible_attention(q, k, v, prefix, window)
         position = torch.zeros(1, dtype=torch.int64, device=q.device)
-    block = max(window // 2, 16)
     reach = window - 1
     if queries <= block:
         keep = min(cached, reach)
         mask = causal_mask(queries, keep, persistent, position, window)
         keys, values = (_behind(p, x[:, cached - keep :]) for p, x in zip(prefix, (k, v), strict=True))
-        return _softmax(q, keys, values, mask)
+        return _softmax(q, keys, values, mask, lse=lse)
     blocks = -(-queries // block)
     missing = blocks * block - queries
     q = F.pad(q, (0, 0, 0, 0, 0, missing)).reshape(rows, blocks, block, *q.shape[2:])
@@ -139,7 +149,7 @@ def sliding_attention(
     for part, mask in ((slice(0, edge), outer), (slice(edge, blocks), band)):
         if part.start < part.stop:
             keys, values = (_behind(p, x[:, part].flatten(0, 1)) for p, x in zip(prefix, (k, v), strict=True))
-            y = _softmax(q[:, part].flatten(0, 1), keys, values, mask)
+            y = _softmax(q[:, part].flatten(0, 1), keys, values, mask, lse=lse)
             pieces.append(y.reshape(rows, -1, *y.shape[1:]))
     return torch.cat(pieces, 1).flatten(1, 2)[:, :queries]
 
@@ -255,6 +265,19 @@ class AttentionState(_AttentionState, TensorTuple):
         return cls(joined(k), joined(v), torch.cat(position), torch.cat(slack))
 
 
+class Attended(NamedTuple):
+    """Attention before its heads are joined, a row for each document: y ``[r t h e]``; queries and keys, not rotated, and values;
+    the state; how to go back from rows.
+    """
+
+    y: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    state: AttentionState
+    back: Tensor | None
+
+
 class Attention(Heads):
     """Causal attention over a sliding window with persistent tokens in front, or over everything (window None, no such tokens).
 
@@ -274,22 +297,27 @@ class Attention(Heads):
     def forward(
         self, x: Float[Tensor, "b t d"], state: AttentionState | None = None, offsets: list[int] | None = None
     ) -> tuple[Float[Tensor, "b t d"], AttentionState]:
+        seen = self.attend(x, state, offsets)
+        return self.out(from_rows(seen.y, seen.back)), seen.state
+
+    def attend(self, x: Tensor, state: AttentionState | None, offsets: list[int] | None, *, lse: bool = False) -> Attended:
+        """`forward` up to where heads are joined; with `lse`, a window's log-sum-exp behind its output (`_softmax`)."""
         fresh = state is None
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
-        q, back = to_rows(self.queries(x), offsets)
-        k, v = (to_rows(y, offsets)[0] for y in self.pairs(x))
-        tokens = torch.arange(q.shape[1], device=x.device)
+        asked, back = to_rows(self.queries(x), offsets)
+        plain, v = (to_rows(y, offsets)[0] for y in self.pairs(x))
+        tokens = torch.arange(asked.shape[1], device=x.device)
         where = tokens.unsqueeze(0) if fresh else state.position.unsqueeze(-1) + tokens
-        turn = self.turn(where, q.dtype)
-        q, k = turn(q), turn(k)
+        turn = self.turn(where, asked.dtype)
+        q, k = turn(asked), turn(plain)
         position = None if fresh else state.position
         keys, values = (k, v) if fresh else (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         if self.window is None:
             y = full_attention(q, keys, values, position)
         else:
-            y = sliding_attention(q, keys, values, self.prefix(k), self.window, position)
-        return self.out(from_rows(y, back)), self._carry(state, k, v, offsets)
+            y = sliding_attention(q, keys, values, self.prefix(k), self.window, position, lse)
+        return Attended(y, asked, plain, v, self._carry(state, k, v, offsets), back)
 
     def _carry(self, state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None) -> AttentionState:
         counts: Any = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()

@@ -1,8 +1,8 @@
 """What a layer can be, on one page: attention, the neural memory alone, and Titans' three ways to have both.
 
 A mixer is called as ``y, state, seen = mixer(x, state, offsets, mode)``: x ``[b t d]`` normalised, or packed documents with their
-borders; `seen` is what can be told of its memory, or None. A new idea is an entry of `BLOCKS`: anything that makes such a module,
-with ``start(rows)`` and the kind of its `state`, from a `ModelConfig`.
+borders; `seen` is what can be told of its memory, or None. kNN layers are given an `Aside`, too. A new idea is an entry of `BLOCKS`:
+anything that makes such a module, with ``start(rows)`` and the kind of its `state`, from a `ModelConfig`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from remanence.attention import Attention, AttentionState, SegmentAttention, SegmentState
 from remanence.config import Mode, ModelConfig, known
+from remanence.knn import Aside, Knn
 from remanence.layers import RMSNorm, SwiGLU
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.ops import Gates
@@ -340,6 +341,7 @@ BLOCKS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "lmm": LMM,
     "attention": partial(Softmax, sliding=False),
     "window": partial(Softmax, sliding=True),
+    "knn": Knn,
     "linear_attention": partial(LMM, rule="linear_attention", **LINEAR),
     "delta": partial(LMM, rule="delta", **LINEAR),
     "gated_delta": partial(LMM, rule="gated_delta", **LINEAR),
@@ -361,8 +363,13 @@ class Block(nn.Module):
         return self.mixer.start(rows)  # type: ignore[operator]
 
     def forward(
-        self, x: Float[Tensor, "b t d"], state: Any = None, offsets: list[int] | None = None, mode: Mode = "on"
+        self,
+        x: Float[Tensor, "b t d"],
+        state: Any = None,
+        offsets: list[int] | None = None,
+        mode: Mode = "on",
+        aside: Aside | None = None,
     ) -> Passed:
-        y, state, seen = self.mixer(self.norm_mixer(x), state, offsets, mode)
+        y, state, seen = self.mixer(self.norm_mixer(x), state, offsets, mode, *([] if aside is None else [aside]))
         x = x + y
         return Passed(x + self.ffn(self.norm_ffn(x)), state, seen)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any, Literal, TypeVar
 
-Config = TypeVar("Config", "MemoryConfig", "ModelConfig")
+Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
 
 Mode = Literal["on", "off", "frozen", "fresh"]
 MODES: tuple[Mode, ...] = ("on", "off", "frozen", "fresh")
@@ -38,8 +38,10 @@ def change(config: Config, given: Mapping[str, Any]) -> Config:
     """A copy with some fields changed; an unknown one is refused, with the nearest name."""
     for name in given:
         known(f"{type(config).__name__} field", name, [field.name for field in fields(config)])
-    if isinstance(config, ModelConfig) and isinstance(given.get("memory"), Mapping):
-        given = {**given, "memory": change(config.memory, given["memory"])}
+    if isinstance(config, ModelConfig):
+        for part in ("memory", "knn"):
+            if isinstance(given.get(part), Mapping):
+                given = {**given, part: change(getattr(config, part), given[part])}
     return replace(config, **given)
 
 
@@ -128,6 +130,49 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnnConfig:
+    """The stores of a model's kNN layers. docs/paper.md says what the paper's were.
+
+    Attributes:
+        k: entries that a query attends to, in each head.
+        size: pairs that a store holds, for each document; 0 leaves the local window alone.
+        fuse: "gate", a learned share of the store for each head; "joint", one softmax over the window and what was found.
+        search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (k is all), "ivf" (extra knn).
+        write: name of an entry of `remanence.memory.policies.POLICIES`: "all", "rare", "surprise", "random".
+        fraction: of each window's tokens, what a policy other than "all" writes, at least one.
+        neighbours: tokens written with each of them, on both sides.
+        evict: what a full store gives up: "oldest", or what is worth least by `write` ("importance").
+        half_life: tokens after which a worth has halved; None: never.
+        shared: whether all kNN layers use the store of the first.
+    """
+
+    k: int = 32
+    size: int = 8192
+    fuse: Literal["gate", "joint"] = "gate"
+    search: str = "exact"
+    write: str = "all"
+    fraction: float = 0.1
+    neighbours: int = 0
+    evict: Literal["oldest", "importance"] = "oldest"
+    half_life: float | None = None
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        _whole(1, **{"knn.k": self.k})
+        _whole(0, **{"knn.size": self.size, "knn.neighbours": self.neighbours})
+        if 0 < self.size < self.k:
+            raise ValueError(f"knn.k: expected at most the store's size of {self.size}, got {self.k}")
+        known("knn.fuse", self.fuse, ("gate", "joint"))
+        known("knn.evict", self.evict, ("oldest", "importance"))
+        if not _number(self.fraction) or not 0 < self.fraction <= 1:
+            raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {self.fraction!r}")
+        if self.half_life is not None and not (_number(self.half_life) and self.half_life > 0):
+            raise ValueError(f"knn.half_life: expected a number of tokens above 0, or None, got {self.half_life!r}")
+        if not isinstance(self.shared, bool):
+            raise ValueError(f"knn.shared: expected True or False, got {self.shared!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A whole model: embedding, layers, logits.
 
@@ -144,6 +189,7 @@ class ModelConfig:
         rotary: base of the rotary angles.
         tie: whether the logits use the embedding's own weights.
         memory: the neural memories' configuration: a MemoryConfig, or some of its fields in a dict.
+        knn: the kNN stores' configuration, in the same way.
     """
 
     vocabulary: int
@@ -158,6 +204,7 @@ class ModelConfig:
     rotary: float = 10_000.0
     tie: bool = True
     memory: MemoryConfig = None  # type: ignore[assignment]  # never None once made: the default needs dim
+    knn: KnnConfig = KnnConfig()
 
     def __post_init__(self) -> None:
         _whole(1, vocabulary=self.vocabulary, dim=self.dim, depth=self.depth, heads=self.heads, ffn=self.ffn)
@@ -180,6 +227,10 @@ class ModelConfig:
             raise ValueError(f"memory.dim: expected the model's dim={self.dim}, got {memory.dim}")
         if self.segment % memory.chunk:
             raise ValueError(f"segment: expected a multiple of the memory's chunk ({memory.chunk}), got {self.segment}")
+        knn = build(KnnConfig, self.knn) if isinstance(self.knn, Mapping) else self.knn
+        if not isinstance(knn, KnnConfig):
+            raise ValueError(f"knn: expected a KnnConfig, or its fields in a dict, got {type(knn).__name__}")
+        object.__setattr__(self, "knn", knn)
         object.__setattr__(self, "pattern", tuple(self.pattern))
         object.__setattr__(self, "memory", memory)
 
@@ -220,16 +271,28 @@ BYTES = 257
 def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Any) -> ModelConfig:
     """A configuration by name: ``preset("340m", "mag", window=1024, memory={"chunk": 64})``.
 
-    The variant is an entry of `remanence.blocks.BLOCKS` or a pattern of several. The vocabulary, unless given, is the byte
+    The variant is an entry of `remanence.blocks.BLOCKS`, a pattern of several, or "memorizing": sliding windows with a kNN layer
+    at three quarters of the depth. The vocabulary, unless given, is the byte
     tokenizer's for `tiny` and `small`, and 32,000 for the papers' sizes.
     """
     known("preset", name, PRESETS)
     own = PRESETS[name]
-    changes = {"vocabulary": BYTES if own["dim"] < 768 else 32_000, "pattern": _pattern(variant), **changes}
+    pattern = memorizing(changes.get("depth", own["depth"])) if variant == "memorizing" else _pattern(variant)
+    changes = {"vocabulary": BYTES if own["dim"] < 768 else 32_000, "pattern": pattern, **changes}
     memory = changes.pop("memory", {})
     if isinstance(memory, Mapping):
         memory = {**own.get("memory", {}), **memory}
     return build(ModelConfig, {**own, **changes, "memory": memory})
+
+
+def memorizing(depth: int, *layers: int) -> tuple[str, ...]:
+    """The pattern of a Memorizing Transformer: sliding windows, and kNN layers at the places given, counted from 1. Default: one,
+    at the paper's 9th place of 12 or the nearest to it.
+    """
+    layers = layers or (round(depth * 9 / 12),)
+    if not all(isinstance(layer, int) and 1 <= layer <= depth for layer in layers):
+        raise ValueError(f"layers: expected places from 1 to depth={depth}, got {layers}")
+    return tuple("knn" if place in layers else "window" for place in range(1, depth + 1))
 
 
 def _pattern(variant: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +13,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from remanence.blocks import Block, Seen
+from remanence.blocks import Block, Cuts, Seen
 from remanence.config import MODES, Mode, ModelConfig, change, known
 from remanence.files import read_json, read_tensors, write_json, write_tensors
+from remanence.knn import Aside, Knn, KnnState, rated
 from remanence.layers import RMSNorm
+from remanence.memory.policies import Tokens
 from remanence.ops import MemoryState
 from remanence.ops.checks import check_offsets, documents
-from remanence.ops.layout import repad
+from remanence.ops.layout import from_rows, repad, to_rows
 from remanence.ops.state import TensorTuple
 
 
@@ -78,8 +81,9 @@ class Trace(NamedTuple):
 class Model(nn.Module):
     """``logits, state = Model(config)(tokens, state)``: pass None at a document's start, and what you got afterwards.
 
-    ``model.memory`` says what becomes of the neural memories: "on"; "off", as if there were none; "frozen", read but never
-    written; "fresh", begun anew at every segment. ``model.checkpointing`` trades a second forward pass for memory in training.
+    ``model.memory`` says what becomes of the memories, neural and kNN: "on"; "off", as if there were none; "frozen", read but
+    never written; "fresh", begun anew at every segment. ``model.checkpointing`` trades a second forward pass for memory in
+    training.
     """
 
     def __init__(self, config: ModelConfig, **fields: Any) -> None:
@@ -92,6 +96,14 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(name, c) for name in c.blocks)
         self.norm = RMSNorm(c.dim)
         self.head = None if c.tie else nn.Linear(c.dim, c.vocabulary, bias=False)
+        stores = [block.mixer for block in self.blocks if isinstance(block.mixer, Knn)]
+        for mixer in stores[1:] if c.knn.shared else ():
+            mixer.borrow()
+        # Counted from what a model is trained on, saved with it, and never trained.
+        rare = bool(stores) and c.knn.write == "rare"
+        self.log_unigrams = nn.Parameter(torch.empty(c.vocabulary), requires_grad=False) if rare else None
+        # What a store is to hold is known only when all layers have read a segment, or is another layer's to say.
+        self._stepwise = bool(stores) and (c.knn.write == "surprise" or (c.knn.shared and len(stores) > 1))
         self.checkpointing = False
         self._memory: Mode = "on"
         self.reset_parameters()
@@ -104,6 +116,8 @@ class Model(nn.Module):
         nn.init.normal_(self.embed.weight, std=self.config.dim**-0.5)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
+        if self.log_unigrams is not None:
+            nn.init.constant_(self.log_unigrams, -log(self.config.vocabulary))
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 if name.endswith(("o_proj.weight", "down.weight")):
@@ -119,12 +133,12 @@ class Model(nn.Module):
 
     @property
     def has_memory(self) -> bool:
-        return any(hasattr(block.mixer, "memory") for block in self.blocks)
+        return any(hasattr(block.mixer, "memory") or isinstance(block.mixer, Knn) for block in self.blocks)
 
     def _mode(self, mode: Mode) -> Mode:
         known("memory", mode, MODES)
         if mode != "on" and not self.has_memory:
-            raise ValueError(f"memory: expected 'on', as the blocks {self.config.pattern} have no neural memory, got {mode!r}")
+            raise ValueError(f"memory: expected 'on', as the blocks {self.config.pattern} have no memory, got {mode!r}")
         return mode
 
     def start(self, rows: int) -> State:
@@ -179,14 +193,82 @@ class Model(nn.Module):
         position = state.position if state is not None else torch.zeros(rows, dtype=torch.int64, device=tokens.device)
         if tokens.shape[1] == 0:
             return Trace(self.embed(tokens), state or self.start(rows), (None,) * len(self.blocks))
+        if self._stepwise:
+            return self._trace_steps(tokens, state or self.start(rows), borders, mode)
+        return self._pass(tokens, state, position, borders, mode)
+
+    def _pass(self, tokens: Tensor, state: State | None, position: Tensor, borders: list[int] | None, mode: Mode) -> Trace:
+        """All layers, one after the other."""
         x = self.embed(tokens)
-        ends, noted = [], []
+        worth = self._worth(tokens, position, borders)
+        ends: list[Any] = []
+        noted, lent = [], None
         for index, block in enumerate(self.blocks):
-            x, end, seen = self._call(block, x, None if state is None else state.blocks[index], borders, mode)
+            inputs: list[Any] = [x, None if state is None else state.blocks[index], borders, mode]
+            if isinstance(block.mixer, Knn):
+                inputs.append(Aside(worth, lent))
+            x, end, seen = self._call(block, *inputs)
+            if self.config.knn.shared and lent is None and isinstance(end, KnnState):
+                lent = end.store
             ends.append(end)
             noted.append(seen)
         counts = tokens.shape[1] if borders is None else torch.tensor(borders, device=position.device).diff()
         return Trace(self.norm(x), State(tuple(ends), position + counts), tuple(noted))
+
+    def _worth(self, tokens: Tensor, position: Tensor, borders: list[int] | None) -> Tensor | None:
+        """What each token is worth to a store, as far as it is known before it is read."""
+        write = self.config.knn.write
+        if write not in ("rare", "random") or not any(isinstance(block.mixer, Knn) for block in self.blocks):
+            return None
+        where, back = to_rows(tokens, borders)
+        place = position.unsqueeze(-1) + torch.arange(where.shape[1], device=tokens.device)
+        # Not the row's place, which says nothing of its document: all rows draw alike.
+        same = torch.zeros(len(where), dtype=torch.int64, device=tokens.device)
+        found = rated(Tokens(where, place, self.log_unigrams, document=same), write)
+        return None if found is None else from_rows(found, back).float()
+
+    def _trace_steps(self, tokens: Tensor, state: State, borders: list[int] | None, mode: Mode) -> Trace:
+        """Segment by segment through all layers."""
+        window = self.config.window
+        cuts = Cuts(tokens, borders, (state.position % window).tolist(), window)
+        pieces, noted = [], []
+        for part in cuts:
+            some = cuts.take(tokens, part)
+            begun = state
+            seen = self._pass(some, begun, begun.position, part.borders, mode)
+            state = seen.state
+            if self.config.knn.write == "surprise":
+                state = self._rated(some, seen.hidden, begun, state, part.borders, mode)
+            pieces.append(seen.hidden)
+            noted.append(seen.seen)
+        columns = [cuts.join_seen(list(column)) for column in zip(*noted, strict=True)]
+        return Trace(cuts.join(pieces), state, tuple(columns))
+
+    @torch.no_grad()
+    def _rated(self, tokens: Tensor, hidden: Tensor, begun: State, state: State, borders: list[int] | None, mode: Mode) -> State:
+        """The state with what the tokens of a segment, just read, were worth: how little the model expected them."""
+        (rows, _), (out, _) = to_rows(tokens, borders), to_rows(hidden, borders)
+        counts = torch.tensor([rows.shape[1]] * len(rows) if borders is None else borders, device=rows.device)
+        counts = counts if borders is None else counts.diff()
+        before = next(part.last for part in begun.blocks if isinstance(part, KnnState))
+        predicted = torch.cat([before.unsqueeze(1).to(out.dtype), out[:, :-1]], 1)
+        surprise = F.cross_entropy(self.logits(predicted).float().flatten(0, 1), rows.flatten(), reduction="none").view_as(rows)
+        nothing = torch.full_like(surprise[:, 0], log(self.config.vocabulary))  # what was expected of a document's first token
+        surprise = torch.cat([torch.where(begun.position == 0, nothing, surprise[:, 0]).unsqueeze(-1), surprise[:, 1:]], 1)
+        newest = out.gather(1, (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, out.shape[-1])).squeeze(1)
+        newest = torch.where((counts > 0).unsqueeze(-1), newest, before.to(out.dtype))
+        place = (begun.position % self.config.window).unsqueeze(-1) + torch.arange(rows.shape[1], device=rows.device)
+        place = place.where(torch.arange(rows.shape[1], device=rows.device) < counts.unsqueeze(-1), self.config.window)
+
+        def with_worth(part: Any) -> Any:
+            if not isinstance(part, KnnState):
+                return part
+            worth = part.worth
+            if mode in ("on", "fresh"):
+                worth = F.pad(worth, (0, 1)).scatter(1, place, surprise)[:, :-1]  # what is no token goes into one place more
+            return part._replace(worth=worth, last=newest.to(part.last.dtype))
+
+        return State(tuple(with_worth(part) for part in state.blocks), state.position)
 
     def _call(self, block: nn.Module, *inputs: Any) -> Any:
         if self.checkpointing and self.training and torch.is_grad_enabled():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MEMORIES, VARIANTS, config, model, tokens
+from models import MEMORIES, STORES, VARIANTS, config, model, tokens
 from torch import nn
 
 from remanence import Model, ModelConfig
@@ -100,7 +100,10 @@ class TestLaws:
 
     def test_tokens_can_be_taken_back_within_the_open_chunk(self, variant):
         subject, x = model(variant), tokens(2, COUNT)
-        for read, back in ((11, 3), (19, 1), (15, 2), (10, 2)):
+        if subject.config.knn.write == "surprise":
+            pytest.skip("such a state goes by the last token read")
+        # Of a window of 5 that is open, or the last token of one that has just ended.
+        for read, back in ((14, 2), (19, 1), (15, 2), (10, 2)) if variant in STORES else ((11, 3), (19, 1), (15, 2), (10, 2)):
             _, state = subject(x[:, :read])
             logits, _ = subject(x[:, read - back :], state.crop(back))
             whole, _ = subject(x)
@@ -121,7 +124,7 @@ class TestLaws:
             subject.zero_grad()
             logits, _ = subject(x)
             logits.square().mean().backward()
-            grads.append([p.grad.clone() for p in subject.parameters()])
+            grads.append([p.grad.clone() for p in subject.parameters() if p.requires_grad])
         assert_close(grads[0], grads[1], 1e-12)
 
 
@@ -153,6 +156,7 @@ class TestModes:
 
     def test_off_ignores_what_the_memory_holds(self, variant):
         """Whatever is in the memories, off gives the same; on does not."""
+        from remanence.memory.store import StoreState
         from remanence.ops import MemoryState
 
         subject, x = model(variant), tokens(2, COUNT)
@@ -161,6 +165,8 @@ class TestModes:
         def other(node):
             if isinstance(node, MemoryState):
                 return node._replace(layers=tuple(torch.randn_like(layer) for layer in node.layers))
+            if isinstance(node, StoreState):
+                return node._replace(v=torch.randn_like(node.v))
             if isinstance(node, tuple):
                 children = [other(child) for child in node]
                 return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
@@ -172,7 +178,7 @@ class TestModes:
 
     def test_fresh_remembers_nothing_beyond_a_segment(self, variant):
         """The pure memory model: what stood in earlier segments changes nothing (but the convolution's few tokens)."""
-        subject, x = model(variant, depth=1, pattern=MEMORIES[variant][:1], window=2), tokens(1, 32)
+        subject, x = model(variant, depth=1, pattern=MEMORIES[variant][:1], window=2, knn={"size": 64}), tokens(1, 32)
         other = x.clone()
         other[:, :8] = (x[:, :8] + 1) % 11
         near, far = (subject(y, memory="fresh")[0][:, 27:] for y in (x, other))

@@ -56,8 +56,9 @@ class Store:
 
     def __init__(self, size: int, heads: int, width: int, evict: Evict = "oldest", *, half_life: float | None = None) -> None:
         for name, value in (("size", size), ("heads", heads), ("width", width)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+            least = 0 if name == "size" else 1  # a store of 0 holds nothing
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
         known("evict", evict, EVICTIONS)
         if half_life is not None and not half_life > 0:
             raise ValueError(f"half_life: expected a number of tokens above 0, or None, got {half_life!r}")
@@ -90,7 +91,7 @@ class Store:
         if importance is None:
             importance = torch.ones(position.shape, dtype=torch.float32, device=position.device)
         new = (k.to(state.k.dtype), v.to(state.v.dtype), position, importance.to(torch.float32))
-        if k.shape[1] == 0:
+        if k.shape[1] == 0 or self.size == 0:
             return state
         count = torch.full_like(state.written, k.shape[1]) if mask is None else mask.sum(1)
         if self.evict == "importance":
