@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from remanence.memory.disk import load_store, save_store
+from remanence import Model, ModelConfig, memfile
 from remanence.memory.ivf import recall
 from remanence.memory.search import SEARCHES, attend, exact, unit
 from remanence.memory.store import Store, StoreState
@@ -193,14 +193,16 @@ def compare(size: int, heads: int, rounds: int) -> list[dict]:
 
 
 def opening(entries: int) -> dict:
-    """A large store as a file: written, then opened."""
-    state = Store(entries, 8, WIDTH).start(1, torch.zeros(1, dtype=torch.bfloat16))
+    """A large store in a memory file: written, then opened."""
+    config = ModelConfig(
+        vocabulary=16, dim=8 * WIDTH, depth=1, heads=8, pattern=("knn",), ffn=8, window=512, persistent=0, knn={"size": entries}
+    )
+    model = Model(config).bfloat16()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "store.safetensors"
-        write = timed(lambda: save_store(path, state, {}))
+        path = Path(folder) / "store.mem"
+        write = timed(lambda: memfile.save(path, model, model.start(1)))
         size = path.stat().st_size
-        del state
-        opened = timed(lambda: load_store(path, {}))
+        opened = timed(lambda: memfile.load(path, model))
     return {"entries": entries, "gib": round(size / 2**30, 2), "save_ms": round(write), "open_ms": round(opened, 1)}
 
 

@@ -1,8 +1,8 @@
 """What a layer can be, on one page: attention, the neural memory alone, and Titans' three ways to have both.
 
 A mixer is called as ``y, state, seen = mixer(x, state, offsets, mode)``: x ``[b t d]`` normalised, or packed documents with their
-borders; `seen` is what can be told of its memory, or None. kNN layers are given an `Aside`, too. A new idea is an entry of `BLOCKS`:
-anything that makes such a module, with ``start(rows)`` and the kind of its `state`, from a `ModelConfig`.
+borders; `seen` is what can be told of its memory, or None. kNN layers are given an `Aside`, too. A new idea is an entry of
+`BLOCKS`: anything that makes such a module, with ``start(rows)`` and the kind of its `state`, from a `ModelConfig`.
 """
 
 from __future__ import annotations

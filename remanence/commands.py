@@ -248,7 +248,7 @@ def _model_facts(folder: Path) -> dict[str, Any]:
 
 
 def _memory_facts(path: Path) -> dict[str, Any]:
-    header, tensors = memfile.peek(path)
+    header, tensors = memfile.peek(path, verify=True)
     layers = []
     for name in tensors:
         if not name.endswith(".layers.0"):

@@ -1,8 +1,9 @@
 """A memory as a file: what a model has read, without the text. safetensors, checked in full before anything is used.
 
 The header holds the schema, the model's configuration and fingerprint, the tokens read, and a checksum over all of it and every
-tensor. A memory is made from what was read and can reveal it: treat a file as you would treat the text. It is also untrusted
-input: nothing in it is executed or unpickled, and what does not fit the model is refused.
+tensor; but tensors above `LARGE` bytes, as a kNN store's are, have checksums of their own and are not read when a file is opened:
+they stay in the file until they are used. A memory is made from what was read and can reveal it: treat a file as you would treat
+the text. It is also untrusted input: nothing in it is executed or unpickled, and what does not fit the model is refused.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ import torch
 from torch import Tensor
 
 from remanence.attention import AttentionState, SegmentState
+from remanence.config import ModelConfig
 from remanence.files import Stored, read_tensors, write_tensors
+from remanence.memory.store import StoreState
 from remanence.model import Model, State
 from remanence.ops import MemoryState
 
 FORMAT, SCHEMA = "remanence-memory", 1
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+LARGE = 2**28
+"""Bytes of a tensor that is mapped instead of read."""
 
 MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
 """From a schema to the next one: each is given a file's tensors and header (as text) as that schema wrote them."""
@@ -52,7 +58,8 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
         raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
     if bool(state.diverged.any()):
         raise ValueError("state: expected finite numbers, got a memory that has diverged; it was not saved")
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named(state)}
+    # Copied, as parts of a state may share memory, which safetensors refuses; stores never do, and may be too large for it.
+    tensors = {name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous() for name, tensor in named(state)}
     fitted("state", model, tensors)
     header = {
         "format": FORMAT,
@@ -62,37 +69,42 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: _describe(tensor) for name, tensor in tensors.items()}),
         "notes": json.dumps(notes or {}),
+        "large": _canonical({name: _digest(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}),
     }
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)})
 
 
-def load(path: str | Path, model: Model, *, force: bool = False) -> State:
+def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = False) -> State:
     """The state in a file, on the model's device, if every part of it fits this model.
 
     `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that the
-    model keeps its state in.
+    model keeps its state in. `verify` reads large tensors, too: damage inside them is not noticed otherwise.
     """
-    header, tensors = peek(path)
-    differing = _differences(header["config"], model.config.to_dict())
+    header, tensors = peek(path, verify=verify)
+    differing = _differences(_present(header["config"]), model.config.to_dict())
     if differing:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
     if header["fingerprint"][1] != fingerprint(model).weights and not force:
         raise ValueError(f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway")
-    state = fitted(str(path), model, tensors)
+    state = fitted(str(path), model, tensors, unread=set(header["large"]))
     if state.position.tolist() != header["tokens"]:
         raise ValueError(f"{path}: position: expected the header's {header['tokens']} tokens, got {state.position.tolist()}")
     return state
 
 
-def peek(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A file's header and tensors: checked as a file, brought to the present schema, not yet fitted to a model."""
     path = Path(path)
     stored = read_tensors(path)
     if stored.metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a memory file, got a safetensors file of another kind")
     header = dict(stored.metadata)
-    if header.pop("checksum", None) != _checksum(stored.tensors, header):
+    large = _large(header, stored.tensors)
+    if large is None or header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
         raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
+    for name, digest in large.items() if verify else ():
+        if _digest(stored.tensors[name]) != digest:
+            raise ValueError(f"{path}: altered or damaged: the checksum of {name} does not fit its content")
     schema = int(header["schema"]) if header.get("schema", "").isdecimal() else None
     if schema is None or schema > SCHEMA:
         raise ValueError(f"{path}: expected schema {SCHEMA} or older, got {header.get('schema')}; a newer remanence can read it")
@@ -109,11 +121,31 @@ def peek(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     well = all(isinstance(data[name], kind) for name, kind in kinds.items()) and data["state"] == described
     if not well or [type(part) for part in data["fingerprint"]] != [str, str] or any(type(n) is not int for n in data["tokens"]):
         raise ValueError(f"{path}: its header does not describe its content")
-    return {**data, "schema": schema}, stored.tensors
+    return {**data, "schema": schema, "large": large}, stored.tensors
 
 
-def fitted(what: str, model: Model, tensors: dict[str, Tensor]) -> State:
-    """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes sense."""
+def _large(header: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, str] | None:
+    """The tensors that are not read when a file is opened, and their checksums; None if the header is no good."""
+    try:
+        large = json.loads(header.get("large", "{}"))
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    named_well = isinstance(large, dict) and all(isinstance(digest, str) for digest in large.values())
+    return large if named_well and all(name in tensors and tensors[name].nbytes > LARGE for name in large) else None
+
+
+def _present(config: dict[str, Any]) -> dict[str, Any]:
+    """A file's configuration with the fields that are newer than the file, as they are by default."""
+    try:
+        return ModelConfig.from_dict(config).to_dict()
+    except (ValueError, TypeError):
+        return config
+
+
+def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str] | None = None) -> State:
+    """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes sense; of
+    those that stay `unread`, the numbers are not looked at.
+    """
     template = model.start(1)
     wanted = dict(named(template))
     for name in wanted:
@@ -126,7 +158,7 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor]) -> State:
         if name not in wanted:
             raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
         length = tensor.shape[1:2] if name in growing else wanted[name].shape[1:2]
-        _check(f"{what}: {name}", tensor, wanted[name], [*rows, *length, *wanted[name].shape[2:]])
+        _check(f"{what}: {name}", tensor, wanted[name], [*rows, *length, *wanted[name].shape[2:]], name in (unread or ()))
     state = assembled(template, tensors)
     if any(0 < tensors[name].shape[1] < int(state.position.max()) for name in growing):
         raise ValueError(f"{what}: expected full attention to hold all {int(state.position.max())} tokens, got fewer")
@@ -161,15 +193,16 @@ def _growing(node: Any, path: str = "") -> set[str]:
     return set().union(*found)
 
 
-def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int]) -> None:
+def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int], unread: bool) -> None:
     """Shape, kind and values of one tensor."""
     if list(tensor.shape) != shape:
         raise ValueError(f"{what}: expected shape {shape}, got {list(tensor.shape)}")
     if tensor.dtype not in (REAL if like.is_floating_point() else (like.dtype,)):
         raise ValueError(f"{what}: expected {like.dtype}, got {tensor.dtype}")
-    if tensor.is_floating_point():
-        # A closed gate's logarithm is -inf, and nothing else may be infinite.
-        bad = tensor.isnan() | (tensor == torch.inf) if ".gates." in what else ~tensor.isfinite()
+    if tensor.is_floating_point() and not unread:
+        # A closed gate's logarithm is -inf, and so is the worth of a token that is not to be stored; nothing else is infinite.
+        open_below = ".gates." in what or what.endswith(".worth")
+        bad = tensor.isnan() | (tensor == torch.inf) if open_below else ~tensor.isfinite()
         if bool(bad.any()):
             raise ValueError(f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}")
 
@@ -183,6 +216,9 @@ def _check_counts(what: str, node: Any, whole: State) -> None:
         good = (node.position == read) & (node.slack >= 0) & (node.slack <= read) & torch.tensor(node.k.shape == node.v.shape)
     elif isinstance(node, SegmentState):
         good = node.position == read % (node.tokens[0].shape[1] + 1)
+    elif isinstance(node, StoreState):
+        places = ((node.position >= -1) & (node.position < read.unsqueeze(-1))).all(1)
+        good = places & (node.written >= 0) & (node.written <= read)
     else:
         good = read >= 0 if node is whole else torch.tensor(True)
     if not bool(good.all()):
@@ -211,9 +247,15 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _checksum(tensors: dict[str, Tensor], header: dict[str, str]) -> str:
+def _checksum(tensors: dict[str, Tensor], header: dict[str, str], unread: set[str] | None = None) -> str:
+    """Of the header, and of every tensor but those that have their own checksums in it."""
+    unread = {name for name, tensor in tensors.items() if tensor.nbytes > LARGE} if unread is None else unread
     digest = hashlib.sha256(_canonical(header).encode())
-    for name in sorted(tensors):
+    for name in sorted(set(tensors) - unread):
         digest.update(name.encode())
         digest.update(_bytes(tensors[name]))
     return digest.hexdigest()
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()

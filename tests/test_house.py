@@ -28,7 +28,7 @@ ROOMS = {
     "blocks": {"ops", "memory", "attention", "knn", "layers", "config", "shapes"},
     "model": {"ops", "memory", "blocks", "knn", "layers", "config", "files", "shapes"},
     "decoding": {"attention", "blocks", "config", "memory", "model", "ops"},
-    "memfile": {"attention", "files", "model", "ops"},
+    "memfile": {"attention", "config", "files", "memory", "model", "ops"},
     "generate": {"config", "decoding", "model", "tokens"},
     "session": {"", "model", "generate", "memfile", "tokens"},
     "hf": {"model", "config", "files"},

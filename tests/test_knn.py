@@ -1,0 +1,301 @@
+"""The kNN layer against the slow loop it stands for, and what is special about stores in a model."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import STORES, config, model, tokens
+
+from remanence import Model, ModelConfig, Session, memfile, preset
+from remanence.blocks import Softmax
+from remanence.config import memorizing
+from remanence.knn import Aside, Knn
+from remanence.testing import assert_close
+
+COUNT = 29
+
+
+def layer(**knn):
+    torch.manual_seed(5)
+    made = Knn(config("knn", knn=knn)).double()
+    with torch.no_grad():
+        made.log_scale.normal_(1.0, 0.5)
+        if made.gate is not None:
+            made.gate.normal_()
+    return made
+
+
+def slow(subject, x, worth):
+    """One token at a time, one head at a time: everything older than the window that was written, sorted, the first k taken."""
+    attention, c, w = subject.attention, subject.config, subject.window
+    q, (k, v) = attention.queries(x), attention.pairs(x)
+    pk, pv = attention.prefix(x)
+    turn = attention.turn(torch.arange(x.shape[1]).unsqueeze(0), x.dtype)
+    rq, rk = turn(q), turn(k)
+    y = torch.zeros_like(q)
+    for row in range(len(x)):
+        stored = []
+        for p in range(x.shape[1]):
+            if p and p % w == 0:
+                segment = range(p - w, p)
+                best = sorted(segment, key=lambda i: (-float(worth[row, i]), i))
+                count = w if c.write == "all" else max(1, -int(-(c.fraction * w - 1e-9) // 1))
+                chosen = {i + n for i in best[:count] for n in range(-c.neighbours, c.neighbours + 1)} & set(segment)
+                stored += sorted(chosen)
+                if c.evict == "importance":
+                    stored = sorted(sorted(stored, key=lambda i: (-float(worth[row, i]), -i))[: c.size])
+                stored = stored[-c.size :]
+            for head in range(attention.heads):
+                seen = range(max(0, p - w + 1), p + 1)
+                keys = torch.cat([pk[:, head], rk[row, seen, head]])
+                values = torch.cat([pv[:, head], v[row, seen, head]])
+                near = keys @ rq[row, p, head] * attention.width**-0.5
+                found = [i for i in stored if i <= p - w]
+                unit = F.normalize(q[row, p, head], dim=0)
+                dots = {i: float((F.normalize(k[row, i, head], dim=0) @ unit).detach()) for i in found}
+                found = sorted(found, key=lambda i: -dots[i])[: c.k]
+                local = near.softmax(0) @ values
+                if found:
+                    far = torch.stack([F.normalize(k[row, i, head], dim=0) @ unit for i in found])
+                    far, told = far * subject.log_scale[head].exp(), v[row, found, head]
+                    if subject.gate is None:
+                        local = torch.cat([near, far]).softmax(0) @ torch.cat([values, told])
+                    else:
+                        local = torch.lerp(local, far.softmax(0) @ told, subject.gate[head].sigmoid())
+                y[row, p, head] = local
+    return attention.out(y)
+
+
+@pytest.mark.parametrize(
+    "knn",
+    [
+        {},
+        {"fuse": "joint"},
+        {"k": 12, "size": 12},
+        {"search": "dense", "k": 12, "fuse": "joint"},
+        {"write": "rare", "fraction": 0.4, "neighbours": 1},
+        {"write": "rare", "fraction": 0.4, "evict": "importance", "size": 4},
+        {"size": 7},
+    ],
+    ids=str,
+)
+def test_it_is_the_slow_loop(knn):
+    subject = layer(**knn)
+    x = torch.randn(2, COUNT, 16, dtype=torch.float64)
+    worth = torch.rand(2, COUNT) if "write" in knn else None
+    y, _, _ = subject(x, None, None, "on", Aside(worth))
+    expected = slow(subject, x, torch.ones(2, COUNT) if worth is None else worth)
+    assert_close(y, expected, 1e-10)
+
+
+def test_a_store_of_nothing_is_the_window_alone():
+    subject = layer(size=0)
+    plain = Softmax(config("window"), sliding=True).double()
+    plain.attention.load_state_dict(subject.attention.state_dict())
+    x = torch.randn(2, COUNT, 16, dtype=torch.float64)
+    assert_close(subject(x, None, None, "on")[0], plain(x, None, None, "on")[0], 1e-12)
+    assert_close(layer()(x[:, :5], None, None, "on")[0], plain(x[:, :5], None, None, "on")[0], 1e-12)  # nothing stored yet
+
+
+@pytest.mark.parametrize("fuse", ["gate", "joint"])
+def test_gate_queries_and_temperature_learn_and_the_store_does_not(fuse):
+    subject = layer(fuse=fuse)
+    past, x = (torch.randn(1, n, 16, dtype=torch.float64, requires_grad=True) for n in (16, 4))
+    _, state, _ = subject(past, None, None, "on")
+    assert not any(tensor.requires_grad for tensor in (*state.store, state.k, state.v))
+    y, _, _ = subject(x, state, None, "on")
+    wanted = [subject.log_scale, subject.attention.q_proj.weight, *([] if subject.gate is None else [subject.gate])]
+    assert all(bool(grad.abs().sum() > 0) for grad in torch.autograd.grad(y.square().sum(), wanted, retain_graph=True))
+    # What is far behind reaches y through the store only, and so has no gradient.
+    (grad,) = torch.autograd.grad(y.square().sum(), past)
+    assert bool((grad[:, :11] == 0).all())
+
+
+def test_frozen_tokens_are_not_stored_and_saved_states_say_so(tmp_path):
+    subject, x = model("knn"), tokens(1, COUNT)
+    _, state = subject(x[:, :7])
+    _, state = subject(x[:, 7:18], state, memory="frozen")
+    _, state = subject(x[:, 18:], state)
+    held = state.blocks[0].store.position[0]
+    assert sorted(held[held >= 0].tolist()) == [*range(7), *range(18, 25)][-12:]
+    _, frozen = subject(x[:, :3], subject.start(1), memory="frozen")
+    memfile.save(tmp_path / "a.mem", subject, frozen)
+    assert_close(memfile.load(tmp_path / "a.mem", subject), frozen, 0.0)
+
+
+def test_surprise_is_what_the_model_did_not_expect():
+    subject, x = model("surprising tokens", knn={"fraction": 0.2}), tokens(1, COUNT)
+    logits, state = subject(x)
+    loss = F.cross_entropy(logits[0, :-1].float(), x[0, 1:], reduction="none")
+    worth = torch.cat([torch.tensor([2.3979]), loss])  # log 11: of the first token nothing was expected
+    best = [begin + int(worth[begin : begin + 5].argmax()) for begin in range(0, 25, 5)]
+    held = state.blocks[0].store.position[0]
+    assert held[held >= 0].tolist() == best
+
+
+def test_rare_tokens_are_the_table_s(tmp_path):
+    subject, x = model("one store, rare tokens", knn={"fraction": 0.2, "evict": "oldest"}), tokens(1, COUNT)
+    _, state = subject(x)
+    rare = -subject.log_unigrams[x[0]]
+    held = state.blocks[0].store.position[0]
+    assert held[held >= 0].tolist() == [begin + int(rare[begin : begin + 5].argmax()) for begin in range(0, 25, 5)]
+    assert state.blocks[1].store.size == 0, "the second layer has none of its own"
+    subject.save(tmp_path / "model")
+    assert torch.equal(Model.load(tmp_path / "model").log_unigrams, subject.log_unigrams)
+
+
+def test_where_the_layer_stands():
+    assert [memorizing(depth).index("knn") + 1 for depth in (12, 24, 6, 2, 1)] == [9, 18, 4, 2, 1]
+    assert memorizing(4, 1, 3) == ("knn", "window", "knn", "window")
+    assert preset("170m", "memorizing").blocks.index("knn") == 8
+    with pytest.raises(ValueError, match="layers: expected places from 1 to depth=4, got"):
+        memorizing(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"k": 33, "size": 32}, "knn.k: expected at most the store's size of 32, got 33"),
+        ({"size": -1}, "knn.size: expected a whole number of at least 0, got -1"),
+        ({"fuse": "gates"}, "knn.fuse: expected one of gate, joint, got 'gates'; did you mean 'gate'"),
+        ({"fraction": 0}, "knn.fraction: expected above 0 and at most 1, got 0"),
+        ({"half_life": -1}, "knn.half_life: expected a number of tokens above 0, or None, got -1"),
+        ({"shared": 1}, "knn.shared: expected True or False, got 1"),
+        ({"search": "exakt"}, "knn.search: expected one of exact, dense, ivf.*did you mean 'exact'"),
+        ({"write": "rares"}, "knn.write: expected one of all, rare, surprise, random, got 'rares'; did you mean 'rare'"),
+        ({"sizes": 3}, "KnnConfig field: expected one of k, size.*did you mean 'size'"),
+    ],
+)
+def test_bad_settings_are_one_line(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Model(ModelConfig(vocabulary=8, dim=8, depth=1, heads=2, pattern=("knn",), knn=fields))
+
+
+def test_tokens_in_the_store_cannot_be_taken_back():
+    subject = model("knn")
+    _, state = subject(tokens(1, 11))
+    with pytest.raises(ValueError, match="tokens: expected at most 0, as earlier ones are in the store, got 1"):
+        state.crop(1)
+    _, state = subject(tokens(1, 3))
+    assert_close(state.crop(3).blocks[0].store, subject.start(1).blocks[0].store, 0.0)
+
+
+@pytest.mark.parametrize("variant", STORES)
+def test_an_answer_from_the_store_through_a_session_and_a_file(variant, tmp_path):
+    torch.manual_seed(0)
+    subject = Session(Model(config(variant, vocabulary=257)).eval())
+    subject.read("the store holds what was read, far beyond the window. " * 3)
+    subject.save(tmp_path / "a.mem")
+    other = Session(subject.model).load(tmp_path / "a.mem")
+    wanted = subject.generate("And", max_tokens=12, temperature=1.0, seed=3)
+    assert other.generate("And", max_tokens=12, temperature=1.0, seed=3) == wanted
+    assert_close(other.state, subject.state, 0.0)
+
+
+class TestLargeStores:
+    @pytest.fixture(autouse=True)
+    def _small_is_large(self, monkeypatch):
+        monkeypatch.setattr(memfile, "LARGE", 200)
+
+    def saved(self, path):
+        subject = model("knn")
+        _, state = subject(tokens(1, COUNT))
+        memfile.save(path, subject, state)
+        return subject, state
+
+    def test_they_are_mapped_and_go_on(self, tmp_path):
+        path = tmp_path / "a.mem"
+        subject, state = self.saved(path)
+        header, _ = memfile.peek(path)
+        assert "blocks.0.store.k" in header["large"] and "position" not in header["large"]
+        before, x = path.read_bytes(), tokens(1, 13)
+        loaded = memfile.load(path, subject)
+        assert_close(loaded, state, 0.0)
+        assert_close(subject(x, loaded)[0], subject(x, state)[0], 0.0)
+        assert path.read_bytes() == before
+
+    def test_damage(self, tmp_path):
+        """Outside of what is mapped always noticed; inside when it is asked for, as `remanence inspect` does."""
+        path = tmp_path / "a.mem"
+        subject, _ = self.saved(path)
+        whole = path.read_bytes()
+        for end in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:end])
+            with pytest.raises(ValueError, match=str(path)):
+                memfile.load(path, subject)
+        opened = 0
+        for place in range(8, len(whole), 211):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(ValueError, match=str(path)) as caught:
+                memfile.load(path, subject, verify=True)
+            assert "\n" not in str(caught.value)
+            try:
+                memfile.load(path, subject)
+                opened += 1
+            except ValueError:
+                pass
+        assert opened > 0
+
+    def test_small_tensors_cannot_be_declared_large(self, tmp_path, monkeypatch):
+        path = tmp_path / "a.mem"
+        subject, _ = self.saved(path)
+        monkeypatch.setattr(memfile, "LARGE", 2**28)
+        with pytest.raises(ValueError, match="altered or damaged"):
+            memfile.load(path, subject)
+
+    def test_another_model_s(self, tmp_path):
+        path = tmp_path / "a.mem"
+        self.saved(path)
+        with pytest.raises(ValueError, match=r"another configuration: knn.size is 12 in the file, 13 in the model"):
+            memfile.load(path, model("knn", knn={"size": 13}))
+        torch.manual_seed(8)
+        other = Model(config("knn")).double()
+        with pytest.raises(ValueError, match="other weights"):
+            memfile.load(path, other)
+
+
+def test_a_writer_killed_at_any_time_leaves_the_old_store_or_the_new(tmp_path):
+    path = tmp_path / "a.mem"
+    code = """
+import sys, torch
+from remanence import Model, ModelConfig, memfile
+memfile.LARGE = 2**16
+torch.manual_seed(0)
+model = Model(ModelConfig(vocabulary=8, dim=8, depth=1, heads=2, pattern=("knn",), window=4, knn={"size": 100_000}))
+if len(sys.argv) > 2:
+    state = memfile.load(sys.argv[1], model, verify=True)
+    store, read = state.blocks[0].store, state.position
+    assert bool((store.k == read).all() and (store.v == read).all() and (store.position == read - 1).all())
+    sys.exit()
+for turn in range(1, 1000):
+    start = model.start(1).map(lambda tensor: torch.full_like(tensor, turn))
+    block = start.blocks[0]
+    attention = block.attention._replace(slack=torch.zeros_like(start.position))
+    store = block.store._replace(position=torch.full_like(block.store.position, turn - 1))
+    block = block._replace(attention=attention, store=store)
+    memfile.save(sys.argv[1], model, start._replace(blocks=(block,)))
+    print(turn, flush=True)
+"""
+    for wait in (0.0, 0.03, 0.08):
+        command = [sys.executable, "-c", code, str(path)]
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        writer.stdout.readline()
+        time.sleep(wait)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        subprocess.run([*command, "check"], check=True)
+
+
+def test_approximate_search_in_a_model():
+    pytest.importorskip("faiss")
+    exact, x = model("knn", torch.float32, knn={"k": 4, "size": 24}), tokens(1, 60)
+    found = model("knn", torch.float32, knn={"k": 4, "size": 24, "search": "ivf"})
+    found.load_state_dict(exact.state_dict())
+    a, b = (subject.eval()(x)[0] for subject in (exact, found))
+    assert_close(a, b, 1e-5)  # so few entries are all probed
