@@ -51,7 +51,9 @@ class New:
     out: Folder
     """New folder to write."""
     variant: str = "mac"
-    """A block, or several joined by + that repeat from layer to layer: mac, mag, mal, lmm, attention, lmm+window, ..."""
+    """A block, or several joined by + that repeat from layer to layer: mac, mag, mal, lmm, attention, lmm+window, ...; or
+    memorizing: windows, and a kNN store at three quarters of the depth.
+    """
     match: bool = False
     """Narrow the feed-forward until the model has as many parameters as the Transformer of its preset."""
     seed: int = 0
@@ -240,11 +242,15 @@ class Export:
     """The run."""
     out: Folder
     """New folder to write."""
+    memory: Path | None = None
+    """A memory file to write: what one row of the batch remembered at the end, of a run with --carry=true."""
+    row: int = 0
+    """Which row."""
 
     def run(self) -> None:
         from remanence.train_commands import export_run
 
-        export_run(self.run_folder, self.out)
+        export_run(self.run_folder, self.out, self.memory, self.row)
 
 
 @dataclass(frozen=True)

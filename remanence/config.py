@@ -277,7 +277,8 @@ def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Any) ->
     """
     known("preset", name, PRESETS)
     own = PRESETS[name]
-    pattern = memorizing(changes.get("depth", own["depth"])) if variant == "memorizing" else _pattern(variant)
+    alone = variant in ("memorizing", ("memorizing",))
+    pattern = memorizing(changes.get("depth", own["depth"])) if alone else _pattern(variant)
     changes = {"vocabulary": BYTES if own["dim"] < 768 else 32_000, "pattern": pattern, **changes}
     memory = changes.pop("memory", {})
     if isinstance(memory, Mapping):

@@ -144,9 +144,10 @@ def dry_run(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: str)
     Console().print(table)
 
 
-def export_run(run: Path, out: Path) -> None:
-
-    print(f"{out}: the model of {export(run, out)}, for remanence and Hugging Face")
+def export_run(run: Path, out: Path, memory: Path | None, row: int) -> None:
+    print(f"{out}: the model of {export(run, out, memory, row)}, for remanence and Hugging Face")
+    if memory is not None:
+        print(f"{memory}: what row {row} remembered")
 
 
 def _recipe(path: Path) -> Any:

@@ -35,7 +35,7 @@ ROOMS = {
     "commands": {"", "blocks", "config", "device", "files", "generate", "memfile", "model", "session", "tokens"},
     "train_commands": {"config", "data", "train"},
     "data": {"files", "tokens"},
-    "train": {"", "config", "data", "device", "files", "generate", "memfile", "model", "ops", "tokens"},
+    "train": {"", "config", "data", "device", "files", "generate", "memfile", "memory", "model", "ops", "tokens"},
     "testing": set(),
     "demo": {"", "config", "device", "files", "memfile", "model", "train"},
     "cli": {"", "commands", "demo", "device", "generate", "ops", "train_commands"},

@@ -7,11 +7,11 @@ that what is stored never depends on the calls a text comes in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -93,9 +93,12 @@ def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Ten
     return torch.cat([marked, marked.new_zeros(rows, tokens - whole * segment)], 1)
 
 
-def unigrams(tokens: Int[Tensor, "..."], vocabulary: int) -> Float[Tensor, " v"]:
-    """Log-probabilities of a corpus's tokens, each counted once more than it is there: none is impossible."""
-    counts = torch.bincount(tokens.flatten(), minlength=vocabulary)
-    if len(counts) > vocabulary:
-        raise ValueError(f"tokens: expected below vocabulary={vocabulary}, got {len(counts) - 1}")
-    return ((counts + 1.0).double().log() - math.log(tokens.numel() + vocabulary)).float()
+def unigrams(corpus: Tensor | Iterable[Tensor], vocabulary: int) -> Float[Tensor, " v"]:
+    """Log-probabilities of a corpus's tokens, whole or in pieces, each counted once more than it is there: none is impossible."""
+    counts = torch.zeros(vocabulary, dtype=torch.int64)
+    for tokens in [corpus] if isinstance(corpus, Tensor) else corpus:
+        found = torch.bincount(tokens.flatten().cpu(), minlength=vocabulary)
+        if len(found) > vocabulary:
+            raise ValueError(f"tokens: expected below vocabulary={vocabulary}, got {len(found) - 1}")
+        counts += found
+    return ((counts + 1.0).double().log() - math.log(int(counts.sum()) + vocabulary)).float()

@@ -54,7 +54,7 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     score = torch.full((rows, tokens, heads, k), -torch.inf, dtype=dtype, device=q.device)
     index = torch.zeros((rows, tokens, heads, k), dtype=torch.int64, device=q.device)
     queries = SCORES // min(state.size, BLOCK)
-    for row, head in _parts(q):
+    for row, head in _parts(q, min(state.size, BLOCK)):
         for first in range(0, state.size, BLOCK):
             slots = slice(first, min(first + BLOCK, state.size))
             position = state.position[row, slots]
@@ -139,10 +139,10 @@ def check(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
         raise ValueError(f"k: expected between 1 and the store's size of {state.size}, got {k}")
 
 
-def _parts(q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows and heads to be searched together: all on a GPU or for a few queries, else one at a time, to stay in the cache."""
+def _parts(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and heads to be searched together: all on a GPU or for a few scores, else one at a time, to stay in the cache."""
     rows, tokens, heads, _ = q.shape
-    if q.is_cuda or rows * heads * tokens <= SCORES // BLOCK:
+    if q.is_cuda or rows * heads * tokens * entries <= SCORES:
         yield slice(0, rows), slice(0, heads)
         return
     for row in range(rows):

@@ -100,7 +100,7 @@ def load(path: Path, model: Model, optimizer: torch.optim.Optimizer, world: Worl
     if theirs != model.config:
         raise ValueError(f"{path}: expected a checkpoint of the run's own model, got one of another configuration")
     taken = progress.step - progress.skipped
-    parameters = dict(model.named_parameters()) if taken else {}
+    parameters = {name: each for name, each in model.named_parameters() if taken and each.requires_grad}
     moments = {f"{key}.{name}": torch.zeros_like(parameter.detach()) for name, parameter in parameters.items() for key in MOMENTS}
     _read(path, {**_weights(model), **moments}, world)
     for name, parameter in parameters.items():
@@ -121,6 +121,11 @@ def load_model(path: Path) -> Model:
     model = model.to_empty(device="cpu")
     _read(path, _weights(model), World(torch.device("cpu")))
     return model
+
+
+def load_carried(path: Path) -> State | None:
+    """Only the memories that were carried, all rows of them."""
+    return _carried(path, load_model(path), World(torch.device("cpu")))
 
 
 def _read(path: Path, into: dict[str, Tensor], world: World) -> None:

@@ -19,20 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from remanence import memfile
 from remanence.config import known
 from remanence.data import Batch, Documents, Packed
 from remanence.files import read_json, write_json, write_tensors
 from remanence.generate import Generation, Sampling
+from remanence.memory.policies import unigrams
 from remanence.model import Model, State, Trace
 from remanence.ops.state import where
 from remanence.tokens import load_tokenizer
 from remanence.train import checkpoint
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World, full, joined, shard, whole
+from remanence.train.distributed import World, full, joined, shard, spread, whole
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
-from remanence.train.sources import SOURCES
+from remanence.train.sources import SOURCES, corpus
 
 
 class TrainingError(ValueError):
@@ -99,6 +101,9 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
     progress, carried = Progress(), None
     if found := checkpoint.checkpoints(out / "checkpoints"):
         progress, carried = _taken_up(found, model, optimizer, world)
+    elif model.log_unigrams is not None:
+        table = unigrams(corpus(source), config.model.vocabulary)
+        model.log_unigrams.copy_(spread(table.to(model.log_unigrams.dtype), model.log_unigrams))
     if progress.step < config.steps:
         world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))  # of a run that was to be shorter
     opened: list[Metrics] = []
@@ -199,10 +204,13 @@ def sample(model: Model, config: TrainConfig, step: int, out: Path, world: World
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def export(run: str | Path, out: str | Path) -> Path:
-    """A run's model as a folder of its own, for `Model.load` and Hugging Face: the finished one, or its last checkpoint's."""
+def export(run: str | Path, out: str | Path, memory: str | Path | None = None, row: int = 0) -> Path:
+    """A run's model as a folder of its own, for `Model.load` and Hugging Face: the finished one, or its last checkpoint's.
+
+    `memory` is a file for what one of the batch's rows remembered at the end, of a run that carried its memories (``carry``).
+    """
     run, out = Path(run), Path(out)
-    run_config(run)
+    carried = None if memory is None else _carried(run, row)
     found = [run / "model"] if (run / "model" / "config.json").is_file() else checkpoint.checkpoints(run / "checkpoints")[-1:]
     if not found:
         raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
@@ -214,12 +222,26 @@ def export(run: str | Path, out: str | Path) -> Path:
     try:
         model.save(temporary)
         _save_tokenizer(run, temporary)
+        if carried is not None and memory is not None:
+            memfile.save(memory, model, carried)
         if out.exists():
             out.rmdir()
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return found[0]
+
+
+def _carried(run: Path, row: int) -> State:
+    """What one of a batch's rows remembered at a run's end."""
+    config = run_config(run)
+    found = checkpoint.checkpoints(run / "checkpoints")
+    state = checkpoint.load_carried(found[-1]) if config.carry and found else None
+    if state is None:
+        raise ValueError(f"memory: expected a run that carries its memories (--carry=true), got {run}, which does not")
+    if not 0 <= row < len(state.position):
+        raise ValueError(f"row: expected from 0 to {len(state.position) - 1}, a row of the run's batch, got {row}")
+    return state.rows([row])
 
 
 def _save_tokenizer(run: Path, folder: Path) -> None:
@@ -254,7 +276,7 @@ def make_optimizer(model: Model, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices only: not gains, biases, embeddings' rows of rare tokens, or where a memory begins."""
     decayed = [parameter for name, parameter in model.named_parameters() if name.endswith("proj.weight") or ".ffn." in name]
     kept = {id(parameter) for parameter in decayed}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in kept]
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in kept]
     o = config.optimizer
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=model.embed.weight.device.type == "cuda" or None)

@@ -44,8 +44,10 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
                 starts += parameter.numel()
         if name == "attention":
             seen += length / 2
-        elif name in ("window", "mag", "mal"):
+        elif name in ("window", "mag", "mal", "knn"):
             seen += min(length / 2, config.window + config.persistent)
+        if name == "knn":  # scores of the whole store, values of what was found, and no way back through either
+            seen += config.knn.size / 6 + config.knn.k
         elif name == "mac":
             seen += config.segment + config.persistent  # half of twice the segment: retrieved tokens, and the segment's own
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1) - starts

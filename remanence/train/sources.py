@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -121,6 +121,17 @@ class Needle:
         targets[:, -self.DIGITS - 1 : -1] = rows[:, -self.DIGITS :]
         own = slice(self.rank * self.batch, (self.rank + 1) * self.batch)
         return Batch(torch.from_numpy(rows[own]), torch.from_numpy(targets[own]), None, None, None)
+
+
+def corpus(source: Source, steps: int = 64, piece: int = 2**24) -> Iterator[torch.Tensor]:
+    """All tokens that a source reads from, in pieces; of a task that is made up as it goes, its first steps'."""
+    if isinstance(source, Packed | Documents):
+        for shard in source.data.shards:
+            for start in range(0, len(shard), piece):
+                yield torch.from_numpy(shard[start : start + piece].astype(np.int64))
+    else:
+        for step in range(steps):
+            yield source.step(step).tokens
 
 
 def _shards(config: TrainConfig) -> Tokens:
