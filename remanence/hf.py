@@ -224,7 +224,15 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         finally:
             for hook in hooks:
                 hook.remove()
-        if mask is not None and not bool(mask.all()):  # then they were packed
+        packed = mask is not None and not bool(mask.all())
+        count = len(self.model.blocks)
+        if len(layers) > count:  # segment by segment, as some kNN stores need it
+            if packed:
+                raise ValueError(
+                    "output_hidden_states: expected False beside padding for a store that is shared or goes by surprise"
+                )
+            layers = [torch.cat(layers[block::count], 1) for block in range(count)]
+        if mask is not None and packed:
             layers = [x.new_zeros(*mask.shape, x.shape[-1]).masked_scatter(mask.unsqueeze(-1), x) for x in layers]
         return trace, (*layers, trace.hidden)
 

@@ -162,12 +162,12 @@ class Knn(nn.Module):
             limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
             asked = q[:, part.first : part.last]
             met = attend(asked, self.search(asked.detach(), here, min(self.config.k, size), limit), here, scale)
-            found.append(torch.cat([met[0], met[1].unsqueeze(-1).to(met[0].dtype)], -1))
+            found.append(torch.cat([met[0].to(met[1].dtype), met[1].unsqueeze(-1)], -1))
             lengths.append((part.first, part.last))
         if not found:
             return near, store
         far = cut.back(found, lengths)
-        mixed = combine(near, near_lse, far[..., :-1], far[..., -1], self.gate)
+        mixed = combine(near, near_lse, far[..., :-1].to(near.dtype), far[..., -1], self.gate)
         return mixed.to(local.v.dtype), store
 
     def _write(

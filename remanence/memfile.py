@@ -146,7 +146,7 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes sense; of
     those that stay `unread`, the numbers are not looked at.
     """
-    template = model.start(1)
+    template = model.start(0)  # of no rows: what a store's would take is not allocated
     wanted = dict(named(template))
     for name in wanted:
         if name not in tensors:
