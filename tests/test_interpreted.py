@@ -17,6 +17,7 @@ COVERS = [
     ("ops/test_triton_linear.py", ""),
     ("ops/test_triton_layer.py", ""),
     ("ops/test_decode.py", ""),
+    ("ops/test_nearest.py", ""),
     ("test_decoding.py", ""),
 ]
 

@@ -16,6 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from remanence.memory.store import StoreState
+from remanence.ops import launch
+from remanence.ops.nearest import nearest, pack, unpack, unsupported
 
 BLOCK, SCORES = 2**16, 2**22
 """Entries that a query meets at once, and scores of a head held at once. The fastest of those tried on one core, 8K to 262K."""
@@ -46,9 +48,11 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     """The k best of all entries; of equal ones the lower slot. Memory does not grow with the store.
 
     In two rounds, because choosing costs more than scoring: the k best lie in the k groups whose best scores are best, so only
-    the groups' maxima and then the scores in k groups are sorted.
+    the groups' maxima and then the scores in k groups are sorted. On CUDA by kernels, where Triton is there.
     """
     check(q, state, k, limit)
+    if unsupported(q, state.k) is None:
+        return Found(*nearest(q, state.k, state.position, limit, k))
     rows, tokens, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     score = torch.full((rows, tokens, heads, k), -torch.inf, dtype=dtype, device=q.device)
@@ -84,13 +88,29 @@ def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     return Found(score, torch.empty(*score.shape[:3], 0, dtype=torch.int64, device=q.device))
 
 
+@torch.no_grad()
+def _by_kernels(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
+    """`exact` where it runs on the kernels, an error where it would not."""
+    check(q, state, k, limit)
+    reason = unsupported(q, state.k)
+    if reason is not None:
+        raise ValueError(f"search: 'triton' cannot run this call: {reason}")
+    return exact(q, state, k, limit)
+
+
+def _triton() -> Search:
+    if launch.kernels() is None:
+        raise ImportError("search 'triton' needs Triton: pip install 'remanence[triton]'")
+    return _by_kernels
+
+
 def _ivf() -> Search:
     from remanence.memory.ivf import InvertedFile
 
     return InvertedFile()
 
 
-SEARCHES: dict[str, Callable[[], Search]] = {"exact": lambda: exact, "dense": lambda: dense, "ivf": _ivf}
+SEARCHES: dict[str, Callable[[], Search]] = {"exact": lambda: exact, "dense": lambda: dense, "triton": _triton, "ivf": _ivf}
 """Makers of searches: an approximate one keeps an index of its own beside the state, from which it could always be made anew."""
 
 
@@ -178,12 +198,7 @@ def _best_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def best(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best scores and their indices, the lower index first among equals. topk leaves equals in any order."""
     if score.dtype == torch.float32:
-        # Score and index as one whole number: a float's bits, the sign undone, are in the float's order.
-        bits = (score + 0.0).view(torch.int32)  # + 0.0: minus zero is zero
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        packed = ((bits.long() << 32) | (0xFFFFFFFF - index)).topk(k).values
-        bits = (packed >> 32).int()
-        return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), 0xFFFFFFFF - (packed & 0xFFFFFFFF)
+        return unpack(pack(score, index).topk(k).values)
     order = index.argsort(dim=-1)
     order = order.gather(-1, score.gather(-1, order).argsort(dim=-1, descending=True, stable=True)[..., :k])
     return score.gather(-1, order), index.gather(-1, order)

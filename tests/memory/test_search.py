@@ -206,6 +206,22 @@ class TestIvf:
             SEARCHES["ivf"]()
 
 
+class TestTriton:
+    """What the kernels find is in tests/ops/test_nearest.py."""
+
+    def test_a_missing_triton_names_the_extra(self, monkeypatch):
+        monkeypatch.setattr("remanence.ops.launch.kernels", lambda: None)
+        with pytest.raises(ImportError, match=r"search 'triton' needs Triton: pip install 'remanence\[triton\]'"):
+            SEARCHES["triton"]()
+
+    def test_without_a_gpu_it_is_refused_by_name_only(self):
+        pytest.importorskip("triton")
+        state, q = (x.to("cpu") for x in (stored(1, 4, 1, 2, dtype=torch.float32), queries(1, 3, 1, 2, torch.float32)))
+        with pytest.raises(ValueError, match=r"search: 'triton' cannot run this call: the kernels run on CUDA .* got cpu"):
+            SEARCHES["triton"]()(q, state, 2, torch.zeros(1, 3, device="cpu"))
+        exact(q, state, 2, torch.zeros(1, 3, dtype=torch.int64, device="cpu"))
+
+
 def test_annotated_shapes_are_true():
     beartype = pytest.importorskip("beartype").beartype
     from jaxtyping import jaxtyped

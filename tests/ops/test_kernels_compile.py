@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from remanence.ops import MLP, RULES, fused, fused_linear, gpu, operator, resources
+from remanence.ops import MLP, RULES, fused, fused_linear, gpu, nearest, operator, resources
 from remanence.ops.launch import PRECISION, kernels
 
 pytestmark = [
@@ -54,6 +54,29 @@ def test_the_kernels_fit(arch, case):
 @pytest.mark.parametrize(("arch", "case"), ALL, ids=str)
 def test_the_kernels_fit_everywhere(arch, case):
     check(arch, case)
+
+
+SEARCHES = list(itertools.product(ARCHS, (16, 64, 128), (1, 512), DTYPES))
+QUICK_SEARCHES = [(90, 64, 512, "bf16"), (86, 128, 512, "fp32"), (80, 64, 1, "fp32"), (89, 16, 512, "bf16")]
+
+
+def check_search(arch, width, tokens, dtype):
+    launches = nearest.launches(8, width, tokens, 2**20, 32, DTYPES[dtype], arch)
+    assert {launch.name for launch in launches} == {"peaks_kernel", "rescore_kernel"}
+    reason = resources.lacking(kernels(), launches, arch, resources.SHARED[arch] * 1024)
+    assert reason is None, reason
+    assert arch < 90 or launches[0].constants["BD"] * DTYPES[dtype].itemsize >= 128
+
+
+@pytest.mark.parametrize("case", QUICK_SEARCHES, ids=str)
+def test_the_search_fits(case):
+    check_search(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in SEARCHES if case not in QUICK_SEARCHES], ids=str)
+def test_the_search_fits_everywhere(case):
+    check_search(*case)
 
 
 def test_every_kernel_is_among_the_launches():

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from plain import plain
 
 from remanence.ops import MLP, RULES, Gates, fused, memorize, start
+from remanence.ops.nearest import nearest
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -106,3 +107,30 @@ def test_one_call_reads_what_several_read():
         piece, state, _ = call(part, state)
         pieces.append(piece)
     assert apart(y, torch.cat(pieces, 1)) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("width", [8, 16, 32, 48, 64, 96, 128])
+@pytest.mark.parametrize(
+    ("tokens", "size", "k"), [(1, 5000, 32), (50, 70_001, 8), (700, 9000, 256), (300, 200, 200), (130, 40_000, 1)]
+)
+def test_the_search_is_right_on_this_chip(tokens, size, k, width, dtype):
+    """Vectors of whole numbers: products are exact, equal scores many."""
+    q, keys = (torch.randint(-2, 3, (2, n, 3, width), device="cuda").to(dtype) for n in (tokens, size))
+    position = torch.stack([torch.randperm(size, device="cuda") for _ in range(2)])
+    position[1, size // 2 :] = -1
+    limit = torch.randint(-1, 2 * size, (2, tokens), device="cuda")
+    torch.cuda.synchronize()
+    with_waiting = torch.cuda.get_sync_debug_mode()
+    nearest(q, keys, position, limit, k)  # built, and every size asked of the device
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        score, index = nearest(q, keys, position, limit, k)
+    finally:
+        torch.cuda.set_sync_debug_mode(with_waiting)
+    hidden = (position < 0).unsqueeze(1) | (position.unsqueeze(1) > limit.unsqueeze(-1))
+    for row, head in ((row, head) for row in range(2) for head in range(3)):
+        scores = (q[row, :, head].float() @ keys[row, :, head].float().T).masked_fill(hidden[row], -torch.inf)
+        want, slots = (x[:, :k] for x in scores.sort(dim=-1, descending=True, stable=True))
+        assert torch.equal(score[row, :, head], want)
+        assert torch.equal(index[row, :, head], slots.masked_fill(want == -torch.inf, -1))

@@ -13,6 +13,7 @@ One chunk's tokens are a tile of C rows; a program is one (row, head), or one of
     keys_backward     gradients of k, c, s and fold, given the gradient of every chunk's end state
     coef_backward     gradients of the gates
     decode_kernel     all of it for one token, in place; convolve_kernel before it, adopt_kernel for MAC's segments
+    peaks_kernel      the kNN memory's search (nearest.py), and rescore_kernel
 
 What is linear stays split: what reading contributes (parallel) and what comes from later chunks (sequential) are added up in
 `carry_kernel`, so that nothing but the state's own recurrence waits. Operands of products have the inputs' dtype (OP), sums and
@@ -25,6 +26,7 @@ from remanence.ops.kernels.coef import coef_backward, coef_kernel
 from remanence.ops.kernels.decode import adopt_kernel, convolve_kernel, decode_kernel
 from remanence.ops.kernels.linear import linear_read, linear_solve, linear_state
 from remanence.ops.kernels.linear_backward import linear_carry, linear_keys_backward, linear_read_backward
+from remanence.ops.kernels.nearest import peaks_kernel, rescore_kernel
 from remanence.ops.kernels.read import blend_backward, read_backward, read_kernel
 from remanence.ops.kernels.state import state_kernel, state_stream
 
@@ -44,8 +46,10 @@ __all__ = [
     "linear_read_backward",
     "linear_solve",
     "linear_state",
+    "peaks_kernel",
     "read_backward",
     "read_kernel",
+    "rescore_kernel",
     "state_kernel",
     "state_stream",
 ]
