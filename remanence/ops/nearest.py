@@ -19,8 +19,8 @@ from remanence.ops.resources import Launch, noting
 HELD = 2**26
 """Groups' best scores, or scores of chosen groups, held at once: 512 MiB of them. More queries go in several blocks."""
 
-QUERIES, KEYS = 2**15, 2**13
-"""Bytes of a tile of each. Every tile of keys is fetched once for a tile of queries, so these are the larger."""
+QUERIES, KEYS = (2**15, 256), (2**13, 64)
+"""Bytes of a tile of each, and vectors, at most. Keys are fetched anew for every tile of queries, so these are the larger."""
 
 TURNS = 16
 """Tiles of keys that a program goes through at most; fewer where the chip would lack programs."""
@@ -84,17 +84,16 @@ class Plan(NamedTuple):
 def plan_of(shape: torch.Size, size: int, k: int, width: int, op: torch.dtype, processors: int) -> Plan:
     """For queries ``[r t h e]`` and stores of `size`, in tiles so wide."""
     rows, tokens, heads, _ = shape
-    keys = min(max(KEYS // (width * op.itemsize), 32), 64)
+    queries, keys = (min(max(room // (width * op.itemsize), 32), vectors) for room, vectors in (QUERIES, KEYS))
     # A group's best is written once and read once, 16 bytes; a chosen group's keys are each read and their scores sorted, about
     # eight times as much: at this size of groups, both come to the same.
     group = min(max(_root(size / (8 * k)), GROUPS[0]), GROUPS[1], keys)
     groups = -(-size // group)
     bundle = _root(groups / k)
     bundle = bundle if bundle >= 8 else 1  # few are quickly sorted
-    most = min(QUERIES // (width * op.itemsize), 256)
     held = max(1, HELD // (rows * heads * max(groups, min(k, groups) * group)))
-    block = min(tokens, held if held < most else held - held % most)
-    queries = 16 if block <= 16 else min(max(launch.power(block), 64), most)
+    block = min(tokens, held if held < queries else held - held % queries)
+    queries = 16 if block <= 16 else min(max(launch.power(block), 64), queries)
     turns, programs = TURNS, rows * heads * -(-block // queries) * -(-size // keys)
     while turns > 1 and programs < 4 * processors * turns:
         turns //= 2

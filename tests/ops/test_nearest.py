@@ -100,7 +100,7 @@ def test_blocks_of_queries_change_nothing(held, monkeypatch):
 
 
 def test_many_turns_and_tiles_of_queries(monkeypatch):
-    monkeypatch.setattr(module, "QUERIES", 2**13)
+    monkeypatch.setattr(module, "QUERIES", (2**13, 64))
     q, keys = whole_numbers(1, 150, 1, 24), whole_numbers(1, 1200, 1, 24)
     plan = module.plan_of(q.shape, 1200, 4, 32, torch.float32, 1)
     assert plan.turns > 1 and plan.block > plan.queries
