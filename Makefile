@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test test-all test-gpu lint format bench bench-long bench-knn bench-gpu clean
+.PHONY: setup demo test test-all test-gpu lint format bench bench-long bench-knn bench-gpu bench-knn-gpu clean
 
 setup: .venv/ready
 
@@ -55,6 +55,9 @@ bench-knn: setup
 # Peers (flash-linear-attention, titans-pytorch) are measured where they can be imported, from PYTHONPATH too.
 bench-gpu:
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+bench-knn-gpu:
+	$(BIN)/python benchmarks/knn_gpu.py $(ARGS)
 
 clean:
 	rm -rf .venv out benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -69,3 +69,23 @@ def test_every_part_runs_in_small(tmp_path):
     assert {row["part"] for row in rows} == set("abcd")
     for row in rows:
         assert row.get("ms") or "needs a GPU" in row["note"] or "not installed" in row["note"], row
+
+
+def test_the_search_s_runs_in_small(tmp_path):
+    pytest.importorskip("triton")
+    out = tmp_path / "knn.json"
+    command = [sys.executable, str(BENCH / "knn_gpu.py"), "--tiny", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=BENCH.parent, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    rows = json.loads(out.read_text())["rows"]
+    assert {(row["queries"], row["dtype"]) for row in rows} == {(3, "bfloat16"), (3, "float32"), (1, "bfloat16"), (1, "float32")}
+    assert all(row["right"] and row["same_slots"] == 1.0 for row in rows)
+
+
+def test_every_setting_that_the_search_is_tuned_by_is_there(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    tuned = __import__("knn_gpu")
+    for changes in tuned.SETTINGS:
+        with tuned.settings(changes):
+            for name, value in changes.items():
+                assert value in (getattr(tuned.nearest, name, None), getattr(tuned.launch, name, None))
