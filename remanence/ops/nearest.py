@@ -197,6 +197,6 @@ position ``[r size]`` is from 0 to the query's limit ``[r t]``: the best first, 
 there are fewer than k.
 
 Scores are float32 sums. Groups are chosen by tensor cores' sums: of bfloat16 as it is, whose products are exact, of float32 by
-three products for one, good to some 3e-7 of the vectors' lengths. Of two entries that close, either may be the last one found.
-Equal keys have equal scores in both.
+three products for one, off by some 4e-7 of the vectors' lengths, as plain float32 is. Of two entries that close, either may be
+the last one found. Equal keys have equal scores in both.
 """
