@@ -136,8 +136,9 @@ def main() -> None:
                 found = [right(kept_by(model, policy, size, table), texts) for size in STORES]
                 rows.append({**case, "policy": policy, "right": dict(zip(map(str, STORES), found, strict=True))})
                 small.add_row(fuse, str(seed), policy, *[f"{x:.1%}" for x in found])
-    Console().print(reach)
-    Console().print(small)
+    console = Console(width=120)
+    console.print(reach)
+    console.print(small)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.out, {"torch": torch.__version__, "window": WINDOW, "rows": json.loads(json.dumps(rows))})
 

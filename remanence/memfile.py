@@ -146,7 +146,8 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes sense; of
     those that stay `unread`, the numbers are not looked at.
     """
-    template = model.start(0)  # of no rows: what a store's would take is not allocated
+    with torch.device("meta"):  # a large store is not allocated only to be compared with
+        template = Model(model.config).to(model.embed.weight.dtype).start(1)
     wanted = dict(named(template))
     for name in wanted:
         if name not in tensors:
@@ -159,16 +160,16 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
             raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
         length = tensor.shape[1:2] if name in growing else wanted[name].shape[1:2]
         _check(f"{what}: {name}", tensor, wanted[name], [*rows, *length, *wanted[name].shape[2:]], name in (unread or ()))
-    state = assembled(template, tensors)
+    state = assembled(template, tensors, model.embed.weight.device)
     if any(0 < tensors[name].shape[1] < int(state.position.max()) for name in growing):
         raise ValueError(f"{what}: expected full attention to hold all {int(state.position.max())} tokens, got fewer")
     _check_counts(what, state, state)
     return state
 
 
-def assembled(template: State, tensors: dict[str, Tensor]) -> State:
-    """Tensors by name as a state built like `template`, on its device and in its dtypes; nothing is checked."""
-    found = iter([tensors[name].to(like.device, like.dtype) for name, like in named(template)])
+def assembled(template: State, tensors: dict[str, Tensor], device: torch.device) -> State:
+    """Tensors by name as a state built like `template`, in its dtypes, on a device; nothing is checked."""
+    found = iter([tensors[name].to(device, like.dtype) for name, like in named(template)])
     return template.map(lambda _: next(found))
 
 

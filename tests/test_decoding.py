@@ -136,7 +136,7 @@ def test_what_cannot_be_decoded_is_said():
     assert "begin anew" in unsupported(subject, "fresh")
     with pytest.raises(ValueError, match="model: expected one that can be decoded in place, but memories that begin anew"):
         Decoder(subject, subject.start(1), "fresh")
-    with pytest.raises(ValueError, match="no neural memory, got 'frozen'"):
+    with pytest.raises(ValueError, match="have no memory, got 'frozen'"):
         Decoder(model("window"), model("window").start(1), "frozen")
     with torch.autocast("cpu"):
         assert "autocast" in unsupported(subject)

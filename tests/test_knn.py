@@ -166,7 +166,7 @@ def test_where_the_layer_stands():
         ({"fraction": 0}, "knn.fraction: expected above 0 and at most 1, got 0"),
         ({"half_life": -1}, "knn.half_life: expected a number of tokens above 0, or None, got -1"),
         ({"shared": 1}, "knn.shared: expected True or False, got 1"),
-        ({"search": "exakt"}, "knn.search: expected one of exact, dense, ivf.*did you mean 'exact'"),
+        ({"search": "exakt"}, "knn.search: expected one of exact, dense, triton, ivf.*did you mean 'exact'"),
         ({"write": "rares"}, "knn.write: expected one of all, rare, surprise, random, got 'rares'; did you mean 'rare'"),
         ({"sizes": 3}, "KnnConfig field: expected one of k, size.*did you mean 'size'"),
     ],

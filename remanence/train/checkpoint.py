@@ -190,7 +190,7 @@ def _carried(path: Path, model: Model, world: World) -> State | None:
     if not parts:
         return None
     template = model.start(1)
-    states = [memfile.assembled(template, read_tensors(part).tensors) for part in parts]
+    states = [memfile.assembled(template, read_tensors(part).tensors, template.position.device) for part in parts]
     rows = State.concat(states)
     own = len(rows.position) // world.size
     return rows.rows(slice(world.rank * own, (world.rank + 1) * own))
