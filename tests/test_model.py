@@ -191,9 +191,9 @@ def test_modes_are_checked():
     with pytest.raises(ValueError, match="memory: expected one of on, off, frozen, fresh, got 'frosen'; did you mean 'frozen'"):
         model("lmm").memory = "frosen"
     for variant in ("attention", "window"):
-        with pytest.raises(ValueError, match="no neural memory, got 'off'"):
+        with pytest.raises(ValueError, match="have no memory, got 'off'"):
             model(variant).memory = "off"
-        with pytest.raises(ValueError, match="no neural memory, got 'frozen'"):
+        with pytest.raises(ValueError, match="have no memory, got 'frozen'"):
             model(variant)(tokens(), memory="frozen")
 
 

@@ -210,7 +210,8 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     `memory` is a file for what one of the batch's rows remembered at the end, of a run that carried its memories (``carry``).
     """
     run, out = Path(run), Path(out)
-    carried = None if memory is None else _carried(run, row)
+    config = run_config(run)
+    carried = None if memory is None else _carried(run, config, row)
     found = [run / "model"] if (run / "model" / "config.json").is_file() else checkpoint.checkpoints(run / "checkpoints")[-1:]
     if not found:
         raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
@@ -232,9 +233,8 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     return found[0]
 
 
-def _carried(run: Path, row: int) -> State:
+def _carried(run: Path, config: TrainConfig, row: int) -> State:
     """What one of a batch's rows remembered at a run's end."""
-    config = run_config(run)
     found = checkpoint.checkpoints(run / "checkpoints")
     state = checkpoint.load_carried(found[-1]) if config.carry and found else None
     if state is None:
