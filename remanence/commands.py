@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor
 
 from remanence import memfile
 from remanence.blocks import BLOCKS
@@ -219,7 +220,7 @@ def inspect(path: Path, as_json: bool) -> None:
         print(json.dumps(facts, indent=1))
         return
     console = Console()
-    layers = facts.pop("layers", [])
+    layers, stores = facts.pop("layers", []), facts.pop("stores", [])
     table = Table(title=escape(str(path)), show_header=False)
     for name, value in facts.items():
         table.add_row(
@@ -231,6 +232,11 @@ def inspect(path: Path, as_json: bool) -> None:
         for layer in layers:
             past = f"{layer['momentum_norm']:.4g}" if layer["momentum_norm"] is not None else "none"
             table.add_row(escape(layer["name"]), f"{layer['tokens']}", f"{layer['weight_norm']:.4g}", past)
+        console.print(table)
+    if stores:
+        table = Table("store", "entries", "of", "ever written", title="kNN stores")
+        for store in stores:
+            table.add_row(escape(store["name"]), f"{store['entries']}", f"{store['size']:,}", f"{store['written']}")
         console.print(table)
 
 
@@ -274,7 +280,22 @@ def _memory_facts(path: Path) -> dict[str, Any]:
         "fingerprint": dict(zip(memfile.Fingerprint._fields, header["fingerprint"], strict=True)),
         "config": header["config"],
         "layers": layers,
+        "stores": _store_facts(path, tensors),
     }
+
+
+def _store_facts(path: Path, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    facts = []
+    for name in tensors:
+        if not name.endswith(".store.written"):
+            continue
+        stem = name.removesuffix(".written")
+        position = tensors.get(f"{stem}.position")
+        if position is None or position.dim() != 2:
+            raise ValueError(f"{path}: {stem}: expected a store's entries and their positions, got something else")
+        held = (position >= 0).sum(1).tolist()
+        facts.append({"name": stem, "entries": held, "size": position.shape[1], "written": tensors[name].tolist()})
+    return facts
 
 
 def presets(as_json: bool, match: bool) -> None:

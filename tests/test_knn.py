@@ -1,5 +1,6 @@
 """The kNN layer against the slow loop it stands for, and what is special about stores in a model."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from models import STORES, config, model, tokens
 
 from remanence import Model, ModelConfig, Session, memfile, preset
 from remanence.blocks import Softmax
+from remanence.commands import inspect
 from remanence.config import memorizing
 from remanence.knn import Aside, Knn
 from remanence.testing import assert_close
@@ -195,6 +197,16 @@ def test_an_answer_from_the_store_through_a_session_and_a_file(variant, tmp_path
     wanted = subject.generate("And", max_tokens=12, temperature=1.0, seed=3)
     assert other.generate("And", max_tokens=12, temperature=1.0, seed=3) == wanted
     assert_close(other.state, subject.state, 0.0)
+
+
+def test_a_file_tells_what_its_stores_hold(tmp_path, capsys):
+    subject = model("knn")
+    memfile.save(tmp_path / "a.mem", subject, subject(tokens(1, 29))[1])
+    inspect(tmp_path / "a.mem", as_json=True)
+    stores = json.loads(capsys.readouterr().out)["stores"]
+    assert stores[0] == {"name": "blocks.0.store", "entries": [12], "size": 12, "written": [25]} and len(stores) == 2
+    inspect(tmp_path / "a.mem", as_json=False)
+    assert "kNN stores" in capsys.readouterr().out
 
 
 class TestLargeStores:
