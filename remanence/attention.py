@@ -88,10 +88,11 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bo
     if lse:
         assert mask is not None
         wide = torch.promote_types(q.dtype, torch.float32)
-        score = (q.to(wide) @ k.to(wide).mT) * q.shape[-1] ** -0.5
-        score = score.masked_fill(~mask, -torch.inf)
-        total = score.logsumexp(-1, keepdim=True)
-        return torch.cat([(score - total).exp() @ v.to(wide), total], -1).transpose(1, 2)
+        with torch.autocast(q.device.type, enabled=False):
+            score = (q.to(wide) @ k.to(wide).mT) * q.shape[-1] ** -0.5
+            score = score.masked_fill(~mask, -torch.inf)
+            total = score.logsumexp(-1, keepdim=True)
+            return torch.cat([(score - total).exp() @ v.to(wide), total], -1).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
 
 

@@ -317,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # the last names the extra to install
         sys.exit(_say(f"remanence: error: {error}", 2))
     except KeyboardInterrupt:
         sys.exit(_say("remanence: interrupted", 130))

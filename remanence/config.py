@@ -135,9 +135,10 @@ class KnnConfig:
 
     Attributes:
         k: entries that a query attends to, in each head.
-        size: pairs that a store holds, for each document; 0 leaves the local window alone.
+        size: pairs that a store holds, for each document; 0 leaves the local window alone. A window's pairs come in together,
+            while it is still seen itself: with "all", up to a window less of what is older is found.
         fuse: "gate", a learned share of the store for each head; "joint", one softmax over the window and what was found.
-        search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (k is all), "ivf" (extra knn).
+        search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (all), "triton", "ivf" (extra knn).
         write: name of an entry of `remanence.memory.policies.POLICIES`: "all", "rare", "surprise", "random".
         fraction: of each window's tokens, what a policy other than "all" writes, at least one.
         neighbours: tokens written with each of them, on both sides.
@@ -290,6 +291,7 @@ def memorizing(depth: int, *layers: int) -> tuple[str, ...]:
     """The pattern of a Memorizing Transformer: sliding windows, and kNN layers at the places given, counted from 1. Default: one,
     at the paper's 9th place of 12 or the nearest to it.
     """
+    _whole(1, depth=depth)
     layers = layers or (round(depth * 9 / 12),)
     if not all(isinstance(layer, int) and 1 <= layer <= depth for layer in layers):
         raise ValueError(f"layers: expected places from 1 to depth={depth}, got {layers}")

@@ -229,7 +229,9 @@ class Generation:
         if bool(flags.any()):
             raise ValueError(DIVERGED)
         if not bool(logits[torch.tensor(said)].isfinite().all()):
-            raise ValueError("model: expected finite logits, got infinite or NaN ones; its weights are damaged")
+            raise ValueError(
+                "model: expected finite logits, got infinite or NaN ones; its weights, or a store's file, are damaged"
+            )
         return logits
 
 

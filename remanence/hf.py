@@ -215,26 +215,8 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _trace(self, tokens: Tensor, state: State | None, mask: Tensor | None, every_layer: bool | None) -> tuple[Trace, Any]:
         """The native model's trace and, if wanted, what went into each layer, with the last one's normalised output."""
-        if not every_layer:
-            return self.model.trace(tokens, state, mask=mask), None
-        layers: list[Tensor] = []
-        hooks = [block.register_forward_pre_hook(lambda _, inputs: layers.append(inputs[0])) for block in self.model.blocks]
-        try:
-            trace = self.model.trace(tokens, state, mask=mask)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        packed = mask is not None and not bool(mask.all())
-        count = len(self.model.blocks)
-        if len(layers) > count:  # segment by segment, as some kNN stores need it
-            if packed:
-                raise ValueError(
-                    "output_hidden_states: expected False beside padding for a store that is shared or goes by surprise"
-                )
-            layers = [torch.cat(layers[block::count], 1) for block in range(count)]
-        if mask is not None and packed:
-            layers = [x.new_zeros(*mask.shape, x.shape[-1]).masked_scatter(mask.unsqueeze(-1), x) for x in layers]
-        return trace, (*layers, trace.hidden)
+        trace = self.model.trace(tokens, state, mask=mask)
+        return trace, (*trace.layers, trace.hidden) if every_layer else None
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """``generate`` goes on from the last column, so that every row must end in a token."""
@@ -283,6 +265,10 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         self.config.vocab_size = embed.num_embeddings
         self.config.remanence = {**self.config.remanence, "vocabulary": embed.num_embeddings}
         self.model.config = self.config.native
+        table = self.model.log_unigrams
+        if table is not None:  # what is new has not been counted: it is as rare as the rarest
+            more = table.detach().min().expand(max(0, embed.num_embeddings - len(table)))
+            self.model.log_unigrams = nn.Parameter(torch.cat([table.detach()[: embed.num_embeddings], more]), requires_grad=False)
         return embed
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -315,6 +301,8 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
             pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
         (model, found), where = loaded, pretrained_model_name_or_path
+        if model.model.log_unigrams is not None:  # transformers trains all that it loads
+            model.model.log_unigrams.requires_grad_(False)
         for name in sorted(found["missing_keys"]):
             raise ValueError(f"{where}: expected a tensor {name!r}, which is missing")
         for name in sorted(found["unexpected_keys"]):

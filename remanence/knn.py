@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from remanence.attention import Attended, Attention, AttentionState
 from remanence.config import Mode, ModelConfig, known
-from remanence.memory.policies import POLICIES, Tokens, keep
+from remanence.memory.policies import POLICIES, keep
 from remanence.memory.search import SEARCHES, attend, combine, unit
 from remanence.memory.store import Store, StoreState
 from remanence.ops.layout import from_rows, pick, to_rows
@@ -111,11 +111,26 @@ class Knn(nn.Module):
         worth = torch.zeros(rows, self.window, device=like.device)
         return KnnState(attention, k, v, worth, like.new_zeros(rows, self.hidden), self.store.start(rows, like))
 
+    def check(self, state: KnnState) -> None:
+        """Refuse the state of a layer with another window, store or width."""
+        own = self.start(1)
+        for name, came, expected in (
+            ("window", state.worth, own.worth),
+            ("heads and their width", state.k[:, 0], own.k[:, 0]),
+            ("store", state.store.k[:, :, 0, 0], own.store.k[:, :, 0, 0]),
+            ("last output", state.last, own.last),
+        ):
+            if came.shape[1:] != expected.shape[1:]:
+                told, wanted = list(came.shape[1:]), list(expected.shape[1:])
+                raise ValueError(f"state: expected a {name} of {wanted}, as this model's kNN layers have, got {told}")
+
     def forward(
         self, x: Tensor, state: KnnState | None, offsets: list[int] | None, mode: Mode, aside: Aside | None = None
     ) -> tuple[Tensor, KnnState, None]:
         aside = aside or Aside()
         fresh = state is None
+        if x.shape[0] == 0:
+            raise ValueError("x: expected at least one row, got none")
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
         local = self.attention.attend(x, None if fresh else state.attention, offsets, lse=self.gate is None)
@@ -125,21 +140,29 @@ class Knn(nn.Module):
         cut = Cut(local, [0] * len(state.k) if fresh else state.opened.tolist(), offsets, self.window)
         k, v = (cut.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v)))
         worth = cut.columns(state.worth, to_rows(worth, offsets)[0])
-        y, store = self._read(local, cut, k, v, worth, state, aside.store, mode)
-        y = self.attention.out(from_rows(y, local.back))
+        y, store = self._read(local, cut, k, v, worth, state, aside.store, mode, fresh)
+        y = self.attention.out(from_rows(y.to(local.v.dtype), local.back))
         left = (cut.left(k), cut.left(v), cut.left(worth))
         return y, KnnState(local.state, *left, state.last, store), None
 
     def _read(
-        self, local: Attended, cut: Cut, k: Tensor, v: Tensor, worth: Tensor, state: KnnState, lent: StoreState | None, mode: Mode
+        self,
+        local: Attended,
+        cut: Cut,
+        k: Tensor,
+        v: Tensor,
+        worth: Tensor,
+        state: KnnState,
+        lent: StoreState | None,
+        mode: Mode,
+        ours: bool,
     ) -> tuple[Tensor, StoreState]:
         """Segment by segment: what the one before left is written, then the store is asked. The local attention, joined by what
-        was found, and the store.
+        was found, and the store; its tensors may be written to if they are `ours`.
         """
         near, near_lse = (local.y, None) if self.gate is not None else (local.y[..., :-1], local.y[..., -1])
-        size = self.store.size if lent is None else lent.size
-        store, ours = state.store, False
-        if size == 0:
+        store = state.store
+        if (store if lent is None else lent).size == 0:
             return near, store
         q = cut.queries(unit(local.q))
         base = state.attention.position - state.opened
@@ -161,14 +184,13 @@ class Knn(nn.Module):
             here = store if lent is None else lent
             limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
             asked = q[:, part.first : part.last]
-            met = attend(asked, self.search(asked.detach(), here, min(self.config.k, size), limit), here, scale)
+            met = attend(asked, self.search(asked.detach(), here, self.config.k, limit), here, scale)
             found.append(torch.cat([met[0].to(met[1].dtype), met[1].unsqueeze(-1)], -1))
             lengths.append((part.first, part.last))
         if not found:
             return near, store
         far = cut.back(found, lengths)
-        mixed = combine(near, near_lse, far[..., :-1].to(near.dtype), far[..., -1], self.gate)
-        return mixed.to(local.v.dtype), store
+        return combine(near, near_lse, far[..., :-1].to(near.dtype), far[..., -1], self.gate), store
 
     def _write(
         self, store: StoreState, cut: Cut, index: int, base: Tensor, k: Tensor, v: Tensor, worth: Tensor, rows: Tensor, ours: bool
@@ -189,11 +211,6 @@ def near(mask: Tensor, reach: int) -> Tensor:
     if not reach:
         return mask
     return F.max_pool1d(mask.float().unsqueeze(1), 2 * reach + 1, 1, reach).squeeze(1) > 0
-
-
-def rated(read: Tokens, write: str) -> Tensor | None:
-    """What tokens are worth by a policy that knows it from the tokens alone; None for the others."""
-    return POLICIES[write](read) if write in ("rare", "random") else None
 
 
 class Part(NamedTuple):
@@ -221,6 +238,7 @@ class Cut:
         self.segments = max(1, -(-max(self.totals) // window))
         self.tokens, self.device = tokens, local.q.device
         self.uniform = len(set(lead)) == 1 and len(set(self.counts)) == 1
+        self._lead, self._total = (torch.tensor(numbers, device=self.device) for numbers in (lead, self.totals))
         self.parts = [part for part in map(self._part, range(self.segments)) if part is not None]
 
     def _part(self, index: int) -> Part | None:
@@ -229,9 +247,8 @@ class Cut:
         spans = [span for span in spans if span[0] < span[1]]
         if not spans:
             return None
-        over = [index > 0 and total > begin for total in self.totals]
-        ended = torch.tensor(over, device=self.device) if any(over) else None
-        return Part(index, min(span[0] for span in spans), max(span[1] for span in spans), ended)
+        over = index > 0 and any(total > begin for total in self.totals)
+        return Part(index, min(span[0] for span in spans), max(span[1] for span in spans), self._total > begin if over else None)
 
     def columns(self, old: Tensor, new: Tensor) -> Tensor:
         """Open segments ``[r w ...]`` and the call's rows ``[r t ...]`` as ``[r columns ...]``."""
@@ -254,8 +271,7 @@ class Cut:
 
     def live(self, column: Tensor) -> Tensor:
         """Which columns are tokens of the call ``[r columns]``."""
-        lead, total = (torch.tensor(numbers, device=self.device).unsqueeze(-1) for numbers in (self.lead, self.totals))
-        return (column >= lead) & (column < total)
+        return (column >= self._lead.unsqueeze(-1)) & (column < self._total.unsqueeze(-1))
 
     def back(self, found: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
         """What was found in each part, its columns given, as the call's rows ``[r t ...]``."""

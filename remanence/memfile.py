@@ -86,7 +86,8 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
     if header["fingerprint"][1] != fingerprint(model).weights and not force:
         raise ValueError(f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway")
-    state = fitted(str(path), model, tensors, unread=set(header["large"]))
+    unread = {name for name in header["large"] if tensors[name].nbytes > LARGE and not verify}
+    state = fitted(str(path), model, tensors, unread)
     if state.position.tolist() != header["tokens"]:
         raise ValueError(f"{path}: position: expected the header's {header['tokens']} tokens, got {state.position.tolist()}")
     return state
@@ -102,8 +103,8 @@ def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dic
     large = _large(header, stored.tensors)
     if large is None or header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
         raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
-    for name, digest in large.items() if verify else ():
-        if _digest(stored.tensors[name]) != digest:
+    for name, digest in large.items():
+        if (verify or stored.tensors[name].nbytes <= LARGE) and _digest(stored.tensors[name]) != digest:
             raise ValueError(f"{path}: altered or damaged: the checksum of {name} does not fit its content")
     schema = int(header["schema"]) if header.get("schema", "").isdecimal() else None
     if schema is None or schema > SCHEMA:
@@ -125,13 +126,13 @@ def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dic
 
 
 def _large(header: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, str] | None:
-    """The tensors that are not read when a file is opened, and their checksums; None if the header is no good."""
+    """The tensors with checksums of their own, and these; None if the header is no good."""
     try:
         large = json.loads(header.get("large", "{}"))
     except (json.JSONDecodeError, RecursionError):
         return None
     named_well = isinstance(large, dict) and all(isinstance(digest, str) for digest in large.values())
-    return large if named_well and all(name in tensors and tensors[name].nbytes > LARGE for name in large) else None
+    return large if named_well and all(name in tensors for name in large) else None
 
 
 def _present(config: dict[str, Any]) -> dict[str, Any]:

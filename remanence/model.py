@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from remanence.blocks import Block, Cuts, Seen
 from remanence.config import MODES, Mode, ModelConfig, change, known
 from remanence.files import read_json, read_tensors, write_json, write_tensors
-from remanence.knn import Aside, Knn, KnnState, rated
+from remanence.knn import Aside, Knn, KnnState
 from remanence.layers import RMSNorm
-from remanence.memory.policies import Tokens
+from remanence.memory.policies import POLICIES, Tokens
 from remanence.ops import MemoryState
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import from_rows, repad, to_rows
@@ -65,11 +65,14 @@ def memories(node: Any) -> list[MemoryState]:
 
 
 class Trace(NamedTuple):
-    """All that can be seen of a call: the last layer's output, normalised ``[b t d]``; the state; each layer's memory, if any."""
+    """All that can be seen of a call: the last layer's output, normalised ``[b t d]``; the state; each layer's memory, if any;
+    what went into each layer ``[b t d]``.
+    """
 
     hidden: Tensor
     state: State
     seen: tuple[Seen | None, ...]
+    layers: tuple[Tensor, ...]
 
     @property
     def surprise(self) -> Tensor | None:
@@ -192,7 +195,8 @@ class Model(nn.Module):
         borders = check_offsets(offsets, tokens.shape[0], tokens.shape[1], rows if state is None else len(state.position))
         position = state.position if state is not None else torch.zeros(rows, dtype=torch.int64, device=tokens.device)
         if tokens.shape[1] == 0:
-            return Trace(self.embed(tokens), state or self.start(rows), (None,) * len(self.blocks))
+            none = self.embed(tokens)
+            return Trace(none, state or self.start(rows), (None,) * len(self.blocks), (none,) * len(self.blocks))
         if self._stepwise:
             return self._trace_steps(tokens, state or self.start(rows), borders, mode)
         return self._pass(tokens, state, position, borders, mode)
@@ -202,8 +206,9 @@ class Model(nn.Module):
         x = self.embed(tokens)
         worth = self._worth(tokens, position, borders)
         ends: list[Any] = []
-        noted, lent = [], None
+        noted, layers, lent = [], [], None
         for index, block in enumerate(self.blocks):
+            layers.append(x)
             inputs: list[Any] = [x, None if state is None else state.blocks[index], borders, mode]
             if isinstance(block.mixer, Knn):
                 inputs.append(Aside(worth, lent))
@@ -213,8 +218,9 @@ class Model(nn.Module):
             ends.append(end)
             noted.append(seen)
         counts = tokens.shape[1] if borders is None else torch.tensor(borders, device=position.device).diff()
-        return Trace(self.norm(x), State(tuple(ends), position + counts), tuple(noted))
+        return Trace(self.norm(x), State(tuple(ends), position + counts), tuple(noted), tuple(layers))
 
+    @torch.no_grad()
     def _worth(self, tokens: Tensor, position: Tensor, borders: list[int] | None) -> Tensor | None:
         """What each token is worth to a store, as far as it is known before it is read."""
         write = self.config.knn.write
@@ -224,14 +230,13 @@ class Model(nn.Module):
         place = position.unsqueeze(-1) + torch.arange(where.shape[1], device=tokens.device)
         # Not the row's place, which says nothing of its document: all rows draw alike.
         same = torch.zeros(len(where), dtype=torch.int64, device=tokens.device)
-        found = rated(Tokens(where, place, self.log_unigrams, document=same), write)
-        return None if found is None else from_rows(found, back).float()
+        return from_rows(POLICIES[write](Tokens(where, place, self.log_unigrams, document=same)), back).float()
 
     def _trace_steps(self, tokens: Tensor, state: State, borders: list[int] | None, mode: Mode) -> Trace:
         """Segment by segment through all layers."""
         window = self.config.window
         cuts = Cuts(tokens, borders, (state.position % window).tolist(), window)
-        pieces, noted = [], []
+        pieces, noted, layers = [], [], []
         for part in cuts:
             some = cuts.take(tokens, part)
             begun = state
@@ -241,8 +246,10 @@ class Model(nn.Module):
                 state = self._rated(some, seen.hidden, begun, state, part.borders, mode)
             pieces.append(seen.hidden)
             noted.append(seen.seen)
+            layers.append(seen.layers)
         columns = [cuts.join_seen(list(column)) for column in zip(*noted, strict=True)]
-        return Trace(cuts.join(pieces), state, tuple(columns))
+        joined = tuple(cuts.join(list(column)) for column in zip(*layers, strict=True))
+        return Trace(cuts.join(pieces), state, tuple(columns), joined)
 
     @torch.no_grad()
     def _rated(self, tokens: Tensor, hidden: Tensor, begun: State, state: State, borders: list[int] | None, mode: Mode) -> State:
@@ -252,7 +259,8 @@ class Model(nn.Module):
         counts = counts if borders is None else counts.diff()
         before = next(part.last for part in begun.blocks if isinstance(part, KnnState))
         predicted = torch.cat([before.unsqueeze(1).to(out.dtype), out[:, :-1]], 1)
-        surprise = F.cross_entropy(self.logits(predicted).float().flatten(0, 1), rows.flatten(), reduction="none").view_as(rows)
+        surprise = F.cross_entropy(self.logits(predicted).float().flatten(0, 1), rows.flatten().long(), reduction="none")
+        surprise = surprise.view_as(rows)
         nothing = torch.full_like(surprise[:, 0], log(self.config.vocabulary))  # what was expected of a document's first token
         surprise = torch.cat([torch.where(begun.position == 0, nothing, surprise[:, 0]).unsqueeze(-1), surprise[:, 1:]], 1)
         newest = out.gather(1, (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, out.shape[-1])).squeeze(1)
@@ -283,7 +291,8 @@ class Model(nn.Module):
         def spread(seen: Seen | None) -> Seen | None:
             return seen and Seen(repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask)))
 
-        return Trace(repad(inside.hidden, mask), inside.state, tuple(spread(seen) for seen in inside.seen))
+        layers = tuple(repad(layer, mask) for layer in inside.layers)
+        return Trace(repad(inside.hidden, mask), inside.state, tuple(spread(seen) for seen in inside.seen), layers)
 
     def _check(self, tokens: Tensor, state: object, mask: object, offsets: object) -> None:
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
@@ -300,6 +309,8 @@ class Model(nn.Module):
             kind = getattr(block.mixer, "state", tuple)
             if not isinstance(part, kind):
                 raise ValueError(f"state: expected one of this model ({kind.__name__}), got another's ({type(part).__name__})")
+            if isinstance(block.mixer, Knn):
+                block.mixer.check(part)  # type: ignore[arg-type]  # which has just been seen
         if mask is not None:
             if offsets is not None:
                 raise ValueError("offsets: expected None beside a mask, got both; a mask already says where each document lies")

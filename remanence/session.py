@@ -111,9 +111,11 @@ class Session:
         """Write the memory, without the text, to a file that only appears when it is whole."""
         memfile.save(path, self.model, self.state)
 
-    def load(self, path: str | Path, *, force: bool = False) -> Session:
-        """Take up the memory in a file in place of this session's own; `force` accepts one made with other weights."""
-        state = memfile.load(path, self.model, force=force)
+    def load(self, path: str | Path, *, force: bool = False, verify: bool = False) -> Session:
+        """Take up the memory in a file in place of this session's own; `force` accepts one made with other weights, `verify`
+        reads large stores whole, which else stay in the file until they are used.
+        """
+        state = memfile.load(path, self.model, force=force, verify=verify)
         if len(state.position) != 1:
             raise ValueError(f"{path}: expected the memory of one document, got {len(state.position)}")
         self.state = state

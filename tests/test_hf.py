@@ -70,11 +70,6 @@ class TestForward:
 
     def test_hidden_states(self, variant):
         outer, (x, mask, prompts) = wrapped(variant, torch.float64), padded()
-        if variant == "one store, rare tokens":
-            with pytest.raises(ValueError, match="output_hidden_states: expected False beside padding"):
-                outer(x, attention_mask=mask, output_hidden_states=True)
-            assert [len(layer[0]) for layer in outer(x, output_hidden_states=True).hidden_states] == [x.shape[1]] * 3
-            return
         out = outer(x, attention_mask=mask, output_hidden_states=True)
         assert len(out.hidden_states) == outer.config.num_hidden_layers + 1
         assert torch.equal(outer.model.logits(out.hidden_states[-1]), out.logits)

@@ -43,17 +43,18 @@ class InvertedFile:
     """
 
     def __init__(self, probes: float = 1 / 16) -> None:
-        try:
-            import faiss
-        except ImportError:
-            raise ImportError("search 'ivf' needs faiss: pip install 'remanence[knn]'") from None
-        self._faiss, self.probes = faiss, probes
+        self.probes = probes
         self._rows: dict[int, _Indexed] = {}
         self.recall: float | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copied or sent elsewhere without its indices, which are made anew from the state."""
+        return {"probes": self.probes, "_rows": {}, "recall": self.recall}
 
     @torch.no_grad()
     def __call__(self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
         check(q, state, k, limit)
+        _faiss()
         made = [row for row in range(len(q)) if self._refresh(row, state)]
         found = self._search(q, state, k, limit)
         if made and q.shape[1]:
@@ -62,7 +63,7 @@ class InvertedFile:
 
     def _refresh(self, row: int, state: StoreState) -> bool:
         """Make a row's index if it has none that fits; whether one was made."""
-        position = state.position[row].cpu()
+        position = state.position[row].to("cpu", copy=True)  # kept, while the state may be written to
         entries = int((position >= 0).sum())
         old = self._rows.get(row)
         if entries < SMALLEST:
@@ -82,7 +83,7 @@ class InvertedFile:
         return True
 
     def _build(self, keys: Tensor, slots: Tensor) -> Any:
-        faiss, width = self._faiss, keys.shape[1]
+        faiss, width = _faiss(), keys.shape[1]
         cells = int(2 * math.sqrt(len(keys)))
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, cells, faiss.METRIC_INNER_PRODUCT)
         index.cp.max_points_per_centroid, index.cp.niter = 39, 6  # the least faiss asks for: an index does not live long
@@ -134,6 +135,14 @@ class InvertedFile:
         truth = exact(q[rows][:, some], state.rows(rows), k, limit[rows][:, some])
         self.recall = recall(found.index[rows][:, some], truth.index)
         log.info("ivf: recall %.3f of exact search's %d on %d sampled queries", self.recall, k, len(some))
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError:
+        raise ImportError("search 'ivf' needs faiss: pip install 'remanence[knn]'") from None
+    return faiss
 
 
 def recall(found: Int[Tensor, "*a k"], truth: Int[Tensor, "*a k"]) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from torch import Tensor
 from remanence.memory.store import StoreState
 from remanence.ops import launch
 from remanence.ops.nearest import nearest, pack, unpack, unsupported
+
+P, T = ParamSpec("P"), TypeVar("T")
 
 BLOCK, SCORES = 2**16, 2**22
 """Entries that a query meets at once, and scores of a head held at once. The fastest of those tried on one core, 8K to 262K."""
@@ -38,11 +41,28 @@ class Search(Protocol):
     def __call__(self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found: ...
 
 
+FEW = 8
+"""Queries for which the keys are multiplied where they lie in the store; for more, they are brought together first."""
+
+
+def plainly(function: Callable[P, T]) -> Callable[P, T]:
+    """Outside of autocast, which would lower the float32 that is asked for."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        q: Any = args[0] if args else kwargs["q"]
+        with torch.autocast(q.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
 def unit(x: Float[Tensor, "... e"]) -> Float[Tensor, "... e"]:
     """Of unit length, as stored keys and their queries are."""
     return F.normalize(x, dim=-1)
 
 
+@plainly
 @torch.no_grad()
 def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
     """The k best of all entries; of equal ones the lower slot. Memory does not grow with the store.
@@ -65,7 +85,8 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
             seen = _seen(position, limit[row])
             if seen == "none":
                 continue
-            keys = state.k[row, slots, head].to(dtype).transpose(1, 2).contiguous().transpose(2, 3)
+            keys = state.k[row, slots, head].to(dtype).transpose(1, 2)
+            keys = (keys.contiguous() if tokens > FEW else keys).transpose(2, 3)
             for start in range(0, tokens, queries):
                 some = (row, slice(start, start + queries), head)
                 scores = q[some].to(dtype).transpose(1, 2) @ keys
@@ -114,6 +135,7 @@ SEARCHES: dict[str, Callable[[], Search]] = {"exact": lambda: exact, "dense": la
 """Makers of searches: an approximate one keeps an index of its own beside the state, from which it could always be made anew."""
 
 
+@plainly
 def attend(
     q: Float[Tensor, "r t h e"], found: Found, state: StoreState, scale: Float[Tensor, " h"]
 ) -> tuple[Float[Tensor, "r t h e"], Float[Tensor, "r t h"]]:
@@ -125,8 +147,9 @@ def attend(
         return _attend_to_all(q, found.score, state, scale)
     rows, heads = torch.arange(q.shape[0], device=q.device), torch.arange(q.shape[2], device=q.device)
     place = (rows.view(-1, 1, 1, 1), found.index.clamp(min=0), heads.view(-1, 1))
-    k, v = (stored.detach()[place].to(q.dtype) for stored in (state.k, state.v))
-    score = (k @ q.unsqueeze(-1)).squeeze(-1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = state.k.detach()[place].to(wide), state.v.detach()[place].to(q.dtype)
+    score = (k @ q.to(wide).unsqueeze(-1)).squeeze(-1)
     weight, lse = _softmax(score, scale, found.index < 0)
     return (weight.to(v.dtype).unsqueeze(-2) @ v).squeeze(-2), lse
 
@@ -215,13 +238,14 @@ def _softmax(score: Tensor, scale: Tensor, hidden: Tensor) -> tuple[Tensor, Tens
 
 
 def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """By blocks of entries, each joined to those before. Without gradients, memory does not grow with the store."""
+    """By blocks of entries, each joined to those before. Without gradients, only the mask grows with the store."""
     whole: tuple[Tensor, Tensor] | None = None
     block = max(1, BLOCK // 256, SCORES // max(q[..., 0].numel(), 1))
     for first in range(0, state.size, block):
         slots = slice(first, first + block)
-        k, v = (stored[:, slots].detach().to(q.dtype).transpose(1, 2) for stored in (state.k, state.v))
-        score = (q.transpose(1, 2) @ k.transpose(2, 3)).transpose(1, 2)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        k, v = state.k[:, slots].detach().to(wide).transpose(1, 2), state.v[:, slots].detach().to(q.dtype).transpose(1, 2)
+        score = (q.to(wide).transpose(1, 2) @ k.transpose(2, 3)).transpose(1, 2)
         weight, lse = _softmax(score, scale, mask[..., slots] == -torch.inf)
         part = (weight.to(v.dtype).transpose(1, 2) @ v).transpose(1, 2)
         whole = (part, lse) if whole is None else _joined(*whole, part, lse)

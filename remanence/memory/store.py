@@ -98,15 +98,6 @@ class Store:
             return self._add_best(state, new, mask, count)
         return self._add_newest(state if reuse else state.clone(), new, mask, count)
 
-    def clear(self, state: StoreState, rows: Bool[Tensor, " r"]) -> StoreState:
-        """The chosen rows as new documents: empty, with nothing of the old one left in the tensors."""
-
-        def cleared(tensor: Tensor, value: int) -> Tensor:
-            return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), value)
-
-        k, v, position, importance, written = state
-        return StoreState(cleared(k, 0), cleared(v, 0), cleared(position, -1), cleared(importance, 0), cleared(written, 0))
-
     def _add_newest(self, state: StoreState, new: tuple[Tensor, ...], mask: Tensor | None, count: Tensor) -> StoreState:
         """Into the ring, in place. Each row writes the same number of slots, the last of which is its newest entry's::
 

@@ -102,7 +102,8 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
     if found := checkpoint.checkpoints(out / "checkpoints"):
         progress, carried = _taken_up(found, model, optimizer, world)
     elif model.log_unigrams is not None:
-        table = unigrams(corpus(source), config.model.vocabulary)
+        # Of all rows: every process counts the same.
+        table = unigrams(corpus(SOURCES[config.data.kind](config, config.batch, 0, 1)), config.model.vocabulary)
         model.log_unigrams.copy_(spread(table.to(model.log_unigrams.dtype), model.log_unigrams))
     if progress.step < config.steps:
         world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))  # of a run that was to be shorter

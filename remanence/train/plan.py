@@ -92,11 +92,13 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
     parameters = sum(parameter.numel() for parameter in model.parameters())
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
     here = config.batch // shares * config.data.length
+    stores = min(1, config.model.blocks.count("knn")) if config.model.knn.shared else config.model.blocks.count("knn")
     memory = {
         "weights, gradients, moments": 16.0 * parameters / devices,
         "gathered weights and gradients": 8.0 * (2 * max(blocks) + parameters - sum(blocks)) if devices > 1 else 0.0,
         "activations": here * activations(config),
         "logits": here * config.model.vocabulary * 10.0,
+        "kNN stores, before and after a step": 16.0 * config.batch // shares * config.model.knn.size * config.model.dim * stores,
     }
     available = GPUS[gpu] * 1e9 if gpus else room(resolve(config.device))
     _refuse(memory, available, config)  # before anything is tried out
@@ -149,6 +151,9 @@ def activations(config: TrainConfig) -> float:
     plain = KEPT["window"]
     kept = []
     for name in model.blocks:
+        if name == "knn":  # the window, and the pairs that were found
+            kept.append(wide * model.dim * (plain + 4.0 * model.knn.k))
+            continue
         here = KEPT.get(name, KEPT["lmm"])
         kept.append(wide * model.dim * (plain + max(0.0, (here - plain) * inner)))
     return 4.0 * model.dim * model.depth + max(kept) if config.checkpointing else float(sum(kept))

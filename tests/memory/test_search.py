@@ -174,13 +174,14 @@ class TestIvf:
             found.score, torch.einsum("rthe,rthke->rthk", q, state.k[0][found.index, torch.arange(2)[:, None]][None][0]), 1e-5
         )
 
-    def test_what_came_since_is_found_and_what_is_gone_is_not(self, ivf):
+    @pytest.mark.parametrize("reuse", [False, True])
+    def test_what_came_since_is_found_and_what_is_gone_is_not(self, ivf, reuse):
         store, state = Store(6000, 2, 8), self.clustered()
         limit = torch.full((1, 10), 10_000)
         ivf(state.k[:, :10], state, 8, limit)
         index = ivf._rows[0]
         new = unit(torch.randn(1, 500, 2, 8))
-        state = store.add(state, new, new, torch.arange(6000, 6500)[None])
+        state = store.add(state, new, new, torch.arange(6000, 6500)[None], reuse=reuse)
         found = ivf(new[:, :10], state, 1, limit)
         assert ivf._rows[0] is index, "a twelfth has changed: the index stays"
         assert torch.equal(found.index[0, :, 0, 0], torch.arange(10))
@@ -202,8 +203,10 @@ class TestIvf:
             return original(name, *rest)
 
         monkeypatch.setattr(builtins, "__import__", without)
+        find = SEARCHES["ivf"]()  # a model can be looked at without it
+        state = Store(4, 1, 2).start(1, torch.zeros(1))
         with pytest.raises(ImportError, match=r"pip install 'remanence\[knn\]'"):
-            SEARCHES["ivf"]()
+            find(torch.ones(1, 1, 1, 2), state, 1, torch.zeros(1, 1, dtype=torch.int64))
 
 
 class TestTriton:
@@ -238,7 +241,6 @@ def test_annotated_shapes_are_true():
     with pytest.raises(Exception, match=r"[Tt]ype"):
         checked(combine)(output, lse[0], output, lse)
     checked(Store.add)(Store(9, 3, 4), state, q, q, limit, torch.ones(2, 5), limit > 3)
-    checked(Store.clear)(Store(9, 3, 4), state, torch.tensor([True, False]))
     read = policies.Tokens(limit, limit, checked(policies.unigrams)(limit, 10), torch.rand(2, 5))
     for policy in policies.POLICIES.values():
         checked(policies.keep)(checked(policy)(read), 0.5, 2)

@@ -75,15 +75,7 @@ class TestLaws:
         state = filled(store)
         copy = state.clone()
         store.add(state, *entries(2, 9, first=5))
-        store.clear(state, torch.tensor([True, False]))
         assert_close(state, copy, 0.0)
-
-    def test_clear(self, evict):
-        store = self.store(evict)
-        state = filled(store, 9)
-        cleared = store.clear(state, torch.tensor([True, False]))
-        assert_close(cleared.rows(0), store.start(1, state.k), 0.0)
-        assert_close(cleared.rows(1), state.rows(1), 0.0)
 
     def test_nothing_stored_has_a_gradient(self, evict):
         store, (k, v, position, importance) = self.store(evict), entries(1, 4)
