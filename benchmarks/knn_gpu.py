@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from remanence.memory import search
-from remanence.memory.search import Found, exact, unit
+from remanence.memory.search import SEARCHES, Found, exact, unit
 from remanence.memory.store import Store, StoreState
 from remanence.ops import launch, nearest
 
@@ -79,7 +79,7 @@ class Case:
         self.limit = torch.full((1, queries), size, device=device)
 
     def kernels(self) -> Found:
-        return exact(self.q, self.state, self.k, self.limit)
+        return SEARCHES["triton"]()(self.q, self.state, self.k, self.limit)
 
     def plain(self) -> Found:
         with without_kernels():

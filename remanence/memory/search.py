@@ -41,6 +41,9 @@ class Search(Protocol):
     def __call__(self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found: ...
 
 
+KERNELS = False
+"""Whether `exact` runs on ops/nearest.py's kernels where it can. Not before they have been seen to be right on a GPU."""
+
 FEW = 8
 """Queries for which the keys are multiplied where they lie in the store; for more, they are brought together first."""
 
@@ -68,10 +71,10 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     """The k best of all entries; of equal ones the lower slot. Memory does not grow with the store.
 
     In two rounds, because choosing costs more than scoring: the k best lie in the k groups whose best scores are best, so only
-    the groups' maxima and then the scores in k groups are sorted. On CUDA by kernels, where Triton is there.
+    the groups' maxima and then the scores in k groups are sorted.
     """
     check(q, state, k, limit)
-    if unsupported(q, state.k) is None:
+    if KERNELS and unsupported(q, state.k) is None:
         return Found(*nearest(q, state.k, state.position, limit, k))
     rows, tokens, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -109,14 +112,15 @@ def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     return Found(score, torch.empty(*score.shape[:3], 0, dtype=torch.int64, device=q.device))
 
 
+@plainly
 @torch.no_grad()
 def _by_kernels(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
-    """`exact` where it runs on the kernels, an error where it would not."""
+    """`exact` on the kernels, an error where they cannot run."""
     check(q, state, k, limit)
     reason = unsupported(q, state.k)
     if reason is not None:
         raise ValueError(f"search: 'triton' cannot run this call: {reason}")
-    return exact(q, state, k, limit)
+    return Found(*nearest(q, state.k, state.position, limit, k))
 
 
 def _triton() -> Search:
