@@ -254,6 +254,33 @@ class Export:
 
 
 @dataclass(frozen=True)
+class Eval:
+    """Measure a model on tasks: lm, wikitext, lambada. --task.setting=value changes a task's settings.
+
+    --setting=value does so for every task that has it. With --json, a run that was interrupted goes on when started again.
+    """
+
+    model: Folder
+    """The model's folder."""
+    tasks: tyro.conf.Positional[tuple[str, ...]]
+    """What to measure."""
+    memory: tuple[Literal["on", "off", "frozen", "fresh"], ...] = ("on",)
+    """Modes of the neural memory; with `off` among several, the differences to it are told."""
+    json: Path | None = None
+    """File for the rows. Results of single units, plots and runs are kept beside it."""
+    device: Device = "auto"
+    """Where to run."""
+    seed: int = 0
+    """Of all that is drawn."""
+    overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+
+    def run(self) -> None:
+        from remanence.eval_commands import evaluate_model
+
+        evaluate_model(self.model, self.tasks, self.overrides, self.memory, self.json, self.device, self.seed)
+
+
+@dataclass(frozen=True)
 class Presets:
     """Every preset and variant: its parameters, and the size of its state."""
 
@@ -299,6 +326,7 @@ Command = (
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Presets, tyro.conf.subcommand("presets")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )
@@ -330,7 +358,7 @@ def _parsed(arguments: list[str]) -> Command:
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             command = tyro.cli(Command, prog="remanence", description=described, args=arguments)
-            return replace(command, overrides=overrides) if isinstance(command, Train) else command
+            return replace(command, overrides=overrides) if isinstance(command, Train | Eval) else command
         except SystemExit as stop:
             code = stop.code
     if code:
@@ -340,18 +368,22 @@ def _parsed(arguments: list[str]) -> Command:
     sys.exit(code)
 
 
+OWN = {"train": ("out", "resume", "dry-run", "gpus", "gpu", "help"), "eval": ("memory", "json", "device", "seed", "help")}
+"""Commands whose other arguments are fields of something that only Python files know, and the arguments that are not."""
+
+
 def _overrides(arguments: list[str]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
-    """Of `train`, the arguments that are fields of the recipe's config, as --optimizer.lr=3e-4; and what is left."""
-    if arguments[:1] != ["train"]:
+    """The arguments that are fields of a recipe's config or of a task, as --optimizer.lr=3e-4; and what is left."""
+    if not arguments or arguments[0] not in OWN:
         return arguments, ()
-    own = ("--out=", "--resume=", "--dry-run=", "--gpus=", "--gpu=")
-    given = [argument for argument in arguments if argument.startswith("--") and "=" in argument and not argument.startswith(own)]
-    plain = ("--out", "--resume", "--dry-run", "--gpus", "--gpu", "--help", "-h")
-    for argument in arguments:
-        if argument.startswith("-") and "=" not in argument and argument not in plain:
-            sys.exit(_say(f"remanence: error: {argument}: expected --field=value for a field of the config", 2))
-    pairs = tuple((name, value) for name, _, value in (argument[2:].partition("=") for argument in given))
-    return [argument for argument in arguments if argument not in given], pairs
+    own = [f"--{name}" for name in OWN[arguments[0]]] + ["-h"]
+    foreign = [argument for argument in arguments if argument.startswith("-") and argument.partition("=")[0] not in own]
+    for argument in foreign:
+        if "=" not in argument or not argument.startswith("--"):
+            fields = "the config" if arguments[0] == "train" else "a task"
+            sys.exit(_say(f"remanence: error: {argument}: expected --field=value for a field of {fields}", 2))
+    pairs = tuple((name, value) for name, _, value in (argument[2:].partition("=") for argument in foreign))
+    return [argument for argument in arguments if argument not in foreign], pairs
 
 
 def _say(message: str, code: int) -> int:

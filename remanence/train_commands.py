@@ -69,7 +69,7 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
     """Train by a recipe, with a bar on a terminal and plain lines elsewhere; of several processes, the first one speaks."""
     if resume and overrides:
         raise ValueError(f"--{next(iter(overrides))}: expected no changes beside --resume, as the run's own config counts")
-    config = run_config(out) if resume else override(_recipe(recipe), overrides)
+    config = run_config(out) if resume else override(read_recipe(recipe), overrides)
     console, begun = Console(stderr=True), time.monotonic()
     done: list[int] = []
     columns = (
@@ -125,7 +125,7 @@ def _noted(line: dict[str, Any]) -> str:
 def dry_run(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: str) -> None:
     """What a run would cost; an error if it cannot fit."""
 
-    config = override(_recipe(recipe), overrides)
+    config = override(read_recipe(recipe), overrides)
     known("data.kind", config.data.kind, SOURCES)
     check_trackers(config.trackers)
     if gpus is not None and gpus < 1:
@@ -150,7 +150,7 @@ def export_run(run: Path, out: Path, memory: Path | None, row: int) -> None:
         print(f"{memory}: what row {row} remembered")
 
 
-def _recipe(path: Path) -> Any:
+def read_recipe(path: Path) -> Any:
     """What a recipe's `recipe()` returns. A recipe is code: run your own, or ones you have read."""
 
     if not path.is_file():

@@ -227,7 +227,7 @@ def test_training_by_a_recipe(run, tmp_path):
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
 def test_recipes_make_configs(recipe):
-    config = train_commands._recipe(recipe)
+    config = train_commands.read_recipe(recipe)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert parameters(config.model) > 0
     assert len(recipe.read_text().splitlines()) < 60

@@ -1,0 +1,183 @@
+"""How well a text is predicted: window by window and as one stream with carried memory, and by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from remanence.evaluate.plots import curves
+from remanence.evaluate.subject import Subject
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, told
+from remanence.evaluate.texts import Texts
+from remanence.tokens import ByteTokenizer, Tokenizer
+
+EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
+"""Positions at which a new mean of losses begins: 1, 2, 3, 4, 6, 8, 11, 16, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmSettings:
+    """
+    Attributes:
+        data: a text file, jsonl, parquet, a folder of them, or hf:NAME. Every document begins with an empty memory.
+        views: "stream" (memory carried through each document) and "window" (begun anew every so many tokens).
+        window: tokens of a window.
+        max_tokens: of each file, only the first.
+        rows: windows that are read side by side.
+    """
+
+    data: str | None = None
+    views: tuple[str, ...] = ("window", "stream")
+    window: int = 2048
+    max_tokens: int | None = None
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(1, window=self.window, rows=self.rows)
+        at_least(2, max_tokens=self.max_tokens)
+        if not self.views or set(self.views) - {"window", "stream"}:
+            raise ValueError(f"views: expected window, stream or both, got {','.join(self.views) or 'none'}")
+
+
+class Lm(Task):
+    """Perplexity, bits per byte, and loss against position. In both views all tokens of a document but its first count."""
+
+    name = "lm"
+    Settings = LmSettings
+
+    def __init__(self, subject: Subject, settings: LmSettings) -> None:
+        super().__init__(subject, settings)
+        self.texts = Texts("lm.data", settings.data, "a text file, a folder of them or hf:NAME")
+        self.tokenizer = subject.tokenizer
+        self.places: dict[str, Path | None] = {path.name: path for path in self.texts.paths} or {self.texts.source: None}
+        if len(self.places) < len(self.texts.paths):
+            self.places = {str(path): path for path in self.texts.paths}
+
+    @property
+    def identity(self) -> Setting:
+        return {**self.texts.identity(), "max_tokens": self.settings.max_tokens}
+
+    def units(self) -> list[list[Setting]]:
+        views = [
+            {"view": view, "window": self.settings.window} if view == "window" else {"view": view} for view in self.settings.views
+        ]
+        return [[{**view, "file": name}] for view in views for name in self.places]
+
+    def cost(self, unit: Setting) -> int:
+        path = self.places[unit["file"]]
+        size = 1 << 20 if path is None else path.stat().st_size * (3 if path.suffix in (".xz", ".gz", ".bz2", ".zst") else 1)
+        return min(size, self.settings.max_tokens or size)
+
+    def measure(self, units: list[Setting]) -> list[Result]:
+        return [self._measured(unit) for unit in units]
+
+    def _measured(self, unit: Setting) -> Result:
+        """Sums over a file's documents: what is held at a time is a few windows, however long they are."""
+        total, count, size = 0.0, 0, 0
+        sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1, np.int64)
+        left = self.settings.max_tokens
+        for document in self.texts.of(self.places[unit["file"]]):
+            lists = _limited(self.tokenizer.stream(document), left)
+            first = next(lists, [])
+            counted = _Counted(self.tokenizer, chain([first], lists))
+            if unit["view"] == "stream":
+                position = 1
+                for losses in self.subject.stream_losses(counted):
+                    values = losses.double().cpu().numpy()
+                    bins = np.searchsorted(EDGES, np.arange(position, position + len(values)), "right")
+                    sums += np.bincount(bins, values, len(sums))
+                    counts += np.bincount(bins, minlength=len(counts))
+                    total, count, position = total + float(values.sum()), count + len(values), position + len(values)
+            else:
+                for losses in self._windows(counted, unit["window"]):
+                    total, count = total + float(losses.sum(dtype=torch.float64)), count + losses.numel()
+            size += counted.bytes - size_of(self.tokenizer, first[:1])
+            left = None if left is None else left - counted.tokens
+            if left is not None and left < 2:
+                break
+        if not count:
+            raise ValueError(f"lm.data: expected a text of at least two tokens, got {unit['file']}")
+        found: Result = {"nll": total, "tokens": count, "bytes": size}
+        if unit["view"] == "stream":
+            found["bins"] = [[float(a), int(b)] for a, b in zip(sums, counts, strict=True)]
+        return found
+
+    def _windows(self, lists: Iterable[Sequence[int]], window: int) -> Iterator[torch.Tensor]:
+        """Losses of windows that each begin anew: a window's last target is the next one's first input."""
+        held: list[int] = []
+        room = self.settings.rows * window
+        for tokens in lists:
+            held += tokens
+            while len(held) > room:
+                block = torch.tensor(held[: room + 1])
+                yield self.subject.losses(block.unfold(0, window + 1, window))[0]
+                held = held[room:]
+        for start in range(0, len(held) - 1, window):
+            yield self.subject.losses(torch.tensor([held[start : start + window + 1]]))[0]
+
+    def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
+        rows = []
+        for view in self.settings.views:
+            own = [(unit, result) for unit, result in results if unit["view"] == view]
+            setting = {key: value for key, value in own[0][0].items() if key != "file"}
+            nll, tokens, size = (sum(result[key] for _, result in own) for key in ("nll", "tokens", "bytes"))
+            rows += [self.row("perplexity", exp(nll / tokens), setting, count=tokens)]
+            rows += [self.row("bits per byte", nll / log(2) / size, setting, count=size)] if size else []
+            if view == "stream":
+                for place, (start, end) in enumerate(zip([0, *EDGES], [*EDGES, None], strict=True)):
+                    sums = [result["bins"][place] for _, result in own]
+                    count = sum(each[1] for each in sums)
+                    if count:
+                        where = {**setting, "from": int(start), "before": int(end) if end is not None else None}
+                        rows.append(self.row("loss by position", sum(each[0] for each in sums) / count, where, count=count))
+        return rows
+
+    def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        lines = {
+            f"memory {mode}": [(row.setting["from"], row.value) for row in own if row.metric == "loss by position"]
+            for mode, own in rows.items()
+        }
+        lines = {name: points for name, points in lines.items() if points}
+        if not lines:
+            return []
+        ticks = {
+            float(x): told(x) for x in (2**n for n in range(0, 40, 2)) if x <= max(p[0] for line in lines.values() for p in line)
+        }
+        path = stem.with_name(f"{stem.name}.lm.png")
+        title = "Loss against position, memory carried from the text's beginning"
+        return [curves(path, lines, title=title, x="tokens read before", y="loss, nats per token", ticks=ticks)]
+
+
+class _Counted:
+    """Lists of tokens on their way: how many there were, and how many bytes of text they are."""
+
+    def __init__(self, tokenizer: Tokenizer, lists: Iterable[list[int]]) -> None:
+        self.tokenizer, self.lists, self.tokens, self.bytes = tokenizer, lists, 0, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for tokens in self.lists:
+            self.tokens += len(tokens)
+            self.bytes += size_of(self.tokenizer, tokens)
+            yield tokens
+
+
+def size_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
+    """Bytes of text that tokens are."""
+    return len(tokens) if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode(tokens).encode("utf-8", "surrogatepass"))
+
+
+def _limited(lists: Iterable[list[int]], most: int | None) -> Iterator[list[int]]:
+    for tokens in lists:
+        if most is None:
+            yield tokens
+        else:
+            yield tokens[:most]
+            most -= len(tokens)
+            if most <= 0:
+                return

@@ -1,0 +1,94 @@
+"""Curves and heat maps, as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from remanence.files import replacing
+
+COLOURS = ("#1b6ca8", "#e07a1f", "#3a8f5c", "#8a4f9e", "#8a8a8a", "#b3322e", "#6b675c", "#c9a227", "#4fb0ae")
+Points = Sequence[tuple[float, float]]
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def curves(
+    path: Path,
+    lines: Mapping[str, Points],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    published: Mapping[str, Points] | None = None,
+    percent: bool = False,
+    ticks: Mapping[float, str] | None = None,
+) -> Path:
+    """Lines over a logarithmic axis; published points are grey and broken, and said to be so."""
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    greys = ("#555555", "#8a8a8a", "#b0b0b0", "#c8c8c8")
+    for index, (name, points) in enumerate((published or {}).items()):
+        mark = "osv^Dx+*"[index % 8]
+        axis.plot(
+            *zip(*points, strict=True), f"{mark}--", color=greys[index % 4], linewidth=1, markersize=4, label=f"{name} (paper)"
+        )
+    for index, (name, points) in enumerate(lines.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        axis.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=2, markersize=4, label=name, clip_on=False)
+    axis.set_xscale("log", base=2)
+    if ticks:
+        axis.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
+        axis.minorticks_off()
+    axis.set(xlabel=x, ylabel=y)
+    if percent:
+        axis.set(ylim=(0, 103))
+    axis.set_title(title, fontsize=11)
+    axis.spines[["top", "right"]].set_visible(False)
+    if len(lines) + len(published or {}) > 1:
+        axis.legend(frameon=False, fontsize=8)
+    return _saved(figure, path, plt)
+
+
+def heat(path: Path, maps: Mapping[str, Mapping[tuple[float, float], float]], *, title: str, x: str, y: str) -> Path:
+    """Shares from 0 to 1 by two axes, a map for each name side by side."""
+    plt = _pyplot()
+    columns = sorted({place[0] for cells in maps.values() for place in cells})
+    lines = sorted({place[1] for cells in maps.values() for place in cells})
+    width = 1.5 + len(maps) * max(2.4, 0.7 * len(columns))
+    figure, axes = plt.subplots(1, len(maps), figsize=(width, 1.6 + 0.5 * len(lines)), layout="constrained", squeeze=False)
+    for axis, (name, cells) in zip(axes[0], maps.items(), strict=True):
+        grid = [[cells.get((column, line), float("nan")) for column in columns] for line in lines]
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for row, values in enumerate(grid):
+            for column, value in enumerate(values):
+                if value == value:
+                    axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8)
+        axis.set_xticks(range(len(columns)), [_short(column) for column in columns], fontsize=8)
+        axis.set_yticks(range(len(lines)), [f"{line:g}" for line in lines], fontsize=8)
+        axis.set(xlabel=x, ylabel=y)
+        axis.set_title(name, fontsize=10)
+    figure.colorbar(image, ax=axes, label="right answers", format=lambda share, _: f"{100 * share:.0f} %")
+    figure.suptitle(title, fontsize=11)
+    return _saved(figure, path, plt)
+
+
+def _short(length: float) -> str:
+    from remanence.evaluate.task import told
+
+    return told(int(length))
+
+
+def _saved(figure: Any, path: Path, plt: Any) -> Path:
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
+    plt.close(figure)
+    return path

@@ -1,0 +1,205 @@
+"""An evaluation from its units to its rows. Every unit's result is kept as it comes, so that one that was killed goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import remanence
+from remanence.config import Mode, known
+from remanence.evaluate.subject import Subject
+from remanence.evaluate.task import Result, Row, Setting, Task
+from remanence.files import read_json, write_json
+from remanence.memfile import fingerprint
+
+MADE_BY = "remanence eval"
+
+
+class Journal:
+    """Results by what they depend on, a line of JSON each, beside the file of rows. Without a path nothing outlives the run."""
+
+    def __init__(self, path: Path | None, owner: Any) -> None:
+        """`owner` is what was evaluated: a journal of something else is refused, so that no result is taken for another's."""
+        self.path, self.known = path, dict[str, Result]()
+        if path is None:
+            return
+        if path.exists():
+            first, *rest = path.read_bytes().split(b"\n")
+            if _line(first) != {"owner": owner}:
+                raise ValueError(f"{path}: expected results of this model, got another's; give another name, or remove it")
+            for line in rest:
+                entry = _line(line)  # the last may be half a line, of a run that was killed
+                if isinstance(entry, dict) and "unit" in entry:
+                    self.known[_key(entry["unit"])] = entry["result"]
+            if not path.read_bytes().endswith(b"\n"):
+                self._write("", end="\n")
+        else:
+            self._write(json.dumps({"owner": owner}))
+
+    def find(self, unit: Setting) -> Result | None:
+        return self.known.get(_key(unit))
+
+    def keep(self, unit: Setting, result: Result) -> None:
+        self.known[_key(unit)] = result
+        if self.path is not None:
+            self._write(json.dumps({"unit": unit, "result": result}))
+
+    def _write(self, line: str, end: str = "\n") -> None:
+        assert self.path is not None
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line + end)
+
+
+def _line(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+
+
+def _key(unit: Setting) -> str:
+    return json.dumps(unit, sort_keys=True)
+
+
+Show = Callable[[str, int, int], None]
+"""Called with what is measured, the tokens read so far, and about how many there are in all."""
+
+
+def evaluate(
+    subject: Subject,
+    tasks: Sequence[Task],
+    modes: Sequence[Mode] = ("on",),
+    *,
+    journal: Path | None = None,
+    show: Show = lambda *_: None,
+) -> list[Row]:
+    """The rows of every task with the subject's memory in every mode; what the journal knows already is not measured again."""
+    for mode in modes:
+        known("memory", mode, ("on", "off", "frozen", "fresh"))
+        if subject.network is not None:
+            subject.network.memory = mode  # refuses one that the model cannot have
+    kept = Journal(journal, describe(subject))
+    rows = []
+    try:
+        for task in tasks:
+            for mode in modes:
+                if subject.network is not None:
+                    subject.network.memory = mode
+                subject.mode = mode
+                rows += [_with_memory(row, mode) for row in task.rows(_measured(subject, task, mode, kept, show))]
+    finally:
+        if subject.network is not None:
+            subject.network.memory = "on"
+        subject.passed = lambda _: None
+    return rows
+
+
+def _with_memory(row: Row, mode: Mode) -> Row:
+    return Row(**{**vars(row), "setting": {"memory": mode, **row.setting}})
+
+
+def _measured(subject: Subject, task: Task, mode: Mode, kept: Journal, show: Show) -> list[tuple[Setting, Result]]:
+    def depends(unit: Setting) -> Setting:
+        return {"task": task.name, "memory": mode, **task.identity, **unit}
+
+    groups = task.units()
+    total = sum(task.cost(unit) for group in groups for unit in group)
+    done = 0
+    batch = getattr(task.settings, "batch", 1)
+    for group in groups:
+        missing = [unit for unit in group if kept.find(depends(unit)) is None]
+        done += sum(task.cost(unit) for unit in group) - sum(task.cost(unit) for unit in missing)
+        for start in range(0, len(missing), batch):
+            units = missing[start : start + batch]
+            inside = 0
+
+            def passed(count: int, done: int = done) -> None:
+                nonlocal inside
+                inside += count
+                show(f"{task.name}, memory {mode}", min(done + inside, total), total)
+
+            subject.passed = passed
+            for unit, result in zip(units, task.measure(units), strict=True):
+                kept.keep(depends(unit), result)
+            done += sum(task.cost(unit) for unit in units)
+            show(f"{task.name}, memory {mode}", done, total)
+    return [(unit, kept.known[_key(depends(unit))]) for group in groups for unit in group]
+
+
+def describe(subject: Subject) -> Any:
+    """What is evaluated, so that it can be told from anything else."""
+    if subject.recipe is not None:
+        return {"recipe": subject.recipe.to_dict()}
+    return {"model": fingerprint(subject.model)._asdict()}
+
+
+def provenance(subject: Subject) -> dict[str, Any]:
+    """Where numbers come from: the model, the code, the machine, the day."""
+    return {
+        **(describe(subject) if subject.recipe is None else {"recipe": subject.source.name}),
+        "from": subject.source.name,
+        "seed": subject.seed,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(Path(remanence.__file__).parent.parent),
+        "hardware": hardware(subject.place),
+        "torch": torch.__version__,
+        "remanence": remanence.__version__,
+    }
+
+
+def commit(root: Path) -> str | None:
+    """Of the checkout the package lies in, with a + if files have changed since; None if it lies in none."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        name, changed = (
+            subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30, check=True
+            ).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return name + ("+" if changed else "")
+
+
+def hardware(place: torch.device) -> str:
+    if place.type == "cuda":
+        return torch.cuda.get_device_name(place)
+    threads = torch.get_num_threads()
+    return f"{place.type}: {_processor()}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _processor() -> str:
+    """The processor's name where the system tells it, else its kind."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        return next(line.split(":", 1)[1].strip() for line in told.splitlines() if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write_rows(path: Path, rows: Sequence[Row], origin: dict[str, Any]) -> None:
+    """All rows as one JSON file, whole or not at all; each tells where it comes from, so that files can be joined."""
+    write_json(path, {"made_by": MADE_BY, "rows": [{**asdict(row), "provenance": origin} for row in rows]})
+
+
+def check_target(path: Path) -> None:
+    """Before any work: that rows can be written there, and that nothing but an earlier evaluation's is overwritten."""
+    if not path.parent.is_dir():
+        raise ValueError(f"--json: expected a folder that exists, got {path.parent}")
+    if path.exists() and (not path.is_file() or read_json(path).get("made_by") != MADE_BY):
+        raise ValueError(f"--json: expected a new file, or an earlier evaluation's, got {path}")
+
+
+def journal_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.units.jsonl")

@@ -1,0 +1,146 @@
+"""What is evaluated: a model that reads, answers and is asked how likely a text is, or a recipe for such models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remanence.config import Mode
+from remanence.generate import PIECE, Generation, Sampling, check_tokenizer, read
+from remanence.model import Model, State
+from remanence.tokens import Tokenizer, load_tokenizer
+from remanence.train import TrainConfig
+
+LOGITS = 1 << 23
+"""Numbers of logits that are held at a time when losses are computed."""
+
+
+class Likelihood(NamedTuple):
+    """Of a text after another: the logarithm of its probability, and whether each of its tokens was the most likely one."""
+
+    log: float
+    greedy: bool
+
+
+@dataclass
+class Subject:
+    """A model with its tokenizer, or a recipe; where it runs, the seed of everything drawn, and a folder for files."""
+
+    place: torch.device
+    seed: int = 0
+    folder: Path | None = None
+    network: Model | None = None
+    tokens: Tokenizer | None = None
+    recipe: TrainConfig | None = None
+    source: Path = field(default_factory=Path)
+    passed: Callable[[int], None] = lambda _: None
+    """Called with the number of tokens that were just read."""
+    mode: Mode = "on"
+    """What becomes of the memory of models that are yet to be made."""
+
+    @classmethod
+    def load(cls, source: Path, place: torch.device, **fields: object) -> Subject:
+        model = Model.load(source, device=place).eval()
+        tokenizer = check_tokenizer(model, load_tokenizer(source)) if (source / "tokenizer.json").is_file() else None
+        return cls(place, network=model, tokens=tokenizer, source=source, **fields)  # type: ignore[arg-type]
+
+    @property
+    def model(self) -> Model:
+        if self.network is None:
+            raise ValueError(f"model: expected the folder of a model, got the recipe {self.source}")
+        return self.network
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's own, or bytes where its folder has none and its vocabulary has room for them."""
+        if self.tokens is None:
+            self.tokens = check_tokenizer(self.model, None)
+        return self.tokens
+
+    def read(self, rows: np.ndarray, state: State | None = None) -> State:
+        """Read tokens ``[b t]``, in pieces."""
+        state = self.model.start(len(rows)) if state is None else state
+        for start in range(0, rows.shape[1], PIECE):
+            part = torch.from_numpy(np.ascontiguousarray(rows[:, start : start + PIECE], dtype=np.int64))
+            state = read(self.model, part.to(self.place), state).state
+            self.passed(part.numel())
+        return state
+
+    def say(self, prompts: Sequence[str], state: State | None, max_tokens: int, stop: tuple[str, ...] = ()) -> list[str]:
+        """The most likely answer to each prompt after what its row of the state has read; "" if its memory diverges."""
+        sampling = Sampling(max_tokens=max_tokens, stop=stop)
+        try:
+            return Generation(self.model, prompts, sampling, tokenizer=self.tokenizer, state=state).run().texts
+        except ValueError:
+            if len(prompts) == 1:
+                return [""]
+            rows = [None if state is None else state.rows([row]) for row in range(len(prompts))]
+            return [self.say([prompt], row, max_tokens, stop)[0] for prompt, row in zip(prompts, rows, strict=True)]
+
+    @torch.no_grad()
+    def likelihoods(
+        self, contexts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], state: State | None = None
+    ) -> list[Likelihood]:
+        """How likely each end is after its context, which follows what its row of the state has read. Texts of any lengths."""
+        rows = [[*context, *end] for context, end in zip(contexts, ends, strict=True)]
+        longest = max(len(row) for row in rows) - 1
+        tokens = torch.tensor([row[:-1] + [0] * (longest + 1 - len(row)) for row in rows], device=self.place)
+        lengths = torch.tensor([len(row) - 1 for row in rows], device=self.place)
+        mask = torch.arange(longest, device=self.place) < lengths[:, None]
+        hidden = []
+        for start in range(0, longest, PIECE):
+            seen = self.model.trace(tokens[:, start : start + PIECE], state, mask=mask[:, start : start + PIECE])
+            hidden.append(seen.hidden)
+            state = seen.state
+        self.passed(int(lengths.sum()))
+        whole, found = torch.cat(hidden, 1), []
+        for row, (context, end) in enumerate(zip(contexts, ends, strict=True)):
+            logits = self.model.logits(whole[row, len(context) - 1 : len(context) + len(end) - 1]).float()
+            targets = torch.tensor(list(end), device=self.place)
+            log = -float(F.cross_entropy(logits, targets, reduction="sum"))
+            found.append(Likelihood(log if np.isfinite(log) else -np.inf, bool((logits.argmax(-1) == targets).all())))
+        return found
+
+    @torch.no_grad()
+    def losses(self, rows: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Of tokens ``[b t+1]``, minus the logarithm of each one's probability but the first ``[b t]``, in pieces."""
+        rows = rows.to(self.place)
+        state = self.model.start(len(rows)) if state is None else state
+        found = []
+        for start in range(0, rows.shape[1] - 1, PIECE):
+            inputs, targets = rows[:, start : min(start + PIECE, rows.shape[1] - 1)], rows[:, start + 1 : start + 1 + PIECE]
+            seen = self.model.trace(inputs, state)
+            state = seen.state
+            step = max(1, LOGITS // self.model.config.vocabulary)
+            hidden, wanted = seen.hidden.flatten(0, 1), targets.flatten()
+            parts = [
+                F.cross_entropy(self.model.logits(hidden[at : at + step]).float(), wanted[at : at + step], reduction="none")
+                for at in range(0, len(wanted), step)
+            ]
+            found.append(torch.cat(parts).view_as(targets))
+            self.passed(inputs.numel())
+            if bool(state.diverged.any()):
+                raise ValueError(
+                    f"memory: expected finite numbers, got a memory that diverged before token {int(state.position[0]):,}"
+                )
+        return torch.cat(found, 1) if found else rows[:, 1:].float(), state
+
+    def stream_losses(self, lists: Iterable[Sequence[int]]) -> Iterator[Tensor]:
+        """`losses` of one text that comes in lists of tokens, its state carried, a piece at a time: in constant memory."""
+        held: list[int] = []
+        state: State | None = None
+        for tokens in lists:
+            held += tokens
+            while len(held) > PIECE:
+                losses, state = self.losses(torch.tensor([held[: PIECE + 1]]), state)
+                yield losses[0]
+                held = held[PIECE:]
+        if len(held) > 1:
+            yield self.losses(torch.tensor([held]), state)[0][0]

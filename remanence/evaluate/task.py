@@ -1,0 +1,146 @@
+"""What an experiment is: settings, units of work, and rows that tell what came of them. A new one is an entry of `TASKS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
+
+from remanence.config import known
+
+if TYPE_CHECKING:
+    from remanence.evaluate.subject import Subject
+
+Setting = dict[str, Any]
+"""What a unit or a row depends on, as plain data."""
+Result = dict[str, Any]
+"""What a unit came to, as plain data: it is kept in a file and read back when an evaluation goes on."""
+
+K = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One number: what was measured, where, and how sure it is."""
+
+    task: str
+    metric: str
+    value: float
+    setting: Setting
+    count: int | None = None
+    interval: tuple[float, float] | None = None
+
+
+class Task:
+    """One experiment on one subject.
+
+    A subclass has settings of its own, a dataclass named `Settings`, and prepares its data when it is made: what is missing or
+    too short is then known before anything is measured. It says what its units are, measures some of them, and tells rows of all.
+    """
+
+    name: ClassVar[str]
+    Settings: ClassVar[type[Any]]
+    needs: ClassVar[str] = "model"
+    """What is evaluated: "model", a folder, or "recipe", from which models are trained."""
+
+    def __init__(self, subject: Subject, settings: Any) -> None:
+        self.subject, self.settings = subject, settings
+
+    @property
+    def identity(self) -> Setting:
+        """What every unit depends on beside its own setting."""
+        return {"seed": self.subject.seed}
+
+    def units(self) -> list[list[Setting]]:
+        """All units, in groups; units of one group can be measured side by side."""
+        raise NotImplementedError
+
+    def cost(self, unit: Setting) -> int:
+        """About how many tokens a unit reads."""
+        return 1
+
+    def measure(self, units: list[Setting]) -> list[Result]:
+        """What some units of one group came to."""
+        raise NotImplementedError
+
+    def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
+        """What all units came to together."""
+        raise NotImplementedError
+
+    def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        """Pictures of the rows of every memory mode, in files whose names begin with `stem`."""
+        return []
+
+    def row(self, metric: str, value: float, setting: Setting | None = None, **facts: Any) -> Row:
+        return Row(task=self.name, metric=metric, value=value, setting={**(setting or {}), **self.identity}, **facts)
+
+
+def share(right: float, count: int) -> dict[str, Any]:
+    """A row's value, count and interval for so many right answers (parts of one count in part)."""
+    return {"value": right / count, "count": count, "interval": wilson(right, count)}
+
+
+def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """The 95 % interval of a share, by Wilson's score: it stays inside 0 and 1, and is not empty when all answers are right."""
+    if count < 1 or not 0 <= right <= count:
+        raise ValueError(f"right: expected from 0 to count={count} right answers of at least one, got {right}")
+    p, shrink = right / count, 1 + z * z / count
+    middle = (p + z * z / (2 * count)) / shrink
+    half = z / shrink * sqrt(p * (1 - p) / count + z * z / (4 * count * count))
+    return 0.0 if right == 0 else middle - half, 1.0 if right == count else middle + half
+
+
+def configured(task: type[Task], changes: Mapping[str, str]) -> Any:
+    """A task's settings with some changed, given as text: ``{"lengths": "1K,64K", "samples": "20"}``."""
+    hints = get_type_hints(task.Settings)
+    given = {}
+    for name, text in changes.items():
+        known(f"{task.name}.{name}: setting", name, [field.name for field in fields(task.Settings)])
+        given[name] = _parsed(hints[name], text, f"{task.name}.{name}")
+    try:
+        return task.Settings(**given)
+    except ValueError as error:
+        raise ValueError(f"{task.name}.{error}") from None
+
+
+def _parsed(kind: Any, text: str, what: str) -> Any:
+    options = [option for option in get_args(kind) if option is not type(None)]
+    if get_origin(kind) is tuple:
+        return tuple(_parsed(options[0], part.strip(), what) for part in text.split(",") if part.strip())
+    if type(None) in get_args(kind):
+        return None if text.lower() == "none" else _parsed(options[0], text, what)
+    if kind is str:
+        return text
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return whole(text) if kind is int else float(text)
+    except ValueError:
+        told = {int: "a whole number (1K is 1,024, 1M is 1K times 1K)", float: "a number", bool: "true or false"}[kind]
+        raise ValueError(f"{what}: expected {told}, got {text!r}") from None
+
+
+def whole(text: str) -> int:
+    """A whole number, as 4096, 4K or 1M."""
+    factor = {"K": K, "M": K * K}.get(text[-1:].upper(), 1)
+    return int(text if factor == 1 else text[:-1]) * factor
+
+
+def told(length: int) -> str:
+    """A length as a person writes it: 4K, 1M, or the number."""
+    for unit, size in (("M", K * K), ("K", K)):
+        if length >= size and length % size == 0:
+            return f"{length // size}{unit}"
+    return str(length)
+
+
+def at_least(least: float, **values: Any) -> None:
+    """Refuse settings that are smaller than they can be; of several numbers, every one."""
+    for name, value in values.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is not None and each < least:
+                raise ValueError(f"{name}: expected at least {least:g}, got {each}")
+        if value == ():
+            raise ValueError(f"{name}: expected at least one, got none")

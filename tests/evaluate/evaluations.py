@@ -1,0 +1,36 @@
+"""Small evaluations for the tests: a saved model, and the rows of a task on it, found by what they tell."""
+
+from pathlib import Path
+
+import torch
+from models import model
+
+from remanence.evaluate import TASKS, Subject, configured, evaluate
+from remanence.tokens import ByteTokenizer
+
+
+def saved(folder, variant="mac", **fields):
+    quick = {"vocabulary": 257, "window": 32, "segment": 64, "memory": {"chunk": 16}}
+    model(variant, torch.float32, **{**quick, **fields}).save(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+class Rows(list):
+    model = None
+
+    def row(self, metric, **setting):
+        found = [row for row in self if row.metric == metric and setting.items() <= row.setting.items()]
+        assert len(found) == 1, f"{len(found)} rows {metric} {setting}"
+        return found[0]
+
+    def value(self, metric, **setting):
+        return self.row(metric, **setting).value
+
+
+def measured(folder, name, modes=("on",), journal=None, seed=0, subject=None, **settings):
+    subject = subject or Subject.load(Path(folder), torch.device("cpu"), seed=seed)
+    task = TASKS[name](subject, configured(TASKS[name], settings))
+    rows = Rows(evaluate(subject, [task], modes, journal=journal))
+    rows.model = subject.network
+    return rows

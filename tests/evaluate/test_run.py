@@ -1,0 +1,184 @@
+"""An evaluation as a whole: it goes on where it was, tells where its numbers come from, and says what is wrong in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from evaluations import measured, saved
+from models import model
+
+from remanence import cli, memfile
+from remanence.evaluate import TASKS, Subject
+from remanence.evaluate.run import Journal, commit
+from remanence.evaluate.task import configured, share, told, whole, wilson
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = "It was the best of times, it was the worst of times. " * 6
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    saved(tmp_path / "m")
+    (tmp_path / "t").mkdir()
+    for name in "abc":
+        (tmp_path / "t" / f"{name}.txt").write_text(TEXT + name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments, code=0):
+        capsys.readouterr()
+        try:
+            cli.main(["eval", *(str(argument) for argument in arguments)])
+            came = 0
+        except SystemExit as stop:
+            came = stop.code
+        out, err = capsys.readouterr()
+        assert came == code, err or out
+        if code == 2:
+            assert err.count("\n") == 1 and err.startswith("remanence: error: "), err
+        return out if code == 0 else err
+
+    return call
+
+
+def test_the_command_writes_rows_with_their_origin_and_tells_what_the_memory_is_worth(home, run):
+    said = run("m", "lm", "--data=t", "--window=64", "--memory", "on", "off", "--json", "r.json", "--device", "cpu")
+    assert "on - off" in said and "perplexity" in said
+    rows = json.loads((home / "r.json").read_text())["rows"]
+    assert {"task", "metric", "value", "setting", "provenance"} <= set(rows[0])
+    assert {row["setting"]["memory"] for row in rows} == {"on", "off"}
+    origin = rows[0]["provenance"]
+    native = Subject.load(home / "m", torch.device("cpu")).model
+    assert origin["model"] == memfile.fingerprint(native)._asdict()
+    assert {"seed", "date", "commit", "hardware", "torch", "remanence"} <= set(origin)
+    assert (home / "r.lm.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_going_on_after_an_interruption_gives_the_same_rows(home, monkeypatch):
+    expected = measured("m", "lm", data="t", window="32")
+    journal, task = home / "j.jsonl", TASKS["lm"]
+    measure, calls = task.measure, []
+
+    def interrupted(self, units):
+        calls.append(units)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return measure(self, units)
+
+    monkeypatch.setattr(task, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measured("m", "lm", data="t", window="32", journal=journal)
+    with open(journal, "a") as file:
+        file.write('{"unit": {"half a li')  # of a process that was killed while it wrote
+    assert measured("m", "lm", data="t", window="32", journal=journal) == expected
+    assert len(calls) == 4 + 3, "three of six units were kept"
+    assert measured("m", "lm", data="t", window="32", journal=journal) == expected
+    assert len(calls) == 7, "nothing is measured twice"
+    measured("m", "lm", data="t", window="16", journal=journal)
+    assert len(calls) == 10, "another window is another unit, the stream is not"
+
+
+def test_killed_at_any_moment_it_goes_on(home):
+    (home / "t" / "long.txt").write_text(TEXT * 10)
+    words = ["-m", "remanence", "eval", "m", "lm", "--data=t", "--window=64", "--json", "r.json", "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if (home / "r.units.jsonl").exists() and (home / "r.units.jsonl").read_text().count("\n") >= 2:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    process.wait()
+    assert not (home / "r.json").exists() or process.returncode == 0, "rows are whole or not there"
+    assert subprocess.run([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL).returncode == 0
+    expected = [row.value for row in measured("m", "lm", data="t", window="64")]
+    assert [row["value"] for row in json.loads((home / "r.json").read_text())["rows"]] == pytest.approx(expected, rel=1e-6)
+
+
+def test_results_of_another_model_are_refused(home, run):
+    run("m", "lm", "--data=t", "--views=window", "--json", "r.json", "--device", "cpu")
+    saved(home / "other", "lmm")
+    assert "expected results of this model" in run("other", "lm", "--data=t", "--json", "r.json", code=2)
+    (home / "mine.json").write_text('{"precious": 1}')
+    assert "expected a new file" in run("m", "lm", "--data=t", "--json", "mine.json", code=2)
+    assert json.loads((home / "mine.json").read_text()) == {"precious": 1}
+
+
+def test_a_journal_returns_what_it_was_given(tmp_path):
+    unit, result = {"depth": 0.5, "name": "é"}, {"log": -1.25e-17, "said": "x\ny"}
+    Journal(tmp_path / "j", {"model": 1}).keep(unit, result)
+    assert Journal(tmp_path / "j", {"model": 1}).find(dict(reversed(unit.items()))) == result
+    assert Journal(tmp_path / "j", {"model": 1}).find({**unit, "depth": 0.6}) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["m", "lmm", "--data=t"], "task: expected one of"),
+        (["m", "wikitex"], "did you mean 'wikitext'?"),
+        (["m"], "tasks: expected at least one of"),
+        (["m", "lm"], "lm.data: expected a text file, a folder of them or hf:NAME, got none; --lm.data=PATH gives one"),
+        (["m", "lm", "--data=nowhere"], "nowhere, which is not there"),
+        (["m", "lm", "--dta=t"], "did you mean 'data'?"),
+        (["m", "lm", "--lm.windw=3"], "did you mean 'window'?"),
+        (["m", "lm", "--wikitext.window=3"], "--wikitext.window: task: expected one of lm"),
+        (["m", "lm", "--data", "t"], "--data: expected --field=value"),
+        (["m", "lm", "--data=t", "--window=0"], "lm.window: expected at least 1, got 0"),
+        (["m", "lm", "--data=t", "--window=many"], "lm.window: expected a whole number"),
+        (["m", "lm", "--data=t", "--views=side"], "lm.views: expected window, stream or both, got side"),
+        (["m", "lm", "--data=t", "--json", "no/r.json"], "--json: expected a folder that exists"),
+        (["m", "lm", "--data=t", "--memory", "on", "on"], "--memory: expected one or more modes, each once"),
+        (["m", "lm", "--data=t", "--memory", "of"], "of"),
+        (["m", "lambada", "--data=t"], "lambada.data: expected a jsonl file"),
+        (["nowhere", "lm", "--data=t"], "model: expected a folder with config.json"),
+    ],
+)
+def test_wrong_arguments_are_one_line(home, run, arguments, message):
+    assert message in run(*arguments, code=2)
+
+
+def test_a_model_without_memory_has_nothing_to_freeze(home, run):
+    saved(home / "plain", "attention")
+    said = run("plain", "lm", "--data=t", "--memory", "frozen", code=2)
+    assert "memory: expected 'on', as the blocks ('attention',) have no neural memory, got 'frozen'" in said
+
+
+def test_a_model_of_another_vocabulary_reads_no_text(home, run):
+    model("mac", torch.float32, vocabulary=80).save(home / "small")
+    assert "tokenizer: expected at most the model's 80 tokens, got 257" in run("small", "lm", "--data=t", code=2)
+
+
+def test_wilsons_interval_by_hand():
+    low, high = wilson(8, 10)
+    assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
+    assert wilson(0, 5)[0] == 0.0 and 0.43 < wilson(0, 5)[1] < 0.44
+    assert wilson(5, 5)[1] == 1.0
+    assert share(3, 4)["value"] == 0.75
+    with pytest.raises(ValueError, match="right"):
+        wilson(3, 2)
+
+
+def test_numbers_as_people_write_them():
+    assert [whole(text) for text in ("7", "4K", "10m", "1M")] == [7, 4096, 10 * 2**20, 2**20]
+    assert [told(number) for number in (7, 4096, 10 * 2**20, 1500)] == ["7", "4K", "10M", "1500"]
+    settings = configured(TASKS["lm"], {"data": "x", "views": "window", "max_tokens": "2K", "window": "64"})
+    assert (settings.views, settings.max_tokens, settings.window) == (("window",), 2048, 64)
+    assert replace(settings, max_tokens=None) == configured(TASKS["lm"], {"data": "x", "views": "window", "window": "64"})
+
+
+def test_the_commit_is_the_checkouts(tmp_path):
+    assert commit(tmp_path) is None
+    if (ROOT / ".git").exists():
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        assert commit(ROOT) in (head, head + "+")
