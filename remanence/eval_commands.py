@@ -52,7 +52,7 @@ def evaluate_model(
             raise
     origin = provenance(subject)
     for task in tasks:
-        _console().print(table([row for row in rows if row.task == task.name], modes))
+        _console().print(table([row for row in rows if row.task == task.name and not row.detail], modes))
     if json is not None:
         write_rows(json, rows, origin)
         drawn = _plots(tasks, rows, modes, json)

@@ -135,7 +135,8 @@ class Lm(Task):
                     count = sum(each[1] for each in sums)
                     if count:
                         where = {**setting, "from": int(start), "before": int(end) if end is not None else None}
-                        rows.append(self.row("loss by position", sum(each[0] for each in sums) / count, where, count=count))
+                        loss = sum(each[0] for each in sums) / count
+                        rows.append(self.row("loss by position", loss, where, count=count, detail=True))
         return rows
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from remanence.evaluate.task import told
 from remanence.files import replacing
 
 COLOURS = ("#1b6ca8", "#e07a1f", "#3a8f5c", "#8a4f9e", "#8a8a8a", "#b3322e", "#6b675c", "#c9a227", "#4fb0ae")
@@ -59,32 +60,31 @@ def curves(
 
 
 def heat(path: Path, maps: Mapping[str, Mapping[tuple[float, float], float]], *, title: str, x: str, y: str) -> Path:
-    """Shares from 0 to 1 by two axes, a map for each name side by side."""
+    """Shares from 0 to 1 by two axes, a map for each name, three in a line."""
     plt = _pyplot()
     columns = sorted({place[0] for cells in maps.values() for place in cells})
     lines = sorted({place[1] for cells in maps.values() for place in cells})
-    width = 1.5 + len(maps) * max(2.4, 0.7 * len(columns))
-    figure, axes = plt.subplots(1, len(maps), figsize=(width, 1.6 + 0.5 * len(lines)), layout="constrained", squeeze=False)
-    for axis, (name, cells) in zip(axes[0], maps.items(), strict=True):
+    wide = min(3, len(maps))
+    high = -(-len(maps) // wide)
+    size = (1.5 + wide * max(2.6, 0.7 * len(columns)), 0.8 + high * (1.3 + 0.45 * len(lines)))
+    figure, axes = plt.subplots(high, wide, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(maps) :]:
+        axis.set_axis_off()
+    for axis, (name, cells) in zip(axes.flat, maps.items(), strict=False):
         grid = [[cells.get((column, line), float("nan")) for column in columns] for line in lines]
-        image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="YlGnBu", aspect="auto")
         for row, values in enumerate(grid):
             for column, value in enumerate(values):
                 if value == value:
-                    axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8)
-        axis.set_xticks(range(len(columns)), [_short(column) for column in columns], fontsize=8)
+                    colour = "white" if value > 0.6 else "#333333"
+                    axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8, color=colour)
+        axis.set_xticks(range(len(columns)), [told(int(column)) for column in columns], fontsize=8)
         axis.set_yticks(range(len(lines)), [f"{line:g}" for line in lines], fontsize=8)
         axis.set(xlabel=x, ylabel=y)
         axis.set_title(name, fontsize=10)
-    figure.colorbar(image, ax=axes, label="right answers", format=lambda share, _: f"{100 * share:.0f} %")
+    figure.colorbar(image, ax=axes, format=lambda share, _: f"{100 * share:.0f} %")
     figure.suptitle(title, fontsize=11)
     return _saved(figure, path, plt)
-
-
-def _short(length: float) -> str:
-    from remanence.evaluate.task import told
-
-    return told(int(length))
 
 
 def _saved(figure: Any, path: Path, plt: Any) -> Path:

@@ -29,6 +29,25 @@ class Likelihood(NamedTuple):
     greedy: bool
 
 
+class Answer(NamedTuple):
+    """What was said, and how likely each of the options was."""
+
+    said: str
+    options: list[Likelihood]
+
+    @property
+    def ranked(self) -> list[int]:
+        """The options' numbers, the likeliest first; of equal ones the last, which is never the right one, comes first."""
+        order = range(len(self.options) - 1, -1, -1)
+        return sorted(order, key=lambda number: -self.options[number].log)
+
+
+def pair_tokens(tokenizer: Tokenizer, context: str, end: str) -> tuple[list[int], list[int]]:
+    """Tokens of a text and of what follows it, as the whole is encoded: an end's first token may hold a space."""
+    before, whole = tokenizer.encode(context), tokenizer.encode(context + end)
+    return whole[: len(before)], whole[len(before) :]
+
+
 @dataclass
 class Subject:
     """A model with its tokenizer, or a recipe; where it runs, the seed of everything drawn, and a folder for files."""
@@ -64,14 +83,42 @@ class Subject:
             self.tokens = check_tokenizer(self.model, None)
         return self.tokens
 
-    def read(self, rows: np.ndarray, state: State | None = None) -> State:
-        """Read tokens ``[b t]``, in pieces."""
-        state = self.model.start(len(rows)) if state is None else state
-        for start in range(0, rows.shape[1], PIECE):
-            part = torch.from_numpy(np.ascontiguousarray(rows[:, start : start + PIECE], dtype=np.int64))
-            state = read(self.model, part.to(self.place), state).state
-            self.passed(part.numel())
+    def read(self, texts: Sequence[np.ndarray]) -> State:
+        """Read the tokens of several texts side by side, in pieces; the state has a row for each."""
+        lengths = np.array([len(text) for text in texts])
+        state = self.model.start(len(texts))
+        for start in range(0, int(lengths.max()), PIECE):
+            parts = [text[start : start + PIECE].astype(np.int64) for text in texts]
+            longest = max(len(part) for part in parts)
+            tokens = torch.from_numpy(np.stack([np.pad(part, (0, longest - len(part))) for part in parts])).to(self.place)
+            here = torch.tensor([len(part) for part in parts])
+            mask = (torch.arange(longest) < here[:, None]).to(self.place) if int(here.min()) < longest else None
+            state = read(self.model, tokens, state, mask=mask).state
+            self.passed(sum(len(part) for part in parts))
         return state
+
+    def answers(
+        self, texts: Sequence[np.ndarray], prompts: Sequence[str], options: Sequence[Sequence[str]], max_tokens: int
+    ) -> list[Answer]:
+        """Read each text, then its prompt: what is said next, and how likely each of its options is instead.
+
+        A memory that diverges has no answer: nothing is said, and every option is impossible.
+        """
+        state = self.read(texts)
+        lost = state.diverged.tolist()
+        kept = [row for row in range(len(texts)) if not lost[row]]
+        said = (
+            dict(zip(kept, self.say([prompts[row] for row in kept], state.rows(kept), max_tokens), strict=True)) if kept else {}
+        )
+        found = []
+        for row, own in enumerate(options):
+            if lost[row]:
+                found.append(Answer("", [Likelihood(-np.inf, False)] * len(own)))
+                continue
+            pairs = [pair_tokens(self.tokenizer, prompts[row], option) for option in own]
+            likely = self.likelihoods([before for before, _ in pairs], [end for _, end in pairs], state.rows([row] * len(own)))
+            found.append(Answer(said[row], likely))
+        return found
 
     def say(self, prompts: Sequence[str], state: State | None, max_tokens: int, stop: tuple[str, ...] = ()) -> list[str]:
         """The most likely answer to each prompt after what its row of the state has read; "" if its memory diverges."""

@@ -9,7 +9,7 @@ from math import exp, log
 
 import torch
 
-from remanence.evaluate.subject import Subject
+from remanence.evaluate.subject import Subject, pair_tokens
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
 from remanence.evaluate.texts import Texts, lines
 
@@ -178,8 +178,7 @@ class Lambada(Task):
         return len(self.passages[unit["passage"]][0])
 
     def measure(self, units: list[Setting]) -> list[Result]:
-        encode = self.subject.tokenizer.encode
-        pairs = [pair_tokens(encode, *self.passages[unit["passage"]]) for unit in units]
+        pairs = [pair_tokens(self.subject.tokenizer, *self.passages[unit["passage"]]) for unit in units]
         found = self.subject.likelihoods([context for context, _ in pairs], [end for _, end in pairs])
         return [{"log": each.log, "right": each.greedy} for each in found]
 
@@ -188,13 +187,6 @@ class Lambada(Task):
         mean = sum(result["log"] for _, result in results) / count
         right = share(sum(result["right"] for _, result in results), count)
         return [self.row("perplexity", exp(-mean), count=count), self.row("accuracy", **right)]
-
-
-def pair_tokens(encode: object, context: str, end: str) -> tuple[list[int], list[int]]:
-    """Tokens of a text and of what follows it, as the whole is encoded: an end's first token may hold a space."""
-    assert callable(encode)
-    before, whole = encode(context), encode(context + end)
-    return whole[: len(before)], whole[len(before) :]
 
 
 def _passage(number: int, entry: object) -> tuple[str, str]:

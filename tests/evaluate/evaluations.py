@@ -6,6 +6,7 @@ import torch
 from models import model
 
 from remanence.evaluate import TASKS, Subject, configured, evaluate
+from remanence.evaluate.subject import Answer, Likelihood
 from remanence.tokens import ByteTokenizer
 
 
@@ -34,3 +35,22 @@ def measured(folder, name, modes=("on",), journal=None, seed=0, subject=None, **
     rows = Rows(evaluate(subject, [task], modes, journal=journal))
     rows.model = subject.network
     return rows
+
+
+class Told(Subject):
+    """A subject that does not read: `answer`, given a text and its options, says something and prefers one of them."""
+
+    answer = staticmethod(lambda text, options: ("", 0))
+
+    def answers(self, texts, prompts, options, max_tokens):
+        found = []
+        for tokens, prompt, own in zip(texts, prompts, options, strict=True):
+            said, best = self.answer(self.tokenizer.decode(tokens.tolist()) + prompt, own)
+            found.append(Answer(said, [Likelihood(-float(number != best), number == best) for number in range(len(own))]))
+        return found
+
+
+def telling(folder, answer):
+    subject = Told.load(Path(folder), torch.device("cpu"))
+    subject.answer = answer
+    return subject

@@ -126,7 +126,7 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
     ("arguments", "message"),
     [
         (["m", "lmm", "--data=t"], "task: expected one of"),
-        (["m", "wikitex"], "did you mean 'wikitext'?"),
+        (["m", "nia"], "did you mean 'niah'?"),
         (["m"], "tasks: expected at least one of"),
         (["m", "lm"], "lm.data: expected a text file, a folder of them or hf:NAME, got none; --lm.data=PATH gives one"),
         (["m", "lm", "--data=nowhere"], "nowhere, which is not there"),

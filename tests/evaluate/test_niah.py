@@ -1,0 +1,179 @@
+"""Needles are where they should be, once, in texts of exactly so many tokens; right answers score 100, and guesses chance."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from evaluations import measured, saved, telling
+
+from remanence.evaluate import TASKS, Subject, configured
+from remanence.evaluate.niah import KINDS, Sample, scored
+from remanence.evaluate.subject import Answer, Likelihood
+from remanence.tokens import ByteTokenizer
+
+NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (\S+) is: (\S+)\. ")
+
+
+def prose(sentences=600):
+    chance = random.Random(7)
+    words = ("the", "river", "went", "slowly", "over", "1815", "évening,", "house;", "nobody", "said", "that", "winter")
+    return "".join(" ".join(chance.choices(words, k=chance.randint(4, 18))).capitalize() + ".\n" for _ in range(sentences))
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "hay.txt").write_text(prose())
+    return saved(tmp_path)
+
+
+@pytest.fixture
+def bpe(tmp_path, home):
+    """A small byte-pair tokenizer of its own, whose tokens are not bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from remanence.tokens import JsonTokenizer
+
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([prose(50)], trainer)
+    inner.save(str(tmp_path / "bpe.json"))
+    return JsonTokenizer(tmp_path / "bpe.json")
+
+
+def niah(home, tokenizer=None, seed=0, **settings):
+    subject = Subject.load(home, torch.device("cpu"), seed=seed)
+    subject.tokens = tokenizer or subject.tokens
+    settings = {"data": str(home / "hay.txt"), "lengths": "2K", **settings}
+    return TASKS["niah"](subject, configured(TASKS["niah"], settings))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("encoded", ["bytes", "pairs"])
+def test_every_text_is_as_asked(home, request, kind, encoded):
+    tokenizer = ByteTokenizer() if encoded == "bytes" else request.getfixturevalue("bpe")
+    task = niah(home, tokenizer, kinds=kind, lengths="1500,4K", depths="0,0.3,1", samples="2")
+    for unit in [unit for group in task.units() for unit in group]:
+        sample = task.sample(unit)
+        assert len(sample.text) + len(tokenizer.encode(sample.prompt)) == unit["length"]
+        text = tokenizer.decode(sample.text.tolist())
+        told = NEEDLE.findall(text)
+        assert len(told) == KINDS[kind].keys * KINDS[kind].values
+        for value in sample.right:
+            assert text.count(value) == 1, "the answer is told once, in its needle"
+        assert not any(value in text for value in sample.wrong if value not in dict(told).values())
+        assert len({*sample.right, *sample.wrong}) == 10
+        asked = re.findall(r"for (.+) mentioned", text.rsplit("\n", 1)[1])[0].replace("and ", "").split(", ")
+        assert {value for key, value in told if key in asked} == set(sample.right)
+        before = tokenizer.encode(text[: text.index(f"for {asked[0]} is: {sample.right[0]}")])
+        assert len(before) == pytest.approx(unit["depth"] * unit["length"], abs=450), "near its depth, between two sentences"
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_depth_is_counted_in_the_hay_and_needles_stand_between_sentences(home, depth):
+    task = niah(home, kinds="n", lengths="4K")
+    text = ByteTokenizer().decode(task.sample(task._unit("n", 4096, depth, 3)).text.tolist())
+    hay = text[text.index("\n") + 1 : text.rindex("\n")]
+    place = NEEDLE.search(hay).start()
+    assert place == 0 or hay[:place].endswith(". ")
+    longest = max(map(len, NEEDLE.sub("", hay).split(". "))) + 2
+    assert abs(place - depth * (len(hay) - len(NEEDLE.search(hay).group()))) <= longest
+
+
+def test_texts_are_a_function_of_the_seed(home):
+    first, again, other = (niah(home, kinds="n,w", seed=seed) for seed in (1, 1, 2))
+    for group in first.units():
+        for unit in group:
+            a, b, c = (task.sample(unit) for task in (first, again, other))
+            assert np.array_equal(a.text, b.text) and a[1:] == b[1:]
+            assert a.right != c.right
+    samples = [first.sample(unit).right[0] for unit in first.units()[0]]
+    assert len(set(samples)) == len(samples), "every sample is another"
+
+
+def test_who_answers_right_scores_100(home):
+    right = telling(home, lambda text, options: (f" I think {options[0]}.", 0))
+    rows = measured(home, "niah", subject=right, **SMALL(home))
+    assert {row.value for row in rows if row.metric in ("said", "likeliest")} == {1.0}
+
+    def best(text, options):
+        return options[0], 1  # the likeliest single value is the right one
+
+    single = {**SMALL(home), "kinds": "pk,n,w,multikey"}
+    rows = measured(home, "niah", subject=telling(home, best), **single)
+    assert {row.value for row in rows if row.metric == "chosen of 10"} == {1.0}
+    assert all(row.interval[1] == 1.0 and row.interval[0] < 1 for row in rows if row.metric == "said")
+
+
+def test_who_never_answers_right_scores_0_and_who_guesses_chance(home):
+    rows = measured(home, "niah", subject=telling(home, lambda text, options: ("1234", 5)), **SMALL(home))
+    assert {row.value for row in rows if row.metric in ("said", "likeliest")} == {0.0}
+    chance = random.Random(3)
+    guess = telling(home, lambda text, options: ("", chance.randrange(1, 11)))
+    row = measured(home, "niah", subject=guess, kinds="pk", lengths="1K", depths="0.5", samples="300").row(
+        "chosen of 10", kind="pk", length=1024, depth=0.5
+    )
+    assert row.interval[0] < 0.1 < row.interval[1] and row.count == 300
+
+
+def SMALL(home):
+    kinds = ",".join(KINDS)
+    return {"data": str(home / "hay.txt"), "kinds": kinds, "lengths": "1500", "depths": "0.5", "samples": "1"}
+
+
+def test_scores_by_hand():
+    likely = [Likelihood(log, greedy) for log, greedy in ((-9, False), (-3, False), (-5, False), (-4, True), (-7, False))]
+    sample = Sample(np.zeros(1), "", ["123", "456"], ["789", "000"])
+    result = scored(sample, Answer("it is 456, or 12", likely))
+    assert (result["said"], result["likeliest"], result["chosen"]) == (0.5, 0.0, 0.5)
+    equal = Answer("", [Likelihood(-1.0, False)] * 5)
+    assert scored(sample, equal)["chosen"] == 0.0, "a model that prefers nothing has not found anything"
+
+
+def test_a_model_is_asked_what_a_plain_loop_asks(home):
+    """From reading in pieces, side by side, to the chosen value: the same as token after token."""
+    settings = {"data": str(home / "hay.txt"), "kinds": "n", "lengths": "400", "depths": "0,1", "samples": "2"}
+    one, many = (measured(home, "niah", batch=batch, **settings) for batch in ("1", "4"))
+    assert one == many
+    task = niah(home, **settings)
+    unit = task.units()[0][0]
+    sample = task.sample(unit)
+    (answer,) = task.subject.answers([sample.text], [sample.prompt], [[" " + sample.right[0]]], 5)
+    tokens = [*sample.text.tolist(), *ByteTokenizer().encode(sample.prompt)]
+    with torch.no_grad():
+        logits, state = task.subject.model(torch.tensor([tokens]))
+        first, log = state, 0.0
+        chances = logits[0, -1].log_softmax(-1)
+        for token in ByteTokenizer().encode(" " + sample.right[0]):
+            log += float(chances[token])
+            logits, state = task.subject.model(torch.tensor([[token]]), state)
+            chances = logits[0, -1].log_softmax(-1)
+        assert answer.options[0].log == pytest.approx(log, abs=1e-3)
+    assert first.position.tolist() == [400]
+
+
+def test_the_heat_map_is_drawn(home, tmp_path):
+    rows = measured(home, "niah", subject=telling(home, lambda text, options: (options[0], 1)), **SMALL(home))
+    task = niah(home, **SMALL(home))
+    (path,) = task.plots({"on": rows, "off": rows}, tmp_path / "r")
+    assert path.name == "r.niah.png" and path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": "none"}, "niah.data: expected a text to hide needles in: a file, a folder or hf:NAME, got none"),
+        ({"lengths": "1M"}, r"niah.data: expected a text of at least 1,048,576 tokens, got \d"),
+        ({"lengths": "64"}, r"niah.lengths: expected at least \d+ tokens for the kind"),
+        ({"kinds": "multikeys"}, "did you mean 'multikey'?"),
+        ({"depths": "0,2"}, "niah.depths: expected numbers from 0 to 1, got 2"),
+        ({"depths": "-1"}, "niah.depths: expected at least 0, got -1"),
+        ({"lengths": ""}, "niah.lengths: expected at least one, got none"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_measured(home, settings, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        niah(home, **settings)
