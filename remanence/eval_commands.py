@@ -130,7 +130,7 @@ def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
     return made
 
 
-HIDDEN = ("memory", "digest", "seed")
+HIDDEN = ("memory", "digest", "stories", "seed")
 """Parts of a setting that the table leaves out: the JSON file has them."""
 LENGTHS = ("length", "window", "from", "before", "max_tokens")
 

@@ -35,7 +35,7 @@ def curves(
 ) -> Path:
     """Lines over a logarithmic axis; published points are grey and broken, and said to be so."""
     plt = _pyplot()
-    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
     greys = ("#555555", "#8a8a8a", "#b0b0b0", "#c8c8c8")
     for index, (name, points) in enumerate((published or {}).items()):
         mark = "osv^Dx+*"[index % 8]
@@ -55,7 +55,7 @@ def curves(
     axis.set_title(title, fontsize=11)
     axis.spines[["top", "right"]].set_visible(False)
     if len(lines) + len(published or {}) > 1:
-        axis.legend(frameon=False, fontsize=8)
+        figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return _saved(figure, path, plt)
 
 

@@ -1,0 +1,279 @@
+"""BABILong: the facts of a bAbI story, in order, somewhere in a book of exactly so many tokens, and its question at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from remanence.config import known
+from remanence.evaluate.plots import curves
+from remanence.evaluate.subject import Subject
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share, told
+from remanence.evaluate.texts import Hay, Texts, hidden
+
+ALL = tuple(f"qa{number}" for number in range(1, 21))
+ORDERED = ("qa19",)
+"""Tasks whose answers are several words in an order."""
+FIND = "https://research.fb.com/downloads/babi (tasks_1-20_v1-2)"
+
+LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 10240)
+PUBLISHED: dict[str, dict[str, tuple[int, ...]]] = {
+    "few-shot": {
+        "Titans MAC": (76, 76, 74, 73, 71, 70, 66, 64, 61, 53),
+        "GPT-4": (81, 77, 74, 71, 64, 53, 43, 36),
+        "Llama3.1-8B": (68, 66, 66, 62, 60, 56, 49, 39),
+        "RecurrentGemma-9B": (59, 57, 21, 14, 8),
+        "Mamba2.8B": (52, 35, 9, 0),
+    },
+    "fine-tuned": {
+        "Titans MAC": (99, 99, 99, 98, 99, 99, 97, 98, 95, 94, 69),
+        "Mamba": (99, 99, 99, 99, 99, 98, 96, 92),
+        "RMT": (97, 95, 92, 90, 86, 78, 70, 59, 46, 43, 34),
+        "GPT-4, not tuned": (81, 77, 74, 71, 64, 53, 43, 36),
+        "Llama3.1-8B + RAG, not tuned": (48, 47, 46, 45, 45, 44, 42, 45, 42, 39, 37),
+    },
+}
+"""Per cent right at `LENGTHS` thousand tokens, read off figure 6 of Titans (arXiv v1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BabilongSettings:
+    """
+    Attributes:
+        data: bAbI's folder or archive (tasks_1-20_v1-2); English, a thousand stories a task, where it has several.
+        books: the text around the facts: a file, a folder or hf:NAME. Not needed for length 0.
+        tasks: qa1 to qa20, or all.
+        lengths: tokens of all that is read before the answer, exactly; 0 for the facts alone.
+        samples: of every task and length.
+        shots: stories of the training split, with their answers, that come first.
+        published: which of the paper's points the plot has beside ours: few-shot or fine-tuned.
+        batch: texts that are read side by side.
+    """
+
+    data: str | None = None
+    books: str | None = None
+    tasks: tuple[str, ...] = ALL[:5]
+    lengths: tuple[int, ...] = (0, 1024, 2048, 4096)
+    samples: int = 20
+    shots: int = 0
+    published: str = "fine-tuned"
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(0, lengths=self.lengths, shots=self.shots)
+        at_least(1, samples=self.samples, batch=self.batch)
+        known("published", self.published, PUBLISHED)
+        if self.tasks == ("all",):
+            object.__setattr__(self, "tasks", ALL)
+        if not self.tasks:
+            raise ValueError("tasks: expected at least one, got none")
+        for task in self.tasks:
+            known("tasks", task, ALL)
+
+
+class Story(NamedTuple):
+    facts: list[str]
+    question: str
+    answer: str
+
+    @property
+    def whole(self) -> str:
+        return f"{' '.join(self.facts)}\nQuestion: {self.question}\nAnswer: {self.answer}\n\n"
+
+
+class Babilong(Task):
+    """Whether the answer, and no other answer of the task, is said; and whether it is the likeliest of the task's answers."""
+
+    name = "babilong"
+    Settings = BabilongSettings
+
+    def __init__(self, subject: Subject, settings: BabilongSettings) -> None:
+        super().__init__(subject, settings)
+        if settings.data is None or not Path(settings.data).exists():
+            got = settings.data or "none"
+            raise ValueError(f"babilong.data: expected bAbI's folder or archive, got {got}; it can be found at {FIND}")
+        self.digest = hashlib.sha256()
+        self.stories = {name: self._read(Path(settings.data), name, "test") for name in settings.tasks}
+        self.shots = {
+            name: "".join(story.whole for story in self._read(Path(settings.data), name, "train")[: settings.shots])
+            for name in settings.tasks
+            if settings.shots
+        }
+        self.encoded: dict[str, list[int]] = {}
+        self.fitting: dict[tuple[str, int], list[Story]] = {}
+        self.books, self.hay = None, None
+        if max(settings.lengths):
+            self.books = Texts("babilong.books", settings.books, "a text to hide facts in: a file, a folder or hf:NAME")
+            self.hay = Hay("babilong.books", self.books.sentences(), subject.tokenizer, max(settings.lengths))
+        for group in self.units():  # a length without room for the stories is known now
+            self.sample(group[-1])
+
+    def _read(self, path: Path, task: str, split: str) -> list[Story]:
+        text = find(path, task, split)
+        if text is None:
+            raise ValueError(f"babilong.data: expected {task}_..._{split}.txt in {path}, got none; the whole is at {FIND}")
+        self.digest.update(text.encode())
+        return list(stories(text))
+
+    @property
+    def identity(self) -> Setting:
+        own = {"stories": self.digest.hexdigest()[:16], "shots": self.settings.shots}
+        return {**super().identity, **own, **(self.books.identity() if self.books else {})}
+
+    def units(self) -> list[list[Setting]]:
+        s = self.settings
+        return [
+            [{"qa": task, "length": length, "sample": number} for number in range(s.samples)]
+            for task in s.tasks
+            for length in s.lengths
+        ]
+
+    def cost(self, unit: Setting) -> int:
+        return int(unit["length"]) or 256
+
+    def sample(self, unit: Setting) -> tuple[np.ndarray, str, Story]:
+        """A unit's text up to the question, how an answer begins, and the story: of those that have room, a drawn one."""
+        told = hashlib.sha256(f"{self.subject.seed} {sorted(unit.items())}".encode()).digest()
+        chance = np.random.Generator(np.random.Philox(key=int.from_bytes(told[:16])))
+        encode, prompt = self._encode, "\nAnswer:"
+        start = encode(self.shots.get(unit["qa"], ""))
+        fitting = self._fitting(unit["qa"], unit["length"] and unit["length"] - len(start) - len(encode(prompt)))
+        if unit["sample"] >= len(fitting):
+            asked = f"at most {len(fitting)} samples of {unit['qa']}, whose other stories have no room in"
+            raise ValueError(f"babilong.samples: expected {asked} {unit['length']} tokens, got {unit['sample'] + 1}")
+        story = fitting[unit["sample"]]
+        facts, end = [encode(fact + " ") for fact in story.facts], encode(f"\nQuestion: {story.question}")
+        if not unit["length"] or self.hay is None:
+            middle = np.concatenate([np.array(fact, np.int32) for fact in facts])
+        else:
+            room = unit["length"] - sum(map(len, (start, end, encode(prompt), *facts)))
+            text, borders = self.hay.stretch(room, chance)
+            middle = hidden(text, borders, facts, sorted(chance.random(len(facts)).tolist()))
+        return np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)]), prompt, story
+
+    def _encode(self, text: str) -> list[int]:
+        """bAbI says the same few sentences again and again."""
+        if text not in self.encoded:
+            self.encoded[text] = self.subject.tokenizer.encode(text)
+        return self.encoded[text]
+
+    def _fitting(self, task: str, room: int) -> list[Story]:
+        """A task's stories that so many tokens hold (0: all), in an order that depends on the seed and the task alone, so that
+        every length asks the same ones as far as they fit.
+        """
+        if (task, room) not in self.fitting:
+            chance = np.random.Generator(np.random.Philox(key=[self.subject.seed, ALL.index(task)]))
+            ordered = [self.stories[task][index] for index in chance.permutation(len(self.stories[task]))]
+            parts = [[f"\nQuestion: {story.question}", *(fact + " " for fact in story.facts)] for story in ordered]
+            sizes = [sum(len(self._encode(part)) for part in own) if room else 0 for own in parts]
+            self.fitting[task, room] = [story for story, size in zip(ordered, sizes, strict=True) if size <= room]
+        return self.fitting[task, room]
+
+    def options(self, task: str, right: str) -> list[str]:
+        """All answers of a task, the right one first."""
+        return [right, *sorted({story.answer for story in self.stories[task]} - {right})]
+
+    def measure(self, units: list[Setting]) -> list[Result]:
+        samples = [self.sample(unit) for unit in units]
+        options = [self.options(unit["qa"], story.answer) for unit, (_, _, story) in zip(units, samples, strict=True)]
+        longest = max(len(self.subject.tokenizer.encode(f" {answer}")) for own in options for answer in own)
+        texts, prompts = [text for text, _, _ in samples], [prompt for _, prompt, _ in samples]
+        found = self.subject.answers(texts, prompts, [[f" {answer}" for answer in own] for own in options], longest + 8)
+        return [
+            {
+                "right": judged(story, answer.said, own, ordered=unit["qa"] in ORDERED),
+                "chosen": answer.ranked[0] == 0,
+                "options": len(own),
+                "answer": answer.said,
+                "expected": story.answer,
+            }
+            for unit, (_, _, story), own, answer in zip(units, samples, options, found, strict=True)
+        ]
+
+    def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
+        rows: list[Row] = []
+        for metric, key in (("right", "right"), ("chosen", "chosen")):
+            for length in self.settings.lengths:
+                here = [result for unit, result in results if unit["length"] == length]
+                for task in self.settings.tasks:
+                    own = [result for unit, result in results if (unit["qa"], unit["length"]) == (task, length)]
+                    setting = {"qa": task, "length": length, "options": own[0]["options"]}
+                    rows.append(self.row(metric, **share(sum(result[key] for result in own), len(own)), setting=setting))
+                mean = share(sum(result[key] for result in here), len(here))
+                rows.append(self.row(metric, **mean, setting={"qa": "mean", "length": length}))
+        return rows
+
+    def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        lines = {
+            f"ours, memory {mode}": [
+                (row.setting["length"] or 512, 100 * row.value)
+                for row in own
+                if row.metric == "right" and row.setting["qa"] == "mean"
+            ]
+            for mode, own in rows.items()
+        }
+        paper = PUBLISHED[self.settings.published]
+        points = {name: [(1024 * x, y) for x, y in zip(LENGTHS, ys, strict=False)] for name, ys in paper.items()}
+        ticks = {512.0: "0"} | {1024.0 * x: told(1024 * x) for x in LENGTHS}
+        title = f"BABILong, mean of {', '.join(self.settings.tasks)}; the paper's points: {self.settings.published}"
+        path = stem.with_name(f"{stem.name}.babilong.png")
+        return [curves(path, lines, title=title, x="tokens", y="right answers, %", published=points, percent=True, ticks=ticks)]
+
+
+def find(path: Path, task: str, split: str) -> str | None:
+    """A task's file in a folder or an archive, from the folder `en` where there are several."""
+    wanted = re.compile(rf"{task}_(?:.*_)?{split}\.txt")
+
+    def first(names: list[str]) -> str | None:
+        found = [name for name in names if wanted.fullmatch(Path(name).name)]
+        return min(found, key=lambda name: (Path(name).parent.name != "en", len(name), name), default=None)
+
+    if path.is_dir():
+        name = first([str(each) for each in path.rglob(f"{task}_*.txt")])
+        return name and Path(name).read_text(encoding="utf-8")
+    try:
+        with tarfile.open(path) as archive:
+            name = first([member.name for member in archive.getmembers() if member.isfile()])
+            inside = archive.extractfile(name) if name else None
+            return inside.read().decode() if inside else None
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ValueError(f"babilong.data: expected a folder or a tar archive, got {path} ({error})") from None
+
+
+def stories(text: str) -> Iterator[Story]:
+    """Every question of a bAbI file with the facts told before it in its story."""
+    facts: list[str] = []
+    for line in text.splitlines():
+        number, _, rest = line.partition(" ")
+        if number == "1":
+            facts = []
+        if "\t" in rest:
+            question, answer, *_ = rest.split("\t")
+            yield Story(list(facts), question.strip(), answer.strip())
+        elif rest.strip():
+            facts.append(rest.strip())
+
+
+def judged(story: Story, said: str, options: Sequence[str], *, ordered: bool) -> bool:
+    """Whether what was said, up to its first end of a sentence or line, names the answer's words and no other answer's.
+
+    As in BABILong, words that the question has itself do not count as an answer. A list's order matters only where `ordered`.
+    """
+    said = re.split(r"[.\n]|question:", said.strip().lower())[0]
+    words = {word for option in options for word in option.lower().split(",")}
+    words -= {word for word in words if _named(word, story.question.lower())} - set(story.answer.lower().split(","))
+    expected = story.answer.lower().split(",")
+    pattern = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
+    named = re.findall(rf"\b(?:{pattern})\b", said)
+    return named == expected if ordered else set(named) == set(expected)
+
+
+def _named(word: str, text: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", text) is not None
