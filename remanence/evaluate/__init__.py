@@ -1,13 +1,15 @@
 """Evaluation: every text experiment of the papers as an entry of `TASKS`, with the memory on, off, frozen or fresh."""
 
 from remanence.evaluate.babilong import Babilong
+from remanence.evaluate.commonsense import Commonsense
 from remanence.evaluate.lm import Lm
 from remanence.evaluate.niah import Niah
+from remanence.evaluate.recall import Recall
 from remanence.evaluate.run import evaluate, provenance, write_rows
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Row, Task, configured
 from remanence.evaluate.words import Lambada, Wikitext
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Lm, Wikitext, Lambada, Niah, Babilong)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense)}
 
 __all__ = ["TASKS", "Row", "Subject", "Task", "configured", "evaluate", "provenance", "write_rows"]

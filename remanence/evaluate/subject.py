@@ -132,6 +132,13 @@ class Subject:
             return [self.say([prompt], row, max_tokens, stop)[0] for prompt, row in zip(prompts, rows, strict=True)]
 
     @torch.no_grad()
+    def likeliest(self, tokens: Tensor, state: State | None = None) -> Tensor:
+        """The likeliest token after each of tokens ``[b t]``, on the CPU."""
+        logits, _ = self.model(tokens.to(self.place), state)
+        self.passed(tokens.numel())
+        return logits.argmax(-1).cpu()
+
+    @torch.no_grad()
     def likelihoods(
         self, contexts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], state: State | None = None
     ) -> list[Likelihood]:

@@ -1,0 +1,280 @@
+"""Table 1's columns through lm-evaluation-harness: its scoring and its words, on local jsonl or on datasets of the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from remanence.config import known
+from remanence.evaluate.subject import Subject
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least
+from remanence.evaluate.texts import lines
+
+Entry = dict[str, Any]
+
+
+class Benchmark(NamedTuple):
+    """Its name in the harness, names that a local file may begin with, the metrics of Table 1, and how a line is read."""
+
+    harness: str
+    files: tuple[str, ...]
+    metrics: tuple[str, ...]
+    read: Callable[[Entry], Entry]
+
+
+def _answer(entry: Entry) -> Entry:
+    """A question with choices, as llm-foundry's files have them: the harness's words are "... Answer:"."""
+    query = entry["query"].strip().removeprefix("Passage: ")
+    return {
+        "query": query if query.endswith("Answer:") else f"{query}\nAnswer:",
+        "choices": entry["choices"],
+        "gold": entry["gold"],
+    }
+
+
+def _piqa(entry: Entry) -> Entry:
+    if "goal" not in entry:
+        return _answer(entry)
+    return {
+        "query": f"Question: {entry['goal']}\nAnswer:",
+        "choices": [entry["sol1"], entry["sol2"]],
+        "gold": int(entry["label"]),
+    }
+
+
+def _arc(entry: Entry) -> Entry:
+    if "question" not in entry:
+        return _answer(entry)
+    choices, gold = entry["choices"]["text"], entry["choices"]["label"].index(entry["answerKey"])
+    return {"query": f"Question: {entry['question']}\nAnswer:", "choices": choices, "gold": gold}
+
+
+def _siqa(entry: Entry) -> Entry:
+    if "answerA" not in entry:
+        return _answer(entry)
+    choices = [entry["answerA"], entry["answerB"], entry["answerC"]]
+    return {"query": f"Q: {entry['context']} {entry['question']}\nA:", "choices": choices, "gold": int(entry["label"]) - 1}
+
+
+def _boolq(entry: Entry) -> Entry:
+    if "passage" not in entry:
+        return _answer(entry)
+    query = f"{entry['passage']}\nQuestion: {entry['question']}?\nAnswer:"
+    return {"query": query, "choices": ["no", "yes"], "gold": int(entry.get("label", entry.get("answer")))}  # type: ignore[arg-type]
+
+
+def _hellaswag(entry: Entry) -> Entry:
+    if "endings" not in entry:
+        return {"query": entry["query"], "choices": entry["choices"], "gold": entry["gold"]}
+
+    def plain(text: str) -> str:
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    query = plain(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
+    return {"query": query, "choices": [plain(ending) for ending in entry["endings"]], "gold": int(entry["label"])}
+
+
+def _winogrande(entry: Entry) -> Entry:
+    if "context_options" in entry:
+        return {"contexts": entry["context_options"], "end": entry["continuation"].strip(), "gold": entry["gold"]}
+    before, after = entry["sentence"].split("_", 1)
+    return {
+        "contexts": [before + entry["option1"], before + entry["option2"]],
+        "end": after.strip(),
+        "gold": int(entry["answer"]) - 1,
+    }
+
+
+def _lambada(entry: Entry) -> Entry:
+    if "text" in entry:
+        before, word = entry["text"].rsplit(" ", 1)
+        return {"query": before, "end": f" {word}"}
+    return {"query": entry["context"], "end": f" {entry['continuation'].lstrip()}"}
+
+
+BENCHMARKS = {
+    "lambada": Benchmark("lambada_openai", ("lambada",), ("perplexity", "acc"), _lambada),
+    "piqa": Benchmark("piqa", ("piqa",), ("acc",), _piqa),
+    "hellaswag": Benchmark("hellaswag", ("hellaswag",), ("acc_norm",), _hellaswag),
+    "winogrande": Benchmark("winogrande", ("winogrande",), ("acc",), _winogrande),
+    "arc_easy": Benchmark("arc_easy", ("arc_easy", "arc-easy"), ("acc",), _arc),
+    "arc_challenge": Benchmark("arc_challenge", ("arc_challenge", "arc-challenge"), ("acc_norm",), _arc),
+    "siqa": Benchmark("social_iqa", ("siqa", "social_iqa"), ("acc",), _siqa),
+    "boolq": Benchmark("boolq", ("boolq",), ("acc",), _boolq),
+}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing is said on the standard error: the harness's bars would run through ours, and it asks git where there is none."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+SCORED = [{"metric": "acc", "aggregation": "mean"}, {"metric": "acc_norm", "aggregation": "mean"}]
+CHOICE: Entry = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "gold", "metric_list": SCORED}
+FORMS: dict[str, Entry] = {
+    "choice": {**CHOICE, "doc_to_text": "{{query}}"},
+    "winogrande": {
+        **CHOICE,
+        "doc_to_text": "gold",
+        "doc_to_choice": "contexts",
+        "doc_to_target": "end",
+        "metric_list": SCORED[:1],
+    },
+    "lambada": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{query}}",
+        "doc_to_target": "{{end}}",
+        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}, SCORED[0]],
+    },
+}
+"""The harness's way of asking, for lines that are already in its words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonsenseSettings:
+    """
+    Attributes:
+        data: a folder of jsonl files, compressed or not, named after the benchmarks, with the hub's fields or llm-foundry's.
+            Default: the harness's own tasks, whose datasets come from the hub.
+        benchmarks: lambada, piqa, hellaswag, winogrande, arc_easy, arc_challenge, siqa, boolq.
+        samples: of each benchmark, only the first.
+        batch_size: texts that are read side by side.
+    """
+
+    data: str | None = None
+    benchmarks: tuple[str, ...] = tuple(BENCHMARKS)
+    samples: int | None = None
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(1, samples=self.samples, batch_size=self.batch_size)
+        if not self.benchmarks:
+            raise ValueError("benchmarks: expected at least one, got none")
+        for name in self.benchmarks:
+            known("benchmarks", name, BENCHMARKS)
+
+
+class Commonsense(Task):
+    """LAMBADA's perplexity and eight accuracies, by length where Table 1 has them so, and their mean."""
+
+    name = "commonsense"
+    Settings = CommonsenseSettings
+
+    def __init__(self, subject: Subject, settings: CommonsenseSettings) -> None:
+        super().__init__(subject, settings)
+        try:
+            import lm_eval  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
+
+            import remanence.hf  # noqa: F401
+        except ImportError:
+            raise ValueError("commonsense: it needs the extra 'eval'; pip install 'remanence[eval]'") from None
+        if not (subject.source / "tokenizer.json").is_file():
+            raise ValueError(f"commonsense: expected a tokenizer.json in the model's folder, got none in {subject.source}")
+        self.entries: dict[str, list[Entry]] = {}
+        if settings.data is not None:
+            self.entries = {name: self._entries(Path(settings.data), name) for name in settings.benchmarks}
+
+    def _entries(self, folder: Path, name: str) -> list[Entry]:
+        if not folder.is_dir():
+            raise ValueError(f"commonsense.data: expected a folder of jsonl files, got {folder}, which is not one")
+        found = sorted(
+            path
+            for path in folder.iterdir()
+            if path.name.lower().startswith(BENCHMARKS[name].files) and ".jsonl" in path.suffixes
+        )
+        if not found:
+            wanted = f"{BENCHMARKS[name].files[0]}.jsonl in {folder}"
+            raise ValueError(f"commonsense.data: expected {wanted}, got none; without --commonsense.data it comes from the hub")
+        entries = lines("commonsense.data", str(found[0]), "jsonl")[: self.settings.samples]
+        try:
+            return [BENCHMARKS[name].read(entry) for entry in entries]
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"{found[0]}: expected the fields of {name}, as the hub or llm-foundry has them ({error!r})"
+            ) from None
+
+    @property
+    def identity(self) -> Setting:
+        told = json.dumps(self.entries, sort_keys=True).encode()
+        return {"samples": self.settings.samples, "digest": hashlib.sha256(told).hexdigest()[:16] if self.entries else "hub"}
+
+    def units(self) -> list[list[Setting]]:
+        return [[{"benchmark": name}] for name in self.settings.benchmarks]
+
+    def cost(self, unit: Setting) -> int:
+        return sum(len(str(entry)) for entry in self.entries.get(unit["benchmark"], ["hub"]))
+
+    @cached_property
+    def harness(self) -> Any:
+        """The model as the harness knows it. No text is cut: a memory reads any length."""
+        from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped, unused-ignore]
+
+        source, place = str(self.subject.source), str(self.subject.place)
+        return HFLM(pretrained=source, device=place, batch_size=self.settings.batch_size, max_length=1 << 20)
+
+    def measure(self, units: list[Setting]) -> list[Result]:
+        return [self._measured(unit["benchmark"]) for unit in units]
+
+    def _measured(self, name: str) -> Result:
+        import datasets  # type: ignore[import-untyped, unused-ignore]
+        import lm_eval
+        from lm_eval.tasks import TaskManager  # type: ignore[import-untyped, unused-ignore]
+
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        datasets.disable_progress_bars()
+        with tempfile.TemporaryDirectory() as folder, _silent():
+            self.harness.model.model.memory = self.subject.mode
+            asked: Any = BENCHMARKS[name].harness
+            if name in self.entries:
+                path = Path(folder) / "entries.jsonl"
+                path.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries[name]), encoding="utf-8")
+                source = {"data_files": {"test": str(path)}, "cache_dir": folder}
+                form = FORMS.get(name, FORMS["choice"])
+                asked = {"task": name, "dataset_path": "json", "dataset_kwargs": source, "test_split": "test", **form}
+            try:
+                found = lm_eval.simple_evaluate(
+                    self.harness,
+                    tasks=[asked],
+                    limit=self.settings.samples,
+                    bootstrap_iters=0,
+                    log_samples=False,
+                    task_manager=TaskManager(include_defaults=isinstance(asked, str)),
+                )
+            except (OSError, ConnectionError, RuntimeError) as error:
+                if name in self.entries:
+                    raise
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    f"commonsense: {name} could not be read from the hub ({reason}); --commonsense.data=FOLDER takes jsonl files"
+                ) from None
+        (values,) = found["results"].values()
+        count = next(iter(found["n-samples"].values()))["effective"]
+        return {"count": count, **{metric: values[f"{metric},none"] for metric in BENCHMARKS[name].metrics}}
+
+    def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
+        rows, shares = [], []
+        for unit, result in results:
+            for metric in BENCHMARKS[unit["benchmark"]].metrics:
+                rows.append(self.row(metric, result[metric], unit, count=result["count"]))
+                shares += [result[metric]] if metric.startswith("acc") else []
+        if len(results) == len(BENCHMARKS):
+            rows.append(self.row("mean accuracy", sum(shares) / len(shares), {"benchmark": "all"}))
+        return rows

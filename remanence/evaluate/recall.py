@@ -1,0 +1,124 @@
+"""Pairs told once and asked for later: how many a memory holds, and how far they reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from remanence.evaluate.plots import curves
+from remanence.evaluate.subject import Subject
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share, told
+from remanence.train.sources import Recall as Source
+
+HELD_OUT = 2**32
+"""Added to the seed: no text is one that a model was trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallSettings:
+    """The task a model was trained on by recipes/recall.py, or by one like it.
+
+    Attributes:
+        keys, noise: of the task: keys there are, and as many values; kinds of noise. As in training.
+        distances: tokens between a pair and its question, with `pairs` pairs.
+        pairs: for the curve over distances.
+        capacities: numbers of pairs, asked at `distance` tokens, or as near as they fit.
+        distance: for the curve over capacities.
+        texts: for every point, read side by side.
+    """
+
+    keys: int = 32
+    noise: int = 16
+    distances: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
+    pairs: int = 8
+    capacities: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    distance: int = 64
+    texts: int = 32
+
+    def __post_init__(self) -> None:
+        at_least(1, **vars(self))
+        for pairs in (self.pairs, *self.capacities):
+            if pairs > self.keys:
+                raise ValueError(f"capacities: expected at most {self.keys} pairs, as many as there are keys, got {pairs}")
+
+
+class Recall(Task):
+    """Multi-query associative recall ("all": every key asked in turn, each answer told after it) and lookup ("one": every key
+    asked alone, from the same memory). Guessing among the values gives one of `keys`.
+    """
+
+    name = "recall"
+    Settings = RecallSettings
+
+    def __init__(self, subject: Subject, settings: RecallSettings) -> None:
+        super().__init__(subject, settings)
+        needed, present = 2 * settings.keys + settings.noise, subject.model.config.vocabulary
+        if present < needed:
+            kinds = f"{needed} kinds of tokens with keys={settings.keys} and noise={settings.noise}"
+            raise ValueError(f"recall.keys: expected at most the model's {present} kinds of tokens, got {kinds}")
+
+    @property
+    def identity(self) -> Setting:
+        return {**super().identity, "keys": self.settings.keys, "noise": self.settings.noise, "texts": self.settings.texts}
+
+    def _points(self) -> dict[str, list[Setting]]:
+        s = self.settings
+        return {
+            "distance": [{"pairs": s.pairs, "distance": max(distance, 2 * s.pairs)} for distance in s.distances],
+            "capacity": [{"pairs": pairs, "distance": max(s.distance, 2 * pairs)} for pairs in s.capacities],
+        }
+
+    def units(self) -> list[list[Setting]]:
+        points = [point for curve in self._points().values() for point in curve]
+        return [[point] for index, point in enumerate(points) if point not in points[:index]]
+
+    def cost(self, unit: Setting) -> int:
+        return int(self.settings.texts * (unit["distance"] + 2 * unit["pairs"]))
+
+    def measure(self, units: list[Setting]) -> list[Result]:
+        return [self._measured(**unit) for unit in units]
+
+    def _measured(self, pairs: int, distance: int) -> Result:
+        s = self.settings
+        batch = Source(distance + 2 * pairs, s.texts, pairs, 2, self.subject.seed + HELD_OUT, keys=s.keys, noise=s.noise).step(0)
+        texts, asked = batch.tokens[:, :distance].numpy().astype(np.int32), batch.tokens[:, distance:]
+        state = self.subject.read(list(texts))
+        keys, values = asked[:, ::2], asked[:, 1::2]
+        told_all = self.subject.likeliest(asked, state)[:, ::2]
+        alone = self.subject.likeliest(keys.reshape(-1, 1), state.rows([row for row in range(s.texts) for _ in range(pairs)]))
+        return {
+            "all": int((told_all == values).sum()),
+            "one": int((alone.view_as(values) == values).sum()),
+            "count": values.numel(),
+        }
+
+    def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
+        found = {(unit["pairs"], unit["distance"]): result for unit, result in results}
+        return [
+            self.row(metric, **share(result[key], result["count"]), setting={"curve": curve, **point})
+            for curve, points in self._points().items()
+            for metric, key in (("recalled, all asked", "all"), ("recalled, one asked", "one"))
+            for point in points
+            for result in [found[point["pairs"], point["distance"]]]
+        ]
+
+    def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        drawn = []
+        for curve, axis, name in (
+            ("distance", "tokens between a pair and its question", "distance"),
+            ("capacity", "pairs", "pairs"),
+        ):
+            lines = {}
+            for mode, own in rows.items():
+                for metric in ("recalled, all asked", "recalled, one asked"):
+                    here = [row for row in own if row.metric == metric and row.setting["curve"] == curve]
+                    lines[f"memory {mode}, {metric[10:]}"] = [(row.setting[name], 100 * row.value) for row in here]
+            fixed = f"{self.settings.pairs} pairs" if curve == "distance" else f"asked {self.settings.distance} tokens later"
+            ticks = {float(x): told(int(x)) for line in lines.values() for x, _ in line}
+            path = stem.with_name(f"{stem.name}.recall-{curve}.png")
+            title = f"Pairs recalled, {fixed}"
+            drawn.append(curves(path, lines, title=title, x=axis, y="right answers, %", percent=True, ticks=ticks))
+        return drawn

@@ -1,0 +1,108 @@
+"""The harness on local files: lines of either schema ask the same, and its numbers are what the native model says."""
+
+import json
+import math
+
+import pytest
+import torch
+from evaluations import measured, saved
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("remanence.hf")
+
+from remanence.evaluate import TASKS, Subject, configured
+from remanence.evaluate.commonsense import BENCHMARKS
+
+HUB = {
+    "lambada": {"text": "the cat sat on the mat"},
+    "piqa": {"goal": "Open a jar.", "sol1": "Turn the lid.", "sol2": "Break it.", "label": 0},
+    "hellaswag": {"query": "Cooking: A man stirs. He", "choices": ["eats soup.", "flies away."], "gold": 0},
+    "winogrande": {"sentence": "The cup fell off the desk as the _ was wet.", "option1": "cup", "option2": "desk", "answer": "2"},
+    "arc_easy": {"question": "What is hot?", "choices": {"text": ["Ice", "Fire"], "label": ["A", "B"]}, "answerKey": "B"},
+    "arc_challenge": {"question": "Why?", "choices": {"text": ["So", "Not", "Yes"], "label": ["1", "2", "3"]}, "answerKey": "3"},
+    "boolq": {"passage": "Fish swim.", "question": "do fish swim", "label": 1},
+}
+FOUNDRY = {
+    "lambada": {"context": "the cat sat on the", "continuation": "mat"},
+    "piqa": {"query": "Question: Open a jar.\n", "choices": ["Turn the lid.", "Break it."], "gold": 0},
+    "hellaswag": {
+        "activity_label": "Cooking", "ctx_a": "A man [x]stirs.", "ctx_b": "he", "label": "0",
+        "endings": ["eats soup.", "flies  away."],
+    },
+    "winogrande": {
+        "context_options": ["The cup fell off the desk as the cup", "The cup fell off the desk as the desk"],
+        "continuation": "was wet.", "gold": 1,
+    },
+    "arc_easy": {"query": "Question: What is hot?", "choices": ["Ice", "Fire"], "gold": 1},
+    "arc_challenge": {"query": "Question: Why?", "choices": ["So", "Not", "Yes"], "gold": 2},
+    "boolq": {"query": "Passage: Fish swim.\nQuestion: do fish swim?", "choices": ["no", "yes"], "gold": 1},
+}
+SIQA = {"context": "Ann ran.", "question": "Why?", "answerA": "fun", "answerB": "fear", "answerC": "sleep", "label": "2"}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_line_asks_the_same_in_either_schema(name):
+    assert BENCHMARKS[name].read(HUB[name]) == BENCHMARKS[name].read(FOUNDRY[name])
+
+
+def test_social_iqa_by_hand():
+    read = BENCHMARKS["siqa"].read
+    assert read(SIQA) == {"query": "Q: Ann ran. Why?\nA:", "choices": ["fun", "fear", "sleep"], "gold": 1}
+    letters = {"query": "Context: x\nChoices:\nA. y\nB. z\nAnswer:", "choices": ["A", "B"], "gold": 0}
+    assert read(letters) == letters
+
+
+@pytest.fixture
+def home(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name, entry in {**HUB, "siqa": SIQA}.items():
+        (tmp_path / "data" / f"{name}_val.jsonl").write_text(json.dumps(entry) + "\n")
+    return tmp_path
+
+
+def test_its_numbers_are_the_native_models(home):
+    piqa = [{**HUB["piqa"], "goal": f"Open {n} jars.", "label": n % 2} for n in range(3)]
+    (home / "data" / "piqa_val.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in piqa))
+    names = ("lambada", "piqa", "winogrande")
+    rows = measured(home, "commonsense", ("on", "off"), data=str(home / "data"), benchmarks=",".join(names))
+    subject = Subject.load(home, torch.device("cpu"))
+
+    def log(context, end):
+        tokens = [list(context.encode()), list(end.encode())]
+        return subject.likelihoods(tokens[:1], tokens[1:])[0].log
+
+    for mode in ("on", "off"):
+        subject.model.memory = mode
+        right = [
+            log(f"Question: {e['goal']}\nAnswer:", f" {e['sol1']}") > log(f"Question: {e['goal']}\nAnswer:", f" {e['sol2']}")
+            for e in piqa
+        ]
+        share = sum(first == (entry["label"] == 0) for first, entry in zip(right, piqa, strict=True)) / 3
+        assert rows.value("acc", benchmark="piqa", memory=mode) == pytest.approx(share)
+        perplexity = math.exp(-log("the cat sat on the", " mat"))
+        assert rows.value("perplexity", benchmark="lambada", memory=mode) == pytest.approx(perplexity, rel=1e-3)
+        cup, desk = (log(context, " was wet.") for context in FOUNDRY["winogrande"]["context_options"])
+        assert rows.value("acc", benchmark="winogrande", memory=mode) == float(desk > cup)
+    on, off = (rows.value("perplexity", benchmark="lambada", memory=mode) for mode in ("on", "off"))
+    assert on != off, "the mode reaches the harness's model"
+
+
+def test_all_together_have_a_mean(home):
+    rows = measured(home, "commonsense", data=str(home / "data"))
+    shares = [row.value for row in rows if row.metric in ("acc", "acc_norm")]
+    assert len(shares) == 8 and rows.value("mean accuracy", benchmark="all") == pytest.approx(sum(shares) / 8)
+
+
+def test_what_is_missing_is_said(home):
+    subject = Subject.load(home, torch.device("cpu"))
+    for settings, message in (
+        ({"data": "nowhere"}, "commonsense.data: expected a folder of jsonl files, got nowhere"),
+        ({"data": str(home)}, "commonsense.data: expected lambada.jsonl in .*got none; without --commonsense.data it comes from"),
+        ({"benchmarks": "pika"}, "did you mean 'piqa'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TASKS["commonsense"](subject, configured(TASKS["commonsense"], settings))
+    (home / "data" / "piqa_val.jsonl").write_text('{"question": 1}\n')
+    with pytest.raises(ValueError, match="expected the fields of piqa"):
+        TASKS["commonsense"](subject, configured(TASKS["commonsense"], {"data": str(home / "data"), "benchmarks": "piqa"}))
