@@ -102,7 +102,7 @@ def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], js
 def _console() -> Console:
     """As wide as the terminal; where there is none, wide enough that no number is cut."""
     console = Console()
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal else Console(width=160)
 
 
 def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
@@ -114,7 +114,9 @@ def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
     common = {key: settings[0].get(key) for key in keys if all(setting.get(key) == settings[0].get(key) for setting in settings)}
     varying = [key for key in keys if key not in common]
     fixed = ", ".join(f"{key} {_told(key, value)}" for key, value in common.items() if value is not None)
-    made = Table("metric", *varying, title=escape(f"{rows[0].task}: {fixed}" if fixed else rows[0].task), title_justify="left")
+    made = Table(title=escape(f"{rows[0].task}: {fixed}" if fixed else rows[0].task), title_justify="left")
+    for key in ("metric", *varying):
+        made.add_column(key, no_wrap=True)
     for mode in modes:
         made.add_column(f"memory {mode}", justify="right", no_wrap=True)
     others = [mode for mode in modes if mode != "off" and "off" in modes]
@@ -142,6 +144,8 @@ def _told(key: str, value: Any) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
+    if row.deviation is not None:
+        return f"{row.value:.4g} ± {row.deviation:.2g}"
     if row.interval is None:
         return f"{row.value:.4g}" if row.value < 1e4 else f"{row.value:.3e}"
     return f"{row.value:.1%} ({100 * row.interval[0]:.0f}-{100 * row.interval[1]:.0f})"

@@ -2,6 +2,7 @@
 
 from remanence.evaluate.babilong import Babilong
 from remanence.evaluate.commonsense import Commonsense
+from remanence.evaluate.grid import Ablate, Depth
 from remanence.evaluate.lm import Lm
 from remanence.evaluate.niah import Niah
 from remanence.evaluate.recall import Recall
@@ -10,6 +11,8 @@ from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Row, Task, configured
 from remanence.evaluate.words import Lambada, Wikitext
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense, Ablate, Depth)
+}
 
 __all__ = ["TASKS", "Row", "Subject", "Task", "configured", "evaluate", "provenance", "write_rows"]

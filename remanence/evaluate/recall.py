@@ -46,7 +46,7 @@ class RecallSettings:
 
 
 class Recall(Task):
-    """Multi-query associative recall ("all": every key asked in turn, each answer told after it) and lookup ("one": every key
+    """ "mqar", multi-query associative recall (every key asked in turn, each answer told after it) and "lookup" (every key
     asked alone, from the same memory). Guessing among the values gives one of `keys`.
     """
 
@@ -100,7 +100,7 @@ class Recall(Task):
         return [
             self.row(metric, **share(result[key], result["count"]), setting={"curve": curve, **point})
             for curve, points in self._points().items()
-            for metric, key in (("recalled, all asked", "all"), ("recalled, one asked", "one"))
+            for metric, key in (("mqar", "all"), ("lookup", "one"))
             for point in points
             for result in [found[point["pairs"], point["distance"]]]
         ]
@@ -113,9 +113,9 @@ class Recall(Task):
         ):
             lines = {}
             for mode, own in rows.items():
-                for metric in ("recalled, all asked", "recalled, one asked"):
+                for metric in ("mqar", "lookup"):
                     here = [row for row in own if row.metric == metric and row.setting["curve"] == curve]
-                    lines[f"memory {mode}, {metric[10:]}"] = [(row.setting[name], 100 * row.value) for row in here]
+                    lines[f"memory {mode}, {metric}"] = [(row.setting[name], 100 * row.value) for row in here]
             fixed = f"{self.settings.pairs} pairs" if curve == "distance" else f"asked {self.settings.distance} tokens later"
             ticks = {float(x): told(int(x)) for line in lines.values() for x, _ in line}
             path = stem.with_name(f"{stem.name}.recall-{curve}.png")

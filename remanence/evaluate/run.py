@@ -34,7 +34,7 @@ class Journal:
             return
         if path.exists():
             first, *rest = path.read_bytes().split(b"\n")
-            if _line(first) != {"owner": owner}:
+            if _line(first) != json.loads(json.dumps({"owner": owner})):
                 raise ValueError(f"{path}: expected results of this model, got another's; give another name, or remove it")
             for line in rest:
                 entry = _line(line)  # the last may be half a line, of a run that was killed

@@ -31,6 +31,8 @@ class Row:
     setting: Setting
     count: int | None = None
     interval: tuple[float, float] | None = None
+    deviation: float | None = None
+    """Of several trainings."""
     detail: bool = False
     """One of many, for a plot and the file: a table leaves it out."""
 

@@ -26,12 +26,16 @@ FOUNDRY = {
     "lambada": {"context": "the cat sat on the", "continuation": "mat"},
     "piqa": {"query": "Question: Open a jar.\n", "choices": ["Turn the lid.", "Break it."], "gold": 0},
     "hellaswag": {
-        "activity_label": "Cooking", "ctx_a": "A man [x]stirs.", "ctx_b": "he", "label": "0",
+        "activity_label": "Cooking",
+        "ctx_a": "A man [x]stirs.",
+        "ctx_b": "he",
+        "label": "0",
         "endings": ["eats soup.", "flies  away."],
     },
     "winogrande": {
         "context_options": ["The cup fell off the desk as the cup", "The cup fell off the desk as the desk"],
-        "continuation": "was wet.", "gold": 1,
+        "continuation": "was wet.",
+        "gold": 1,
     },
     "arc_easy": {"query": "Question: What is hot?", "choices": ["Ice", "Fire"], "gold": 1},
     "arc_challenge": {"query": "Question: Why?", "choices": ["So", "Not", "Yes"], "gold": 2},

@@ -42,7 +42,7 @@ def knowing(answer):
 def test_who_knows_scores_100_who_does_not_0():
     rows = knowing(lambda value: value)
     assert len(rows) == 2 * (3 + 2) and {row.value for row in rows} == {1.0}
-    assert rows.row("recalled, one asked", curve="capacity", pairs=4).count == 5 * 4
+    assert rows.row("lookup", curve="capacity", pairs=4).count == 5 * 4
     assert {row.value for row in knowing(lambda value: value + 1)} == {0.0}
 
 
@@ -70,7 +70,7 @@ def test_a_model_answers_what_a_plain_loop_answers(tmp_path):
                 _, asked = rows.model(torch.tensor([[value]]), asked)
                 right["one"] += int(rows.model(torch.tensor([[key]]), state)[0].argmax()) == value
     for name, count in right.items():
-        assert rows.value(f"recalled, {name} asked", curve="distance", distance=9) == count / 10
+        assert rows.value({"all": "mqar", "one": "lookup"}[name], curve="distance", distance=9) == count / 10
 
 
 def test_both_curves_are_drawn(tmp_path):

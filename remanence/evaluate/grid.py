@@ -1,0 +1,211 @@
+"""Parts of the memory taken away, and memories of other depths: a grid of models trained from one recipe, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from remanence.config import change, known
+from remanence.evaluate.plots import curves
+from remanence.evaluate.subject import Subject
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, told
+from remanence.model import Model, parameters
+from remanence.train import TrainConfig, fit, run_config
+from remanence.train.sources import SOURCES
+
+HELD_OUT = 2**32
+"""Added to the seed of generated tasks: no text is one that a model was trained on."""
+SHARDS = ("packed", "documents")
+"""Kinds of data that lie in files: held-out ones are other files."""
+
+PARTS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "linear": {"memory": {"net": "linear", "depth": None}},
+    "no_conv": {"memory": {"conv": 0}},
+    "no_momentum": {"memory": {"rule": "no_momentum"}},
+    "no_forget": {"memory": {"rule": "no_forget"}},
+    "no_persistent": {"persistent": 0},
+}
+"""Table 5's rows, as changes to the recipe's model."""
+TABLE_5 = {"base": 27.01, "linear": 28.49, "no_conv": 28.73, "no_momentum": 28.98, "no_forget": 29.04, "no_persistent": 27.63}
+"""The paper's perplexities, of an LMM with 400M parameters: for the order, not for the numbers."""
+DEPTHS: dict[str, dict[str, Any]] = {str(depth): {"memory": {"depth": depth}} for depth in range(1, 5)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridSettings:
+    """
+    Attributes:
+        variants: which of the grid's models. Default: all that differ from the first.
+        seeds: each model is trained with every one of them.
+        lengths: tokens of the held-out rows. Default: the recipe's own length.
+        batches: of held-out rows, each as large as in training.
+        data: held-out shards, where the recipe reads shards (`remanence data prepare`).
+        steps: of training, instead of the recipe's.
+    """
+
+    variants: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] = (0,)
+    lengths: tuple[int, ...] | None = None
+    batches: int = 8
+    data: str | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(0, seeds=self.seeds)
+        at_least(1, lengths=self.lengths, batches=self.batches, steps=self.steps)
+
+
+class Grid(Task):
+    """Perplexity and accuracy on held-out rows, mean and deviation over seeds. Runs are kept, and go on if interrupted."""
+
+    Settings = GridSettings
+    needs = "recipe"
+    changes: ClassVar[dict[str, dict[str, Any]]]
+    published: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, subject: Subject, settings: GridSettings) -> None:
+        super().__init__(subject, settings)
+        if subject.recipe is None or subject.folder is None:
+            raise ValueError(f"{self.name}: expected --json OUT, beside which the trained models are kept, got none")
+        self.recipe: TrainConfig = subject.recipe
+        self.folder: Path = subject.folder
+        kind = self.recipe.data.kind
+        known("data.kind", kind, SOURCES)
+        if kind in SHARDS and settings.data is None:
+            hint = f"--{self.name}.data=FOLDER, made by `remanence data prepare` from other texts than the training's"
+            raise ValueError(f"{self.name}.data: expected held-out shards, got none; {hint}")
+        with torch.device("meta"):
+            if not Model(self.recipe.model).has_memory:
+                raise ValueError(f"{self.name}: expected a recipe whose model has a memory, got {self.recipe.model.pattern}")
+        for name in settings.variants or ():
+            known(f"{self.name}.variants", name, self.changes)
+        self.variants = settings.variants or tuple(name for name in self.changes if self._differs(name))
+        self.lengths = settings.lengths or (self.recipe.data.length,)
+        for length in self.lengths:  # a length that the task cannot have is known now
+            self._rows(length, 0)
+
+    def _differs(self, name: str) -> bool:
+        """Taking persistent tokens away from a model that has none is no variant."""
+        changed = change(self.recipe.model, self.changes[name])
+        return "persistent" not in self.changes[name] or parameters(changed) != parameters(self.recipe.model)
+
+    @property
+    def identity(self) -> Setting:
+        own = {"batches": self.settings.batches, "steps": self.settings.steps or self.recipe.steps, "data": self.settings.data}
+        return {**super().identity, **own}
+
+    def units(self) -> list[list[Setting]]:
+        return [
+            [{"variant": name, "trained": seed, "lengths": list(self.lengths)}]
+            for seed in self.settings.seeds
+            for name in self.variants
+        ]
+
+    def cost(self, unit: Setting) -> int:
+        return (self.settings.steps or self.recipe.steps) * self.recipe.batch * self.recipe.data.length
+
+    def config(self, name: str, seed: int) -> TrainConfig:
+        """A variant's run."""
+        config = replace(
+            self.recipe, model=change(self.recipe.model, self.changes[name]), seed=seed, device=self.subject.place.type
+        )
+        if config.data.path is not None:
+            config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+        return replace(config, steps=self.settings.steps or config.steps)
+
+    def measure(self, units: list[Setting]) -> list[Result]:
+        return [self._measured(self._trained(unit["variant"], unit["trained"])) for unit in units]
+
+    def _trained(self, name: str, seed: int) -> Model:
+        """A variant's model, trained now, or on from where an earlier evaluation left it, or ready."""
+        config, out = self.config(name, seed), self.folder / f"{self.name}-{name}-{seed}"
+        begun = (out / "config.json").is_file()
+        if begun and run_config(out) != config:
+            raise ValueError(f"{out}: expected a run of this recipe, got another's; give --json another name, or remove it")
+        if not (out / "model" / "config.json").is_file():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tokens, steps = config.batch * config.data.length, [0]
+
+            def log(line: Mapping[str, Any]) -> None:
+                self.subject.passed((line["step"] - steps[-1]) * tokens)
+                steps.append(line["step"])
+
+            fit(None if begun else config, out, resume=begun, log=log)
+            if not (out / "model" / "config.json").is_file():
+                raise ValueError(f"{out}: its training was stopped and saved; the same command goes on")
+        return Model.load(out / "model", device=self.subject.place).eval()
+
+    def _rows(self, length: int, number: int) -> Any:
+        """Held-out rows: of generated tasks with another seed, of shards from another folder; the same for every variant."""
+        data = replace(self.recipe.data, length=length, path=self.settings.data or self.recipe.data.path)
+        config = replace(self.recipe, data=data, seed=self.subject.seed + HELD_OUT)
+        return SOURCES[data.kind](config, self.recipe.batch // self.recipe.accumulate, 0, 1).step(number)
+
+    @torch.no_grad()
+    def _measured(self, model: Model) -> Result:
+        model.memory = self.subject.mode
+        found = {}
+        for length in self.lengths:
+            loss, right, count = 0.0, 0, 0
+            for number in range(self.settings.batches):
+                batch = self._rows(length, number)
+                place = self.subject.place
+                mask = None if batch.mask is None else batch.mask.to(place)
+                seen = model.trace(batch.tokens.to(place), mask=mask, offsets=batch.offsets)
+                asked = (batch.targets >= 0).to(place)
+                logits, targets = model.logits(seen.hidden[asked]).float(), batch.targets.to(place)[asked]
+                loss += float(F.cross_entropy(logits, targets, reduction="sum"))
+                right, count = right + int((logits.argmax(-1) == targets).sum()), count + targets.numel()
+            found[str(length)] = {"loss": loss / count, "right": right / count, "count": count}
+        return found
+
+    def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
+        rows = []
+        for metric in ("perplexity", "accuracy"):
+            for length in self.lengths:
+                for name in self.variants:
+                    own = [(unit["trained"], result[str(length)]) for unit, result in results if unit["variant"] == name]
+                    values = [exp(each["loss"]) if metric == "perplexity" else each["right"] for _, each in own]
+                    setting = {"variant": name, "length": length}
+                    paper = {"table 5": self.published[name]} if metric == "perplexity" and name in self.published else {}
+                    spread = stdev(values) if len(values) > 1 else None
+                    facts = {"count": own[0][1]["count"], "deviation": spread}
+                    rows.append(self.row(metric, mean(values), {**setting, "seeds": len(values), **paper}, **facts))
+                    for (seed, each), value in zip(own, values, strict=True):
+                        rows.append(self.row(metric, value, {**setting, "trained": seed}, count=each["count"], detail=True))
+        return rows
+
+    def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        if len(self.lengths) < 2:
+            return []
+        drawn = []
+        for metric in ("perplexity", "accuracy"):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for mode, own in rows.items():
+                for row in [row for row in own if row.metric == metric and not row.detail]:
+                    name = row.setting["variant"] if len(rows) == 1 else f"{row.setting['variant']}, memory {mode}"
+                    lines.setdefault(name, []).append((row.setting["length"], row.value))
+            path = stem.with_name(f"{stem.name}.{self.name}-{metric}.png")
+            ticks = {float(length): told(length) for length in self.lengths}
+            title = f"{self.subject.source.stem}: held-out {metric} by length"
+            drawn.append(curves(path, lines, title=title, x="tokens of a row", y=metric, ticks=ticks))
+        return drawn
+
+
+class Ablate(Grid):
+    name = "ablate"
+    changes = PARTS
+    published = TABLE_5
+
+
+class Depth(Grid):
+    name = "depth"
+    changes = DEPTHS

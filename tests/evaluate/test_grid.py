@@ -1,0 +1,139 @@
+"""A grid of models from one recipe: what each variant changes, numbers by hand, and going on after an interruption."""
+
+import json
+from dataclasses import replace
+from math import exp
+from statistics import mean, stdev
+
+import pytest
+import torch
+import torch.nn.functional as F
+from evaluations import Rows
+from models import config
+
+from remanence import Model, cli
+from remanence.evaluate import TASKS, Subject, configured, evaluate
+from remanence.evaluate import grid as grid_module
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train.sources import Recall
+
+RECIPE = TrainConfig(
+    model=config("mac", vocabulary=11, memory={"conv": 4}),
+    data=DataConfig(kind="recall", length=12, pairs=2, keys=4, noise=3),
+    optimizer=OptimizerConfig(warmup=1),
+    steps=4,
+    batch=4,
+    save_every=2,
+    log_every=1,
+    device="cpu",
+)
+
+
+def grid(folder, name="ablate", recipe=RECIPE, **settings):
+    subject = Subject(torch.device("cpu"), folder=folder / "runs", recipe=recipe, source=folder / "r.py")
+    return TASKS[name](subject, configured(TASKS[name], {"batches": "2", **settings}))
+
+
+def measured(task, **options):
+    return Rows(evaluate(task.subject, [task], **options))
+
+
+def test_each_variant_changes_one_thing(tmp_path):
+    task = grid(tmp_path)
+    assert task.variants == ("base", "linear", "no_conv", "no_momentum", "no_forget", "no_persistent")
+    base = task.config("base", 3)
+    assert base == replace(RECIPE, seed=3)
+    for name, changed in (
+        ("linear", {"net": "linear"}),
+        ("no_conv", {"conv": 0}),
+        ("no_momentum", {"rule": "no_momentum"}),
+        ("no_forget", {"rule": "no_forget"}),
+    ):
+        assert task.config(name, 3) == replace(base, model=replace(base.model, memory=replace(base.model.memory, **changed)))
+    assert task.config("no_persistent", 3) == replace(base, model=replace(base.model, persistent=0))
+    assert [grid(tmp_path, "depth").config(str(depth), 0).model.memory.depth for depth in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    alone = replace(RECIPE, model=replace(RECIPE.model, pattern=("lmm",)))
+    assert "no_persistent" not in grid(tmp_path, recipe=alone).variants, "an LMM has none to take away"
+
+
+def test_numbers_by_hand(tmp_path):
+    task = grid(tmp_path, variants="base,no_conv", seeds="0,1", lengths="12,20")
+    rows = measured(task)
+    for length in (12, 20):
+        values = []
+        for seed in (0, 1):
+            model, loss, count = Model.load(tmp_path / "runs" / f"ablate-no_conv-{seed}" / "model"), 0.0, 0
+            for number in range(2):
+                batch = Recall(length, 4, 2, 2, 2**32, keys=4, noise=3).step(number)
+                with torch.no_grad():
+                    logits = model(batch.tokens)[0][batch.targets >= 0]
+                loss += float(F.cross_entropy(logits, batch.targets[batch.targets >= 0], reduction="sum"))
+                count += len(logits)
+            values.append(exp(loss / count))
+            assert rows.value("perplexity", variant="no_conv", length=length, trained=seed) == pytest.approx(values[-1], rel=1e-5)
+        row = rows.row("perplexity", variant="no_conv", length=length, seeds=2)
+        assert (row.value, row.deviation) == pytest.approx((mean(values), stdev(values)), rel=1e-4)
+    names = [path.name for path in task.plots({"on": rows}, tmp_path / "r")]
+    assert names == ["r.ablate-perplexity.png", "r.ablate-accuracy.png"]
+
+
+def test_going_on_gives_the_same_rows(tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    expected = measured(grid(tmp_path / "whole", "depth", variants="1,2", seeds="5"), journal=tmp_path / "whole" / "j")
+    fit, fits = grid_module.fit, []
+
+    def interrupted(config, out, *, resume, log):
+        fits.append(resume)
+
+        def stop(line):
+            log(line)
+            if len(fits) == 2 and line["step"] == 3:
+                raise KeyboardInterrupt
+
+        return fit(config, out, resume=resume, log=stop)
+
+    monkeypatch.setattr(grid_module, "fit", interrupted)
+    task = grid(tmp_path / "parts", "depth", variants="1,2", seeds="5")
+    with pytest.raises(KeyboardInterrupt):
+        measured(task, journal=tmp_path / "parts" / "j")
+    assert measured(task, journal=tmp_path / "parts" / "j") == expected
+    assert fits == [False, False, True], "the first is ready, the second goes on from its checkpoint"
+    assert measured(task, modes=("on", "off"), journal=tmp_path / "parts" / "j").row(
+        "perplexity", variant="1", seeds=1, memory="off"
+    )
+    assert len(fits) == 3, "another mode of the memory is another question to the same models"
+    other = grid(tmp_path / "parts", "depth", variants="1", seeds="5", steps="9")
+    with pytest.raises(ValueError, match="expected a run of this recipe"):
+        measured(other)
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = RECIPE.to_dict()
+    (tmp_path / "r.py").write_text(
+        f"from remanence.train import TrainConfig\n\ndef recipe():\n    return TrainConfig.from_dict({words!r})\n"
+    )
+    cli.main(["eval", "r.py", "depth", "--variants=1", "--steps=2", "--batches=1", "--json", "d.json", "--device", "cpu"])
+    assert "perplexity" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "d.json").read_text())["rows"]
+    assert rows[0]["provenance"]["recipe"] == "r.py" and (tmp_path / "d.runs" / "depth-1-0" / "model").is_dir()
+    for arguments, message in (
+        (["r.py", "depth"], "depth: expected --json OUT, beside which the trained models are kept, got none"),
+        (["r.py", "lm", "--data=r.py"], "model: expected a folder with config.json"),
+        (["r.py", "lm", "ablate"], "tasks: expected tasks of a model or tasks of a recipe, got both"),
+        (["d.runs/depth-1-0/model", "depth", "--json", "x.json"], "model: expected a recipe, as recipes/recall.py"),
+        (["r.py", "depth", "--variants=5", "--json", "x.json"], "depth.variants: expected one of 1, 2, 3, 4, got '5'"),
+        (["r.py", "depth", "--lengths=3", "--json", "x.json"], "length: expected at least 8 for 2 rounds"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["eval", *arguments])
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and message in said and said.count("\n") == 1
+
+
+def test_recipes_without_memory_or_held_out_data_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="ablate: expected a recipe whose model has a memory"):
+        grid(tmp_path, recipe=replace(RECIPE, model=replace(RECIPE.model, pattern=("window",))))
+    with pytest.raises(ValueError, match=r"ablate.data: expected held-out shards, got none; --ablate.data=FOLDER"):
+        grid(tmp_path, recipe=replace(RECIPE, data=replace(RECIPE.data, kind="packed", path="x")))
