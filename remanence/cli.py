@@ -255,13 +255,14 @@ class Export:
 
 @dataclass(frozen=True)
 class Eval:
-    """Measure a model on tasks: lm, wikitext, lambada. --task.setting=value changes a task's settings.
+    """Measure a model: lm, wikitext, lambada, niah, babilong, recall, commonsense; of a recipe instead: ablate, depth.
 
-    --setting=value does so for every task that has it. With --json, a run that was interrupted goes on when started again.
+    --task.setting=value changes a task's setting, --setting=value every named task's that has it (docs/evaluation.md lists them).
+    With --json, an evaluation that was interrupted goes on when started again.
     """
 
     model: Folder
-    """The model's folder."""
+    """The model's folder; for ablate and depth a recipe."""
     tasks: tyro.conf.Positional[tuple[str, ...]]
     """What to measure."""
     memory: tuple[Literal["on", "off", "frozen", "fresh"], ...] = ("on",)

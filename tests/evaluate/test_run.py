@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,3 +183,15 @@ def test_the_commit_is_the_checkouts(tmp_path):
     if (ROOT / ".git").exists():
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         assert commit(ROOT) in (head, head + "+")
+
+
+def test_the_document_names_every_task_and_setting():
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    for task, setting in re.findall(r"--(\w+)\.(\w+)=", text):
+        if task != "task":
+            assert setting in TASKS[task].Settings.__dataclass_fields__, f"{task}.{setting}"
+    for name, task in TASKS.items():
+        (line,) = re.findall(rf"^\| `{name}` \|.*\| (.+) \|$", text, re.M)
+        told = re.findall(r"`(\w+)`", line) or None
+        assert told is None or told == list(task.Settings.__dataclass_fields__), name
+        assert re.search(rf"\b{name}\b", cli.Eval.__doc__), name
