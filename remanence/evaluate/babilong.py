@@ -125,7 +125,7 @@ class Babilong(Task):
     @property
     def identity(self) -> Setting:
         own = {"stories": self.digest.hexdigest()[:16], "shots": self.settings.shots}
-        return {**super().identity, **own, **(self.books.identity() if self.books else {})}
+        return {**super().identity, **own, **(self.books.identity if self.books else {})}
 
     def units(self) -> list[list[Setting]]:
         s = self.settings

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from remanence.config import known
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
 from remanence.evaluate.texts import lines
 
 Entry = dict[str, Any]
@@ -191,6 +191,8 @@ class Commonsense(Task):
         self.entries: dict[str, list[Entry]] = {}
         if settings.data is not None:
             self.entries = {name: self._entries(Path(settings.data), name) for name in settings.benchmarks}
+        whole = json.dumps(self.entries, sort_keys=True).encode()
+        self.digest = hashlib.sha256(whole).hexdigest()[:16] if self.entries else "hub"
 
     def _entries(self, folder: Path, name: str) -> list[Entry]:
         if not folder.is_dir():
@@ -213,8 +215,7 @@ class Commonsense(Task):
 
     @property
     def identity(self) -> Setting:
-        told = json.dumps(self.entries, sort_keys=True).encode()
-        return {"samples": self.settings.samples, "digest": hashlib.sha256(told).hexdigest()[:16] if self.entries else "hub"}
+        return {"samples": self.settings.samples, "digest": self.digest}
 
     def units(self) -> list[list[Setting]]:
         return [[{"benchmark": name}] for name in self.settings.benchmarks]
@@ -273,8 +274,11 @@ class Commonsense(Task):
         rows, shares = [], []
         for unit, result in results:
             for metric in BENCHMARKS[unit["benchmark"]].metrics:
-                rows.append(self.row(metric, result[metric], unit, count=result["count"]))
-                shares += [result[metric]] if metric.startswith("acc") else []
+                if metric.startswith("acc"):
+                    shares.append(result[metric])
+                    rows.append(self.row(metric, **share(round(result[metric] * result["count"]), result["count"]), setting=unit))
+                else:
+                    rows.append(self.row(metric, result[metric], unit, count=result["count"]))
         if len(results) == len(BENCHMARKS):
             rows.append(self.row("mean accuracy", sum(shares) / len(shares), {"benchmark": "all"}))
         return rows

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import asdict, dataclass, field
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, told
 from remanence.evaluate.texts import Texts
+from remanence.model import State
 from remanence.tokens import ByteTokenizer, Tokenizer
 
 EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
@@ -61,7 +63,7 @@ class Lm(Task):
 
     @property
     def identity(self) -> Setting:
-        return {**self.texts.identity(), "max_tokens": self.settings.max_tokens}
+        return {**self.texts.identity, "max_tokens": self.settings.max_tokens}
 
     def units(self) -> list[list[Setting]]:
         views = [
@@ -79,34 +81,41 @@ class Lm(Task):
 
     def _measured(self, unit: Setting) -> Result:
         """Sums over a file's documents: what is held at a time is a few windows, however long they are."""
-        total, count, size = 0.0, 0, 0
-        sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1, np.int64)
-        left = self.settings.max_tokens
-        for document in self.texts.of(self.places[unit["file"]]):
-            lists = _limited(self.tokenizer.stream(document), left)
-            first = next(lists, [])
-            counted = _Counted(self.tokenizer, chain([first], lists))
-            if unit["view"] == "stream":
-                position = 1
-                for losses in self.subject.stream_losses(counted):
-                    values = losses.double().cpu().numpy()
-                    bins = np.searchsorted(EDGES, np.arange(position, position + len(values)), "right")
-                    sums += np.bincount(bins, values, len(sums))
-                    counts += np.bincount(bins, minlength=len(counts))
-                    total, count, position = total + float(values.sum()), count + len(values), position + len(values)
-            else:
-                for losses in self._windows(counted, unit["window"]):
-                    total, count = total + float(losses.sum(dtype=torch.float64)), count + losses.numel()
-            size += counted.bytes - size_of(self.tokenizer, first[:1])
-            left = None if left is None else left - counted.tokens
+        sums = Sums()
+        found = self.subject.bookmark.find(self.subject.model) if unit["view"] == "stream" else None
+        if found:
+            sums = Sums(**found[1])
+        for number, document in enumerate(self.texts.of(self.places[unit["file"]])):
+            left = None if self.settings.max_tokens is None else self.settings.max_tokens - sums.tokens
             if left is not None and left < 2:
                 break
-        if not count:
+            if number < sums.document:  # counted before the interruption
+                deque(document, maxlen=0)
+                continue
+            lists = _Counted(self.tokenizer, _limited(self.tokenizer.stream(document), left))
+            if unit["view"] == "stream":
+                self._stream(lists, sums, number, found[0] if found else None)
+                found = None
+            else:
+                for losses in self._windows(lists, unit["window"]):
+                    sums.add(losses.flatten())
+            sums.tokens, sums.bytes = sums.tokens + lists.tokens, sums.bytes + lists.bytes - lists.first
+            sums.document, sums.position = number + 1, 1
+        if not sums.count:
             raise ValueError(f"lm.data: expected a text of at least two tokens, got {unit['file']}")
-        found: Result = {"nll": total, "tokens": count, "bytes": size}
-        if unit["view"] == "stream":
-            found["bins"] = [[float(a), int(b)] for a, b in zip(sums, counts, strict=True)]
-        return found
+        return {
+            "nll": sums.nll,
+            "tokens": sums.count,
+            "bytes": sums.bytes,
+            **({"bins": sums.bins} if unit["view"] == "stream" else {}),
+        }
+
+    def _stream(self, lists: _Counted, sums: Sums, number: int, state: State | None) -> None:
+        """One document from where it stands; the bookmark knows all that was counted."""
+        sums.document = number
+        for losses, now in self.subject.stream_losses(_without(lists, sums.position - 1), state):
+            sums.add(losses, sums.position)
+            self.subject.bookmark.keep(self.subject.model, now, sums.plain)
 
     def _windows(self, lists: Iterable[Sequence[int]], window: int) -> Iterator[torch.Tensor]:
         """Losses of windows that each begin anew: a window's last target is the next one's first input."""
@@ -155,14 +164,52 @@ class Lm(Task):
         return [curves(path, lines, title=title, x="tokens read before", y="loss, nats per token", ticks=ticks)]
 
 
+@dataclass
+class Sums:
+    """What has been counted of a file, as plain data: the losses and their bins, whole documents' tokens and bytes, and where the
+    present document stands.
+    """
+
+    nll: float = 0.0
+    count: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    document: int = 0
+    position: int = 1
+    bins: list[list[float]] = field(default_factory=lambda: [[0.0, 0] for _ in range(len(EDGES) + 1)])
+
+    def add(self, losses: torch.Tensor, position: int | None = None) -> None:
+        values = losses.double().cpu().numpy()
+        self.nll, self.count = self.nll + float(values.sum()), self.count + len(values)
+        if position is not None:
+            places = np.searchsorted(EDGES, np.arange(position, position + len(values)), "right")
+            self.position = position + len(values)
+            for place in np.unique(places):
+                own = values[places == place]
+                self.bins[place] = [self.bins[place][0] + float(own.sum()), self.bins[place][1] + len(own)]
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _without(lists: Iterable[list[int]], count: int) -> Iterator[list[int]]:
+    """Without the first tokens."""
+    for tokens in lists:
+        passed = min(count, len(tokens))
+        count -= passed
+        yield tokens[passed:]
+
+
 class _Counted:
-    """Lists of tokens on their way: how many there were, and how many bytes of text they are."""
+    """Lists of tokens on their way: how many there were, how many bytes of text they are, and the first of them."""
 
     def __init__(self, tokenizer: Tokenizer, lists: Iterable[list[int]]) -> None:
-        self.tokenizer, self.lists, self.tokens, self.bytes = tokenizer, lists, 0, 0
+        self.tokenizer, self.lists, self.tokens, self.bytes, self.first = tokenizer, lists, 0, 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
         for tokens in self.lists:
+            if not self.tokens:
+                self.first = size_of(self.tokenizer, tokens[:1])
             self.tokens += len(tokens)
             self.bytes += size_of(self.tokenizer, tokens)
             yield tokens

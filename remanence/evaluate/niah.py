@@ -116,7 +116,7 @@ class Niah(Task):
 
     @property
     def identity(self) -> Setting:
-        return {**super().identity, "choices": self.settings.choices, **(self.texts.identity() if self.texts else {})}
+        return {**super().identity, "choices": self.settings.choices, **(self.texts.identity if self.texts else {})}
 
     @staticmethod
     def _unit(kind: str, length: int, depth: float, number: int) -> Setting:

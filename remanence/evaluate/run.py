@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ import torch
 
 import remanence
 from remanence.config import Mode, known
+from remanence.evaluate.bookmark import Bookmark
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task
 from remanence.files import read_json, write_json
@@ -88,6 +90,7 @@ def evaluate(
         if subject.network is not None:
             subject.network.memory = mode  # refuses one that the model cannot have
     kept = Journal(journal, describe(subject))
+    subject.bookmark = Bookmark(journal and journal.with_name(f"{journal.name.removesuffix('.units.jsonl')}.bookmark.mem"))
     rows = []
     try:
         for task in tasks:
@@ -100,6 +103,7 @@ def evaluate(
         if subject.network is not None:
             subject.network.memory = "on"
         subject.passed = lambda _: None
+    subject.bookmark.remove()
     return rows
 
 
@@ -128,6 +132,7 @@ def _measured(subject: Subject, task: Task, mode: Mode, kept: Journal, show: Sho
                 show(f"{task.name}, memory {mode}", min(done + inside, total), total)
 
             subject.passed = passed
+            subject.bookmark.unit = _key({"units": [depends(unit) for unit in units]})
             for unit, result in zip(units, task.measure(units), strict=True):
                 kept.keep(depends(unit), result)
             done += sum(task.cost(unit) for unit in units)
@@ -145,7 +150,7 @@ def describe(subject: Subject) -> Any:
 def provenance(subject: Subject) -> dict[str, Any]:
     """Where numbers come from: the model, the code, the machine, the day."""
     return {
-        **(describe(subject) if subject.recipe is None else {"recipe": subject.source.name}),
+        **({"recipe": _digest(describe(subject))} if subject.recipe is not None else describe(subject)),
         "from": subject.source.name,
         "seed": subject.seed,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -154,6 +159,10 @@ def provenance(subject: Subject) -> dict[str, Any]:
         "torch": torch.__version__,
         "remanence": remanence.__version__,
     }
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def commit(root: Path) -> str | None:

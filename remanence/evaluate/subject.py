@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.config import Mode
-from remanence.generate import PIECE, Generation, Sampling, check_tokenizer, read
+from remanence.evaluate.bookmark import Bookmark
+from remanence.generate import DIVERGED, PIECE, Generation, Sampling, check_tokenizer, read
 from remanence.model import Model, State
 from remanence.tokens import Tokenizer, load_tokenizer
 from remanence.train import TrainConfig
@@ -63,6 +64,7 @@ class Subject:
     """Called with the number of tokens that were just read."""
     mode: Mode = "on"
     """What becomes of the memory of models that are yet to be made."""
+    bookmark: Bookmark = field(default_factory=Bookmark)
 
     @classmethod
     def load(cls, source: Path, place: torch.device, **fields: object) -> Subject:
@@ -84,10 +86,11 @@ class Subject:
         return self.tokens
 
     def read(self, texts: Sequence[np.ndarray]) -> State:
-        """Read the tokens of several texts side by side, in pieces; the state has a row for each."""
-        lengths = np.array([len(text) for text in texts])
-        state = self.model.start(len(texts))
-        for start in range(0, int(lengths.max()), PIECE):
+        """Read several texts side by side, in pieces; the state has a row for each. An interrupted reading goes on."""
+        found = self.bookmark.find(self.model)
+        state, at = (found[0], found[1]["at"]) if found else (self.model.start(len(texts)), 0)
+        self.passed(at * len(texts))
+        for start in range(at, max(len(text) for text in texts), PIECE):
             parts = [text[start : start + PIECE].astype(np.int64) for text in texts]
             longest = max(len(part) for part in parts)
             tokens = torch.from_numpy(np.stack([np.pad(part, (0, longest - len(part))) for part in parts])).to(self.place)
@@ -95,6 +98,7 @@ class Subject:
             mask = (torch.arange(longest) < here[:, None]).to(self.place) if int(here.min()) < longest else None
             state = read(self.model, tokens, state, mask=mask).state
             self.passed(sum(len(part) for part in parts))
+            self.bookmark.keep(self.model, state, lambda at=start + PIECE: {"at": at})  # type: ignore[misc]
         return state
 
     def answers(
@@ -125,7 +129,9 @@ class Subject:
         sampling = Sampling(max_tokens=max_tokens, stop=stop)
         try:
             return Generation(self.model, prompts, sampling, tokenizer=self.tokenizer, state=state).run().texts
-        except ValueError:
+        except ValueError as error:
+            if str(error) != DIVERGED:
+                raise
             if len(prompts) == 1:
                 return [""]
             rows = [None if state is None else state.rows([row]) for row in range(len(prompts))]
@@ -186,15 +192,15 @@ class Subject:
                 )
         return torch.cat(found, 1) if found else rows[:, 1:].float(), state
 
-    def stream_losses(self, lists: Iterable[Sequence[int]]) -> Iterator[Tensor]:
+    def stream_losses(self, lists: Iterable[Sequence[int]], state: State | None = None) -> Iterator[tuple[Tensor, State]]:
         """`losses` of one text that comes in lists of tokens, its state carried, a piece at a time: in constant memory."""
         held: list[int] = []
-        state: State | None = None
         for tokens in lists:
             held += tokens
             while len(held) > PIECE:
                 losses, state = self.losses(torch.tensor([held[: PIECE + 1]]), state)
-                yield losses[0]
+                yield losses[0], state
                 held = held[PIECE:]
         if len(held) > 1:
-            yield self.losses(torch.tensor([held]), state)[0][0]
+            losses, state = self.losses(torch.tensor([held]), state)
+            yield losses[0], state

@@ -7,6 +7,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Texts:
                 raise ValueError(f"{what}: expected {hint}, got {source}, which is not there")
             self.paths = files([Path(source)])
 
+    @cached_property
     def identity(self) -> dict[str, str]:
         """The data's name, and a digest of its files' names, sizes and beginnings: enough to see that they are other ones."""
         digest = hashlib.sha256(self.source.encode() if not self.paths else b"")

@@ -44,6 +44,7 @@ class Wikitext(Task):
         self.pages = [page for text in whole for page in split_pages(text)][: settings.pages]
         if not self.pages:
             raise ValueError(f"wikitext.data: expected at least one page, got {settings.data}, which is empty")
+        self.unk = any("<unk>" in page for page in self.pages)  # then rare words are easy: not comparable with wiki.test.raw
         end = subject.tokenizer.end
         if end is None:
             raise ValueError(
@@ -53,8 +54,7 @@ class Wikitext(Task):
 
     @property
     def identity(self) -> Setting:
-        cut = any("<unk>" in page for page in self.pages)  # then rare words are easy: not comparable with wiki.test.raw
-        return {**self.texts.identity(), "window": self.settings.window, "unk": cut}
+        return {**self.texts.identity, "window": self.settings.window, "unk": self.unk}
 
     def units(self) -> list[list[Setting]]:
         return [[{"page": number}] for number in range(len(self.pages))]
@@ -169,7 +169,7 @@ class Lambada(Task):
 
     @property
     def identity(self) -> Setting:
-        return self.texts.identity()
+        return self.texts.identity
 
     def units(self) -> list[list[Setting]]:
         return [[{"passage": number} for number in range(len(self.passages))]]

@@ -117,7 +117,11 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     cli.main(["eval", "r.py", "depth", "--variants=1", "--steps=2", "--batches=1", "--json", "d.json", "--device", "cpu"])
     assert "perplexity" in capsys.readouterr().out
     rows = json.loads((tmp_path / "d.json").read_text())["rows"]
-    assert rows[0]["provenance"]["recipe"] == "r.py" and (tmp_path / "d.runs" / "depth-1-0" / "model").is_dir()
+    assert (
+        rows[0]["provenance"]["from"] == "r.py"
+        and len(rows[0]["provenance"]["recipe"]) == 32
+        and (tmp_path / "d.runs" / "depth-1-0" / "model").is_dir()
+    )
     for arguments, message in (
         (["r.py", "depth"], "depth: expected --json OUT, beside which the trained models are kept, got none"),
         (["r.py", "lm", "--data=r.py"], "model: expected a folder with config.json"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from evaluations import measured, saved, telling
 
+from remanence import Model
 from remanence.evaluate import TASKS, Subject, configured
 from remanence.evaluate.niah import KINDS, Sample, scored
 from remanence.evaluate.subject import Answer, Likelihood
@@ -153,6 +154,25 @@ def test_a_model_is_asked_what_a_plain_loop_asks(home):
             chances = logits[0, -1].log_softmax(-1)
         assert answer.options[0].log == pytest.approx(log, abs=1e-3)
     assert first.position.tolist() == [400]
+
+
+def test_a_needle_costs_its_length_and_little_more(home, monkeypatch):
+    """No clock: tokens that pass through the model beside the text itself, which are as many for a text of any length."""
+    (home / "hay.txt").write_text(prose(2000))
+    trace, read = Model.trace, []
+
+    def counted(self, tokens, *arguments, **options):
+        read.append(tokens.numel())
+        return trace(self, tokens, *arguments, **options)
+
+    monkeypatch.setattr(Model, "trace", counted)
+    beside = []
+    for length in (1024, 4096):
+        task = niah(home, kinds="w", lengths=str(length), depths="0.5")
+        read.clear()
+        task.measure([task._unit("w", length, 0.5, 0)])
+        beside.append(sum(read) - length)
+    assert max(beside) < 0.05 * 65536 and abs(beside[0] - beside[1]) < 200
 
 
 def test_the_heat_map_is_drawn(home, tmp_path):

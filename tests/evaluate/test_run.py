@@ -15,8 +15,8 @@ import torch
 from evaluations import measured, saved
 from models import model
 
-from remanence import cli, memfile
-from remanence.evaluate import TASKS, Subject
+from remanence import Model, cli, memfile
+from remanence.evaluate import TASKS, Subject, bookmark, subject
 from remanence.evaluate.run import Journal, commit
 from remanence.evaluate.task import configured, share, told, whole, wilson
 
@@ -195,3 +195,38 @@ def test_the_document_names_every_task_and_setting():
         told = re.findall(r"`(\w+)`", line) or None
         assert told is None or told == list(task.Settings.__dataclass_fields__), name
         assert re.search(rf"\b{name}\b", cli.Eval.__doc__), name
+
+
+@pytest.mark.parametrize("variant", ["mac", "hybrid"])
+@pytest.mark.parametrize("task", ["lm", "niah"])
+def test_a_unit_of_hours_goes_on_in_its_middle(home, monkeypatch, task, variant):
+    """Two documents and a long text; after each piece the reading is kept, and what follows is the same to the last bit."""
+    saved(home / "m", variant)
+    monkeypatch.setattr(bookmark, "EVERY", 0.0)
+    monkeypatch.setattr(subject, "PIECE", 128)
+    lines = [{"text": TEXT * 2}, {"text": "é" + TEXT * 3}]
+    (home / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {
+        "lm": {"data": "d.jsonl", "views": "stream", "max_tokens": "1500"},
+        "niah": {"kinds": "pk", "lengths": "1500", "depths": "0.5", "samples": "2", "batch": "2"},
+    }[task]
+    expected = measured("m", task, **settings)
+    trace, calls = Model.trace, []
+
+    def interrupted(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return trace(self, *arguments, **options)
+
+    monkeypatch.setattr(Model, "trace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measured("m", task, journal=home / "r.units.jsonl", **settings)
+    assert (home / "r.bookmark.mem").is_file()
+    assert measured("m", task, journal=home / "r.units.jsonl", **settings) == expected
+    again = len(calls) - 9
+    calls.clear()
+    calls.extend([1] * 10)
+    measured("m", task, **settings)
+    assert again == len(calls) - 10 - 8, "eight pieces were not read again"
+    assert not (home / "r.bookmark.mem").exists()

@@ -1,0 +1,42 @@
+"""Where a long reading stands, so that a unit of hours need not begin anew: a memory file, replaced now and then."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from remanence import memfile
+from remanence.model import Model, State
+
+EVERY = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
+"""Seconds between two saves: what a kill can cost. `remanence read` uses the same."""
+
+
+class Bookmark:
+    """The state of the unit that is being measured, and what has been counted of it. Without a path nothing is kept."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path, self.unit, self.saved = path, "", time.monotonic()
+
+    def find(self, model: Model) -> tuple[State, dict[str, Any]] | None:
+        """What was kept of this unit. A file of another unit, of another model, or a damaged one is as good as none."""
+        if self.path is None or not self.path.is_file():
+            return None
+        try:
+            notes = memfile.peek(self.path)[0]["notes"]
+            return (memfile.load(self.path, model), notes["counted"]) if notes.get("unit") == self.unit else None
+        except ValueError:
+            return None
+
+    def keep(self, model: Model, state: State, counted: Callable[[], dict[str, Any]]) -> None:
+        if self.path is not None and time.monotonic() - self.saved >= EVERY and not bool(state.diverged.any()):
+            memfile.save(self.path, model, state, {"unit": self.unit, "counted": counted()})
+            self.saved = time.monotonic()
+
+    def remove(self) -> None:
+        """What was read can be told from it: it does not stay once it is of no more use."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
