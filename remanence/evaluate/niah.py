@@ -162,6 +162,8 @@ class Niah(Task):
             least = unit["length"] - room
             raise ValueError(f"niah.lengths: expected at least {least} tokens for the kind {unit['kind']}, got {unit['length']}")
         depths = [unit["depth"], *(float(depth) for depth in chance.random(len(needles) - 1))]
+        if kind.values > 1:  # said in the order in which they were read
+            right = [value for _, value in sorted(zip(depths, right, strict=True))]
         text, borders = hay.stretch(room, chance)
         body = np.concatenate([np.array(start, np.int32), hidden(text, borders, needles, depths), np.array(end, np.int32)])
         return Sample(body, prompt, right, wrong)

@@ -119,7 +119,7 @@ def hidden(hay: np.ndarray, borders: np.ndarray, needles: list[list[int]], depth
     """The hay with each needle at the border nearest to its depth, 0 being the beginning and 1 the end."""
     places = [int(borders[np.abs(borders - depth * len(hay)).argmin()]) for depth in depths]
     parts, last = [], 0
-    for index in sorted(range(len(needles)), key=lambda index: places[index]):
+    for index in sorted(range(len(needles)), key=lambda index: (places[index], depths[index])):
         parts += [hay[last : places[index]], np.array(needles[index], np.int32)]
         last = places[index]
     return np.concatenate([*parts, hay[last:]])

@@ -92,6 +92,15 @@ def test_its_numbers_are_the_native_models(home):
     assert on != off, "the mode reaches the harness's model"
 
 
+def test_lambada_is_the_same_through_the_harness_and_without_it(home):
+    lines = [{"text": f"the {animal} sat on the {place}"} for animal in ("cat", "dog") for place in ("mat", "rug", "bed")]
+    (home / "data" / "lambada_val.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    theirs = measured(home, "commonsense", data=str(home / "data"), benchmarks="lambada")
+    ours = measured(home, "lambada", data=str(home / "data" / "lambada_val.jsonl"))
+    assert ours.value("perplexity") == pytest.approx(theirs.value("perplexity"), rel=1e-4)
+    assert ours.value("accuracy") == theirs.value("acc")
+
+
 def test_all_together_have_a_mean(home):
     rows = measured(home, "commonsense", data=str(home / "data"))
     shares = [row.value for row in rows if row.metric in ("acc", "acc_norm")]
