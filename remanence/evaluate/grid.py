@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from remanence.config import change, known
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, told
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
 from remanence.model import Model, parameters
 from remanence.train import TrainConfig, fit, run_config
 from remanence.train.sources import SOURCES
@@ -173,7 +172,7 @@ class Grid(Task):
             for length in self.lengths:
                 for name in self.variants:
                     own = [(unit["trained"], result[str(length)]) for unit, result in results if unit["variant"] == name]
-                    values = [exp(each["loss"]) if metric == "perplexity" else each["right"] for _, each in own]
+                    values = [perplexity(each["loss"]) if metric == "perplexity" else each["right"] for _, each in own]
                     setting = {"variant": name, "length": length}
                     paper = {"table 5": self.published[name]} if metric == "perplexity" and name in self.published else {}
                     spread = stdev(values) if len(values) > 1 else None

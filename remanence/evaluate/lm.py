@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import exp, log
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, told
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
 from remanence.evaluate.texts import Texts
 from remanence.model import State
 from remanence.tokens import ByteTokenizer, Tokenizer
@@ -136,7 +136,7 @@ class Lm(Task):
             own = [(unit, result) for unit, result in results if unit["view"] == view]
             setting = {key: value for key, value in own[0][0].items() if key != "file"}
             nll, tokens, size = (sum(result[key] for _, result in own) for key in ("nll", "tokens", "bytes"))
-            rows += [self.row("perplexity", exp(nll / tokens), setting, count=tokens)]
+            rows += [self.row("perplexity", perplexity(nll / tokens), setting, count=tokens)]
             rows += [self.row("bits per byte", nll / log(2) / size, setting, count=size)] if size else []
             if view == "stream":
                 for place, (start, end) in enumerate(zip([0, *EDGES], [*EDGES, None], strict=True)):

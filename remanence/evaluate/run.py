@@ -10,13 +10,14 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import remanence
-from remanence.config import Mode, known
+from remanence.config import MODES, Mode, known
 from remanence.evaluate.bookmark import Bookmark
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task
@@ -86,7 +87,7 @@ def evaluate(
 ) -> list[Row]:
     """The rows of every task with the subject's memory in every mode; what the journal knows already is not measured again."""
     for mode in modes:
-        known("memory", mode, ("on", "off", "frozen", "fresh"))
+        known("memory", mode, MODES)
         if subject.network is not None:
             subject.network.memory = mode  # refuses one that the model cannot have
     kept = Journal(journal, describe(subject))
@@ -198,8 +199,12 @@ def _processor() -> str:
 
 
 def write_rows(path: Path, rows: Sequence[Row], origin: dict[str, Any]) -> None:
-    """All rows as one JSON file, whole or not at all; each tells where it comes from, so that files can be joined."""
-    write_json(path, {"made_by": MADE_BY, "rows": [{**asdict(row), "provenance": origin} for row in rows]})
+    """All rows as one JSON file, whole or not at all; each tells where it comes from, so that files can be joined.
+
+    JSON has no infinity: what is not finite is null.
+    """
+    plain = [{**asdict(row), "value": row.value if isfinite(row.value) else None, "provenance": origin} for row in rows]
+    write_json(path, {"made_by": MADE_BY, "rows": plain})
 
 
 def check_target(path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import sqrt
+from math import exp, inf, log, sqrt
 from pathlib import Path
+from sys import float_info
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
 from remanence.config import known
@@ -84,6 +85,11 @@ class Task:
 def share(right: float, count: int) -> dict[str, Any]:
     """A row's value, count and interval for so many right answers (parts of one count in part)."""
     return {"value": right / count, "count": count, "interval": wilson(right, count)}
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss; infinite where a number cannot hold it."""
+    return exp(loss) if loss < log(float_info.max) else inf
 
 
 def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:

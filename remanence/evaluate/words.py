@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import log
 
 import torch
 
 from remanence.evaluate.subject import Subject, pair_tokens
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, share
 from remanence.evaluate.texts import Texts, lines
 
 
@@ -78,8 +78,8 @@ class Wikitext(Task):
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
         nll, words, size, tokens = (sum(result[key] for _, result in results) for key in ("nll", "words", "bytes", "tokens"))
         return [
-            self.row("word perplexity", exp(nll / words), {"pages": len(results)}, count=words),
-            self.row("token perplexity", exp(nll / tokens), {"pages": len(results)}, count=tokens),
+            self.row("word perplexity", perplexity(nll / words), {"pages": len(results)}, count=words),
+            self.row("token perplexity", perplexity(nll / tokens), {"pages": len(results)}, count=tokens),
             self.row("bits per byte", nll / log(2) / size, {"pages": len(results)}, count=size),
         ]
 
@@ -186,7 +186,7 @@ class Lambada(Task):
         count = len(results)
         mean = sum(result["log"] for _, result in results) / count
         right = share(sum(result["right"] for _, result in results), count)
-        return [self.row("perplexity", exp(-mean), count=count), self.row("accuracy", **right)]
+        return [self.row("perplexity", perplexity(-mean), count=count), self.row("accuracy", **right)]
 
 
 def _passage(number: int, entry: object) -> tuple[str, str]:

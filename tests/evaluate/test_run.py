@@ -1,6 +1,7 @@
 """An evaluation as a whole: it goes on where it was, tells where its numbers come from, and says what is wrong in one line."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -17,8 +18,8 @@ from models import model
 
 from remanence import Model, cli, memfile
 from remanence.evaluate import TASKS, Subject, bookmark, subject
-from remanence.evaluate.run import Journal, commit
-from remanence.evaluate.task import configured, share, told, whole, wilson
+from remanence.evaluate.run import Journal, commit, write_rows
+from remanence.evaluate.task import Row, configured, perplexity, share, told, whole, wilson
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "It was the best of times, it was the worst of times. " * 6
@@ -168,6 +169,13 @@ def test_wilsons_interval_by_hand():
     assert share(3, 4)["value"] == 0.75
     with pytest.raises(ValueError, match="right"):
         wilson(3, 2)
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    assert perplexity(1e6) == math.inf and perplexity(0.0) == 1.0
+    write_rows(tmp_path / "r.json", [Row(task="lm", metric="perplexity", value=math.inf, setting={})], {"seed": 0})
+    (row,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["rows"]
+    assert row["value"] is None and row["provenance"] == {"seed": 0}
 
 
 def test_numbers_as_people_write_them():
