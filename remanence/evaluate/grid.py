@@ -143,9 +143,13 @@ class Grid(Task):
         return Model.load(out / "model", device=self.subject.place).eval()
 
     def _rows(self, length: int, number: int) -> Any:
-        """Held-out rows: of generated tasks with another seed, of shards from another folder; the same for every variant."""
-        data = replace(self.recipe.data, length=length, path=self.settings.data or self.recipe.data.path)
-        config = replace(self.recipe, data=data, seed=self.subject.seed + HELD_OUT)
+        """Held-out rows: of generated tasks with another seed, of shards from another folder; the same for every variant.
+
+        Shards are read packed in any case: each row begins with an empty memory, and its length says how far it can reach back.
+        """
+        kind = "packed" if self.recipe.data.kind in SHARDS else self.recipe.data.kind
+        data = replace(self.recipe.data, kind=kind, length=length, path=self.settings.data)
+        config = replace(self.recipe, data=data, seed=self.subject.seed + HELD_OUT, carry=False)
         return SOURCES[data.kind](config, self.recipe.batch // self.recipe.accumulate, 0, 1).step(number)
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from evaluations import Rows
 from models import config
 
 from remanence import Model, cli
+from remanence.data import prepare
 from remanence.evaluate import TASKS, Subject, configured, evaluate
 from remanence.evaluate import grid as grid_module
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
@@ -141,3 +142,17 @@ def test_recipes_without_memory_or_held_out_data_are_refused(tmp_path):
         grid(tmp_path, recipe=replace(RECIPE, model=replace(RECIPE.model, pattern=("window",))))
     with pytest.raises(ValueError, match=r"ablate.data: expected held-out shards, got none; --ablate.data=FOLDER"):
         grid(tmp_path, recipe=replace(RECIPE, data=replace(RECIPE.data, kind="packed", path="x")))
+
+
+@pytest.mark.parametrize("kind", ["packed", "documents"])
+def test_shards_are_held_out(tmp_path, kind):
+    for name, text in (("train", "All happy families are alike. "), ("other", "Call me Ishmael, some years ago. ")):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{n} {text * 9}"}) + "\n" for n in range(6)))
+        prepare([str(tmp_path / f"{name}.jsonl")], tmp_path / f"{name}-tokens")
+    data = DataConfig(kind=kind, path=str(tmp_path / "train-tokens"), length=32)
+    recipe = replace(RECIPE, model=config("mag", vocabulary=257), data=data, carry=kind == "documents", steps=1)
+    task = grid(tmp_path, recipe=recipe, variants="base", lengths="24", data=str(tmp_path / "other-tokens"))
+    batch = task._rows(24, 0)
+    assert "Ishmael" in bytes(token for token in batch.tokens.flatten().tolist() if token < 256).decode()
+    row = measured(task).row("perplexity", variant="base", seeds=1)
+    assert row.count == sum(int((task._rows(24, number).targets >= 0).sum()) for number in range(2)) and row.value > 1
