@@ -178,6 +178,29 @@ class Inspect:
 
 
 @dataclass(frozen=True)
+class Lens:
+    """A text as the model's memories saw it, as one HTML page: surprise, gates, norms, and for each token what they answer."""
+
+    model: Folder
+    """The model's folder."""
+    text: Path
+    """The text to read."""
+    out: Path = Path("lens.html")
+    """Page to write; one that is there is replaced."""
+    memory: Path | None = None
+    """Memory file to start from."""
+    reach: int = 8_192
+    """How many tokens back to look for what an answer resembles, at most 65,535."""
+    device: Device = "auto"
+    """Where to run."""
+
+    def run(self) -> None:
+        from remanence.commands import lens
+
+        lens(self.model, self.text, self.out, self.memory, self.reach, self.device)
+
+
+@dataclass(frozen=True)
 class Data:
     """Turn texts (plain, jsonl or parquet, folders of them, datasets of the hub) into token shards. Goes on if interrupted."""
 
@@ -324,6 +347,7 @@ Command = (
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Lens, tyro.conf.subcommand("lens")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Export, tyro.conf.subcommand("export")]

@@ -23,6 +23,7 @@ from remanence import memfile
 from remanence.blocks import BLOCKS
 from remanence.config import PRESETS, Mode, ModelConfig, preset
 from remanence.device import resolve
+from remanence.files import replacing
 from remanence.generate import Generation, Sampling, Write
 from remanence.model import Model, matched
 from remanence.session import Session
@@ -153,6 +154,39 @@ class Shown:
             self.said = now
             left = (now - self.start) * (self.total - done) / max(done, 1)
             print(f"reading {100 * done / max(self.total, 1):.0f} %, {note}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def lens(folder: Path, text: Path, out: Path, memory: Path | None, reach: int, device: str) -> None:
+    """A page of a text as the model's memories saw it, written while it is read."""
+    from remanence.lens import Page, look, norms, stride, watched
+
+    if not text.is_file():
+        raise ValueError(f"--text: {text}: no such file")
+    if out.resolve() == text.resolve():
+        raise ValueError(f"--out: expected another file than --text, got {out}")
+    session = open_session(folder, device, memory, "on", "all", False)
+    model, before, source = session.model, session.tokens, Bytes([text])
+    several = len(set(model.config.pattern)) > 1
+    names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in watched(model)]
+    start = norms(model, session.state).tolist()
+    with (
+        replacing(out) as temporary,
+        open(temporary, "w", encoding="utf-8", newline="\n") as file,
+        Shown(source.size) as shown,
+    ):
+        page = Page(file, session.tokenizer, f"{text.name} as {folder.resolve().name} saw it")
+        for seen in look(session, source, stride(model, source.size), reach):
+            page.add(seen)
+            shown.update(source.passed, session.tokens - before, float(seen.signals[..., 0].mean()))
+        if not page.ends:
+            raise ValueError(f"--text: expected at least one token, got none in {text}")
+        facts = [
+            f"{text.name}, {session.tokens - before:,} tokens" + (f" after {before:,} in {memory.name}" if memory else ""),
+            f"{folder.resolve().name}: {' '.join(model.config.pattern)}, {len(names)} of {len(model.blocks)} layers remember",
+            f"weights {memfile.fingerprint(model).weights[:12]}",
+        ]
+        page.finish(" · ".join(facts), names, start, reach)
+    print(f"{out}: {session.tokens - before:,} tokens, {out.stat().st_size:,} bytes")
 
 
 def generate(

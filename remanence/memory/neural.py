@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import log
 from typing import Any, NamedTuple
@@ -132,6 +132,7 @@ class NeuralMemory(nn.Module):
         self.o_proj = nn.Linear(c.inner, c.dim, bias=False)
         self.initial = InitialMemory(self.net, self.heads, self.head_dim)
         self.checks = True  # on a CPU, that x is finite; a model made of such layers sees it in its loss and its state
+        self.watch: Callable[[Tensor, Tensor], None] | None = None  # shown every call's values and answers; see remanence.lens
 
     def extra_repr(self) -> str:
         return f"net={self.net}, rule={self.rule}, chunk={self.config.chunk}"
@@ -190,6 +191,8 @@ class NeuralMemory(nn.Module):
             aligned=aligned or not carried,
             check=False,
         )
+        if self.watch is not None:
+            self.watch(v, answers)
         y = self.output(x, answers)
         if carried and torch.is_grad_enabled():
             # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.

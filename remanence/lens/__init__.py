@@ -1,0 +1,6 @@
+"""A text as a memory saw it, as one HTML page: `look` reads it, `Page` writes what was seen while it comes."""
+
+from remanence.lens.look import REACH, SIGNALS, Look, look, matches, norms, stride, watched
+from remanence.lens.page import Page, unpack
+
+__all__ = ["REACH", "SIGNALS", "Look", "Page", "look", "matches", "norms", "stride", "unpack", "watched"]

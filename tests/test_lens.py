@@ -1,0 +1,272 @@
+"""The lens: what the page says is what the model did, every text is shown as it is, and every wrong turn is one line."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from browser import Browser, executable
+from models import MEMORIES, model
+
+from remanence import Session, cli
+from remanence.lens import SIGNALS, look, matches, norms, stride, unpack
+from remanence.lens.look import Past, watched
+from remanence.testing import assert_close
+
+TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. "
+ODD = "a <b>bold</b> </script><script>alert(1)</script> &amp; “naïve” 東京 🧲\u2028\r\n\x00 end <!-- {title} -->\n" * 3
+
+
+def plainly(answers, values, reach, kept):
+    """`matches`, one answer after the other."""
+    found = []
+    first = values.shape[1] - answers.shape[1]
+    for head in range(answers.shape[0]):
+        for t in range(answers.shape[1]):
+            scores = [
+                (float(answers[head, t] @ values[head, i]), first + t - i) for i in range(max(0, first + t - reach), first + t)
+            ]
+            best = sorted(scores, reverse=True)[:kept]
+            found.append(best + [(0.0, 0)] * (kept - len(best)))
+    shape = (answers.shape[0], answers.shape[1], kept, 2)
+    return torch.tensor(found, dtype=torch.float64).view(shape).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "count", "reach"), [(0, 1, 5), (0, 7, 100), (0, 200, 70), (300, 70, 64), (300, 70, 1000), (3, 200, 1)]
+)
+def test_matches_are_those_of_a_plain_search(before, count, reach):
+    values = torch.nn.functional.normalize(torch.randn(2, before + count, 8, dtype=torch.float64), dim=-1)
+    answers = torch.nn.functional.normalize(torch.randn(2, count, 8, dtype=torch.float64), dim=-1)
+    distance, cosine = matches(answers, values, reach)
+    expected = plainly(answers, values, reach, 3)
+    assert_close(cosine, expected[..., 0], 1e-12)
+    assert torch.equal(distance.double(), expected[..., 1])
+
+
+def test_the_past_does_not_grow():
+    past = Past(2, 4, 10, torch.zeros(1))
+    for _ in range(5):
+        past.compare(torch.randn(7, 2, 4), torch.randn(7, 2, 4))
+        assert past.values.shape[1] <= 10
+
+
+@pytest.mark.parametrize("variant", MEMORIES)
+def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
+    """Against one call over the whole text: gates, surprise, the norm at the end, and a plain search among all values."""
+    subject = model(variant, vocabulary=257)
+    session = Session(subject)
+    seen = list(look(session, [TEXT[:50].encode(), TEXT[50:]], step=12, reach=40))
+    tokens = torch.tensor([list(TEXT.encode())])
+    shown = {index: [] for index in watched(subject)}
+    for index, layer in watched(subject).items():
+        layer.watch = lambda values, answers, index=index: shown[index].append((values, answers))
+    with torch.no_grad():
+        whole = subject.trace(tokens)
+    for layer in watched(subject).values():
+        layer.watch = None
+    signals = torch.cat([part.signals for part in seen])
+    assert signals.shape == (len(TEXT), len(shown), len(SIGNALS))
+    for place, index in enumerate(shown):
+        there = whole.seen[index]
+        assert_close(signals[:, place, 0].double(), there.surprise[0].mean(-1), 1e-5)
+        keep = there.gates.log_keep
+        gates = (there.gates.log_step, there.gates.log_momentum, None if keep is None else torch.log(-torch.expm1(keep)))
+        for column, gate in enumerate(gates, 1):
+            if gate is None:
+                assert signals[:, place, column].isnan().all()
+            else:
+                assert_close(signals[:, place, column].double(), gate[0].exp().mean(-1), 1e-5)
+        values, answers = (torch.cat(parts, 1)[0].transpose(0, 1) for parts in zip(*shown[index], strict=True))
+        values, answers = (torch.nn.functional.normalize(x, dim=-1) for x in (values, answers))
+        expected = plainly(answers, values, 40, 3)
+        assert_close(torch.cat([part.cosine for part in seen])[:, place].double(), expected[..., 0], 1e-4)
+    assert_close(seen[-1].norm.double(), norms(subject, whole.state).double(), 1e-5)
+    assert [part.passed for part in seen] == [*range(12, len(TEXT), 12), len(TEXT)]
+    assert all(layer.watch is None for layer in watched(subject).values())
+
+
+def test_the_stride_is_of_whole_chunks_and_gives_enough_norms():
+    subject = model("lmm")
+    for tokens in (1, 100, 5_000, 100_000, 10**9):
+        step = stride(subject, tokens)
+        assert step % 4 == 0 and 4 <= step <= 2048
+        assert step == 2048 or tokens / step <= 256
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lens")
+    cli.main(["new", "tiny", str(folder / "m"), "--variant", "mag+lmm"])
+    cli.main(["new", "tiny", str(folder / "none"), "--variant", "window"])
+    (folder / "t.txt").write_text(TEXT * 10)
+    (folder / "odd.txt").write_text(ODD, encoding="utf-8", newline="")
+    (folder / "bytes.txt").write_bytes(b"\xff\xfe cut: \xe2\x82")
+    (folder / "empty.txt").write_text("")
+    return folder
+
+
+@pytest.fixture
+def run(home, capsys, monkeypatch):
+    monkeypatch.chdir(home)
+
+    def call(*arguments, code=0):
+        capsys.readouterr()
+        came = 0
+        try:
+            cli.main(["lens", *[str(argument) for argument in arguments], "--device", "cpu"])
+        except SystemExit as stop:
+            came = stop.code
+        out, err = capsys.readouterr()
+        assert came == code, err or out
+        if code:
+            assert err.startswith("remanence: error: ") and err.count("\n") == 1, err
+        return err if code else out
+
+    return call
+
+
+def test_the_page_holds_the_models_own_numbers(run, home, tmp_path):
+    said = run("m", "--text", "t.txt", "--out", tmp_path / "p.html")
+    count = len(TEXT) * 10
+    assert f"{count:,} tokens" in said and f"{(tmp_path / 'p.html').stat().st_size:,} bytes" in said
+    page = unpack(tmp_path / "p.html")
+    assert "".join(page.tokens) == TEXT * 10 and len(page.tokens) == count
+    assert page.about["layers"] == ["layer 1 mag", "layer 2 lmm"]
+    session = Session(home / "m")
+    seen = list(look(session, [TEXT * 10], stride(session.model, count)))
+    np.testing.assert_array_equal(page.signals, torch.cat([part.signals for part in seen]).numpy())
+    np.testing.assert_array_equal(page.distance, torch.cat([part.distance for part in seen]).numpy())
+    np.testing.assert_allclose(page.cosine, torch.cat([part.cosine for part in seen]).numpy(), atol=0.5 / 127 + 1e-6)
+    np.testing.assert_allclose(page.about["norms"], torch.stack([part.norm for part in seen]).numpy(), rtol=1e-6)
+    whole = session.model.trace(torch.tensor([list((TEXT * 10).encode())]))
+    np.testing.assert_allclose(page.signals[..., 0].mean(1), whole.surprise[0].detach().numpy(), rtol=2e-3)
+    assert page.about["ends"][-1] == count
+
+
+def test_a_text_is_shown_as_it_is_and_cannot_break_out(run, tmp_path):
+    run("m", "--text", "odd.txt", "--out", tmp_path / "p.html")
+    source = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "<b>bold" not in source and "alert(1)</script>" not in source
+    assert source.count("<script") == source.count("</script>")
+    assert not re.search(r"""(src|href)\s*=|@import|url\(|https?:""", source), "the page needs nothing from elsewhere"
+    assert "".join(unpack(tmp_path / "p.html").tokens) == ODD
+    run("m", "--text", "bytes.txt", "--out", tmp_path / "p.html")
+    page = unpack(tmp_path / "p.html")
+    assert len(page.tokens) == 10 and "".join(page.tokens) + page.about["rest"] == "\ufffd\ufffd cut: \ufffd"
+
+
+def test_reading_begins_from_a_memory(run, tmp_path):
+    session = Session("m")
+    session.read(TEXT * 5)
+    session.save(tmp_path / "s.mem")
+    run("m", "--text", "t.txt", "--out", tmp_path / "after.html", "--memory", tmp_path / "s.mem")
+    page = unpack(tmp_path / "after.html")
+    seen = next(iter(look(session, [TEXT * 10], stride(session.model, len(TEXT) * 10))))
+    np.testing.assert_array_equal(page.signals[: len(seen.tokens)], seen.signals.numpy())
+    assert f"after {len(TEXT) * 5:,}" in page.about["facts"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none", "--text", "t.txt"], "expected one with a neural memory, got the blocks window"),
+        (["m", "--text", "empty.txt"], "expected at least one token, got none in empty.txt"),
+        (["m", "--text", "missing.txt"], "--text: missing.txt: no such file"),
+        (["m", "--text", "t.txt", "--out", "t.txt"], "--out: expected another file than --text"),
+        (["m", "--text", "t.txt", "--out", "no/p.html"], "expected its folder to exist"),
+        (["m", "--text", "t.txt", "--reach", "0"], "--reach: expected from 1 to 65,535 tokens, got 0"),
+        (["missing", "--text", "t.txt"], "missing"),
+    ],
+)
+def test_a_wrong_turn_is_one_line_and_leaves_nothing(run, home, arguments, message):
+    before = sorted(home.iterdir())
+    assert message in run(*arguments, code=2)
+    assert sorted(home.iterdir()) == before
+
+
+def test_a_failure_on_the_way_leaves_the_old_page(run, tmp_path, monkeypatch):
+    (tmp_path / "p.html").write_text("before")
+
+    def fails(*arguments):
+        yield from ()
+        raise OSError("disk full")
+
+    monkeypatch.setattr("remanence.lens.look", fails)
+    assert "disk full" in run("m", "--text", "t.txt", "--out", tmp_path / "p.html", code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.html"] and (tmp_path / "p.html").read_text() == "before"
+
+
+needs_browser = pytest.mark.skipif(executable() is None, reason="needs Chromium or Chrome: installed, or named by $CHROMIUM")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_click_on_a_token_tells_what_python_saw(run, tmp_path, width):
+    run("m", "--text", "t.txt", "--out", tmp_path / "p.html")
+    page = unpack(tmp_path / "p.html")
+    with Browser(width) as browser:
+        browser.open(tmp_path / "p.html")
+        browser.settle()
+        assert browser("document.querySelector('#text').textContent") == TEXT * 10
+        assert browser("document.documentElement.scrollWidth") <= width
+        for token in (321, 330):
+            browser.click(f"#text span[data-t='{token}']")
+            assert browser("document.querySelector('#chosen').textContent") == f"token {token} of {len(page.tokens):,}"
+            assert browser("document.querySelector('#text .chosen').dataset.t") == str(token)
+            cells = browser("[...document.querySelectorAll('#values td[data-value]')].map(cell => +cell.dataset.value)")
+            cells = np.array(cells, dtype=float).reshape(2, 5)
+            np.testing.assert_allclose(cells[:, :4], page.signals[token], rtol=1e-6)
+            gone = 1 - np.prod(1 - page.signals[token + 1 :, :, 3].astype(np.float64), 0)
+            np.testing.assert_allclose(cells[:, 4], gone, rtol=1e-4)
+            told = browser("[...document.querySelectorAll('#matches button')].map(b => [+b.dataset.t, +b.dataset.cosine])")
+            assert told == best(page, token)
+            here = {t for t, _ in told}
+            marked = browser("[...document.querySelectorAll('#text .match')].map(span => +span.dataset.t)")
+            assert here <= set(marked) or len(told) == 12
+        if width > 860:
+            browser("document.querySelector('#head').value = 1; document.querySelector('#head').onchange()")
+            browser("document.querySelector('#layer').value = 1; document.querySelector('#layer').onchange()")
+            told = browser("[...document.querySelectorAll('#matches button')].map(b => +b.dataset.t)")
+            assert sorted(told) == sorted(330 - page.distance[330, 1, 1])
+            browser("[...document.querySelectorAll('#signals button')].forEach(button => button.click())")
+            before = browser("document.querySelector('#matches button').dataset.t")
+            browser.click("#matches button")
+            assert browser("location.hash") == f"#{before}"
+        assert not browser.errors
+        assert all(address.startswith("file:") for address in browser.requests)
+
+
+def best(page, token):
+    """The list as the page should have it: earlier tokens by their best cosine, the newer first where they are level."""
+    known = {}
+    for distance, cosine in zip(page.distance[token].ravel().tolist(), page.cosine[token].ravel().tolist(), strict=True):
+        if distance:
+            known[token - distance] = max(cosine, known.get(token - distance, -2))
+    rows = sorted(known.items(), key=lambda row: (-row[1], -row[0]))[:12]
+    return [[earlier, pytest.approx(cosine)] for earlier, cosine in rows]
+
+
+@needs_browser
+def test_a_long_and_strange_text_is_drawn_in_part(run, home, tmp_path):
+    """Only what is near the screen has elements; scripts in the text do not run; a token inside a character can be reached."""
+    (home / "long.txt").write_text(ODD * 30, encoding="utf-8", newline="")
+    run("m", "--text", "long.txt", "--out", tmp_path / "p.html", "--reach", 64)
+    page = unpack(tmp_path / "p.html")
+    with Browser() as browser:
+        browser.open(tmp_path / "p.html")
+        browser.settle()
+        assert json.loads(browser("JSON.stringify(document.querySelector('#text').textContent)")) == ODD * 30
+        assert 0 < browser("document.querySelectorAll('#text span').length") < len(page.tokens) / 3
+        inside = next(t for t in range(len(page.tokens) - 500, len(page.tokens)) if page.tokens[t] == "")
+        browser(f"location.hash = '#{inside}'")
+        browser.settle()
+        assert browser("document.querySelector('#chosen').textContent").endswith("part of a character")
+        box = browser("(({top, bottom}) => [top, bottom])(document.querySelector('#text .chosen').getBoundingClientRect())")
+        assert 0 < box[0] < box[1] < 900, "it is on the screen"
+        browser.send("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
+        assert browser("location.hash") == f"#{inside + 1}"
+        browser.send("Input.dispatchKeyEvent", type="keyDown", key="Escape")
+        assert browser("document.querySelector('#detail').hidden")
+        assert not browser.errors
