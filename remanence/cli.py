@@ -305,6 +305,21 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Report:
+    """Evaluations and training runs as one document, Markdown and HTML: the papers' numbers beside ours, with plots."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Files that `eval --json` wrote, and folders of training runs."""
+    out: Path = Path("report.md")
+    """Markdown to write; its pictures and the same as an HTML page are written beside it."""
+
+    def run(self) -> None:
+        from remanence.report import write
+
+        print("\n".join(str(path) for path in write(self.runs, self.out)))
+
+
+@dataclass(frozen=True)
 class Presets:
     """Every preset and variant: its parameters, and the size of its state."""
 
@@ -352,6 +367,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Presets, tyro.conf.subcommand("presets")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )

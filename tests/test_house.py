@@ -39,9 +39,11 @@ ROOMS = {
     "train": {"", "config", "data", "device", "files", "generate", "memfile", "memory", "model", "ops", "tokens"},
     "evaluate": {"", "config", "data", "files", "generate", "hf", "memfile", "model", "tokens", "train"},
     "eval_commands": {"config", "device", "evaluate", "train_commands"},
+    "published": set(),
+    "report": {"", "config", "files", "model", "published"},
     "testing": set(),
     "demo": {"", "config", "device", "files", "memfile", "model", "train"},
-    "cli": {"", "commands", "demo", "device", "eval_commands", "generate", "ops", "train_commands"},
+    "cli": {"", "commands", "demo", "device", "eval_commands", "generate", "ops", "report", "train_commands"},
     "__main__": {"cli"},
     "": {"config", "generate", "memory", "model", "ops", "session"},
 }

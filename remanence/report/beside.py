@@ -1,0 +1,221 @@
+"""Our rows in the papers' tables: which cell a row belongs to, and why two numbers may not be compared.
+
+A comparison is an entry of `COMPARISONS`. A row finds its cell by its task, its metric and a few names in its setting:
+
+    wikitext, lambada                 "word perplexity"; "perplexity", "accuracy"
+    commonsense, or a task's own name "accuracy"; of hellaswag and arc_challenge "normalised accuracy"; setting task
+    niah                              "accuracy"; setting kind (PK, N, W) and length, no depth
+    babilong                          "accuracy"; setting length, and fine_tuned if it is; no task, which would be one of twenty
+    ablate                            any; setting variant
+    depth                             "perplexity"; setting depth and length
+
+and its model is like the paper's if its provenance tells parameters, training_tokens and tokenizer, and they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from remanence import published
+from remanence.published import Number, Trained
+from remanence.report.rows import Row
+
+NEAR = 0.1
+"""How far our parameters and tokens may be from the paper's, as a share, to be of the same size."""
+
+ACCURACY = ("accuracy", "exact match", "acc")
+NORMALISED = ("normalised accuracy", "accuracy, normalised", "acc_norm")
+ALIASES = {"social_iqa": "siqa", "social iqa": "siqa", "arc-e": "arc_easy", "arc-c": "arc_challenge", "lambada_openai": "lambada"}
+KINDS = {"niah_single_1": "PK", "niah_single_2": "N", "niah_single_3": "W"}
+VARIANTS = {
+    "base": "LMM (base)",
+    "lmm": "LMM (base)",
+    "mac": "+ Attn MAC",
+    "mag": "+ Attn MAG",
+    "mal": "+ Attn MAL",
+    "linear": "linear memory",
+    "no conv": "w/o convolution",
+    "no convolution": "w/o convolution",
+    "no momentum": "w/o momentum",
+    "no forget": "w/o weight decay",
+    "no forgetting": "w/o weight decay",
+    "no persistent": "w/o persistent memory",
+}
+
+Cell = tuple[str, str]
+"""Line and column of a table. An empty line is the subject's own."""
+
+
+class Paper(NamedTuple):
+    """A table or figure of the papers: its lines by name, and what their models were."""
+
+    where: str
+    columns: Sequence[str]
+    lines: Mapping[str, Sequence[Number]]
+    trained: Trained
+
+
+class Comparison(NamedTuple):
+    """How rows meet a table: which cell each belongs to (None: not here), and the papers' part of it for these rows."""
+
+    title: str
+    cell: Callable[[Row], Cell | None]
+    paper: Callable[[Sequence[Row]], Paper]
+    percent: Callable[[str], bool] = lambda column: True
+
+
+class Beside(NamedTuple):
+    """A comparison with rows in it. `ours` is by line (a subject's, and its variant's if it has several) and column."""
+
+    title: str
+    paper: Paper
+    ours: dict[str, dict[str, list[float]]]
+    reasons: dict[str, list[str]]
+    rows: list[Row]
+
+
+def label(tokens: float) -> str:
+    """A length as the papers write it: 2K is 2,048 or 2,000."""
+    for size, sign in ((1_000_000, "M"), (1_000, "K")):
+        for unit in (size, 2 ** (20 if sign == "M" else 10)):
+            if tokens >= unit and tokens % unit == 0:
+                return f"{int(tokens // unit)}{sign}"
+    return f"{tokens:,.0f}"
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _table1(row: Row) -> Cell | None:
+    name = str(row.setting.get("task", row.task) if row.task == "commonsense" else row.task).lower()
+    name = ALIASES.get(name, name)
+    if (name, row.metric) == ("wikitext", "word perplexity") or (name, row.metric) == ("lambada", "perplexity"):
+        return "", f"{name} perplexity"
+    wanted = NORMALISED if name in ("hellaswag", "arc_challenge") else ACCURACY
+    return ("", name) if name in published.TABLE1_COLUMNS and row.metric in wanted else None
+
+
+def _table2(row: Row) -> Cell | None:
+    kind = KINDS.get(str(row.setting.get("kind")), str(row.setting.get("kind")).upper())
+    if row.task != "niah" or row.metric not in ACCURACY or kind not in ("PK", "N", "W") or row.setting.get("depth") is not None:
+        return None
+    return ("", f"{kind} {label(row.setting['length'])}") if _whole(row.setting.get("length")) else None
+
+
+def _figure6(row: Row) -> Cell | None:
+    if row.task != "babilong" or row.metric not in ACCURACY or row.setting.get("task") is not None:
+        return None
+    return ("", label(row.setting["length"])) if _whole(row.setting.get("length")) else None
+
+
+def _table5(row: Row) -> Cell | None:
+    variant = str(row.setting.get("variant", "")).replace("_", " ")
+    line = VARIANTS.get(variant, variant)
+    return (line, row.metric) if row.task == "ablate" and line in published.TABLE5 else None
+
+
+def _figure7(row: Row) -> Cell | None:
+    depth, length = row.setting.get("depth"), row.setting.get("length")
+    if row.task != "depth" or row.metric != "perplexity" or not _whole(depth) or not _whole(length):
+        return None
+    return f"depth {depth}", label(float(str(length)))
+
+
+def _nearest(sizes: Mapping[str, Trained], rows: Sequence[Row]) -> str:
+    """The papers' size nearest to ours; the smallest if ours is not told."""
+    own = [row.provenance["parameters"] for row in rows if _whole(row.provenance.get("parameters"))]
+    return min(sizes, key=lambda size: abs((sizes[size].parameters or 0) - max(own, default=0)))
+
+
+def _paper1(rows: Sequence[Row]) -> Paper:
+    size = _nearest(published.TABLE1_TRAINED, rows)
+    version = "NeurIPS 2025" if size == "1.3B" else "arXiv v1"
+    return Paper(f"Table 1, {size} ({version})", published.TABLE1_COLUMNS, published.TABLE1[size], published.TABLE1_TRAINED[size])
+
+
+def _paper2(rows: Sequence[Row]) -> Paper:
+    columns = [f"{kind} {label(length)}" for kind in ("PK", "N", "W") for length in published.TABLE2_LENGTHS]
+    lines = {name: [x for kind in ("PK", "N", "W") for x in cells[kind]] for name, cells in published.TABLE2.items()}
+    return Paper("Table 2 (arXiv v1)", columns, lines, published.TABLE2_TRAINED)
+
+
+def _paper6(rows: Sequence[Row]) -> Paper:
+    panel = "fine-tuned" if any(row.setting.get("fine_tuned") for row in rows) else "few-shot"
+    columns = [label(length) for length in published.FIGURE6_LENGTHS]
+    return Paper(f"Figure 6, {panel} (arXiv v1, read off the plot)", columns, published.FIGURE6[panel], published.FIGURE6_TRAINED)
+
+
+def _paper5(rows: Sequence[Row]) -> Paper:
+    return Paper("Table 5 (arXiv v1)", published.TABLE5_COLUMNS, published.TABLE5, published.TABLE5_TRAINED)
+
+
+def _paper7(rows: Sequence[Row]) -> Paper:
+    size = _nearest(published.FIGURE7_TRAINED, rows)
+    columns = [label(length) for length in published.FIGURE7_LENGTHS]
+    lines, trained = published.FIGURE7[size], published.FIGURE7_TRAINED[size]
+    return Paper(f"Figure 7, {size} (arXiv v1, read off the plot)", columns, lines, trained)
+
+
+def _share(column: str) -> bool:
+    return "perplexity" not in column
+
+
+COMPARISONS = (
+    Comparison("Language modelling and commonsense", _table1, _paper1, _share),
+    Comparison("A needle in a haystack", _table2, _paper2),
+    Comparison("BABILong", _figure6, _paper6),
+    Comparison("What the parts are worth", _table5, _paper5, lambda column: column in (*ACCURACY, "reasoning", "long context")),
+    Comparison("Depth of the memory", _figure7, _paper7, lambda column: False),
+)
+
+
+def beside(rows: Sequence[Row]) -> list[Beside]:
+    """Every comparison that some row belongs to, in the papers' order."""
+    found = []
+    for comparison in COMPARISONS:
+        here = [(row, cell) for row in rows if (cell := comparison.cell(row)) is not None]
+        if not here:
+            continue
+        paper = comparison.paper([row for row, _ in here])
+        ours: dict[str, dict[str, list[float]]] = {}
+        reasons: dict[str, list[str]] = {}
+        for row, (line, column) in here:
+            share = comparison.percent(column)
+            if share and not 0 <= row.value <= 1:
+                raise ValueError(f"{row.place}: value: expected a share from 0 to 1 for {row.metric!r}, got {row.value:g}")
+            name = f"{line}: {row.subject}" if line else row.subject
+            ours.setdefault(name, {}).setdefault(column, []).append(100 * row.value if share else row.value)
+            reasons.setdefault(row.subject, differences(paper.trained, row))
+        found.append(Beside(comparison.title, paper, dict(sorted(ours.items())), reasons, [row for row, _ in here]))
+    return found
+
+
+def differences(theirs: Trained, row: Row) -> list[str]:
+    """Why a number may not be compared with the paper's; nothing if it may."""
+    ours, reasons = row.provenance, []
+    for what, wanted, own in (
+        ("parameters", theirs.parameters, ours.get("parameters")),
+        ("training tokens", theirs.tokens, ours.get("training_tokens")),
+    ):
+        if wanted is None:
+            reasons.append(f"the paper does not tell its {what}")
+        elif own is None or not _whole(own):
+            reasons.append(f"our {what} are not told in the rows (the paper: {short(wanted)})")
+        elif abs(own / wanted - 1) > NEAR:
+            reasons.append(f"{what}: ours {short(own)}, the paper's {short(wanted)}")
+    tokenizer = ours.get("tokenizer")
+    if tokenizer is None:
+        reasons.append(f"our tokenizer is not told in the rows (the paper: {theirs.tokenizer})")
+    elif str(tokenizer).lower() != theirs.tokenizer:
+        reasons.append(f"tokenizer: ours {tokenizer}, the paper's {theirs.tokenizer}")
+    mode = row.setting.get("memory")
+    return reasons + ([f"our memory is {mode}, the paper's on"] if mode not in (None, "on") else [])
+
+
+def short(number: float) -> str:
+    for size, sign in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if number >= size:
+            return f"{number / size:.3g}{sign}"
+    return f"{number:g}"

@@ -1,0 +1,134 @@
+"""The report's parts, from top to bottom, and its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from remanence.files import replacing
+from remanence.report import plots
+from remanence.report.beside import Beside, beside, short
+from remanence.report.document import Heading, Part, Picture, Table, Text, markdown, page
+from remanence.report.rows import Found, Row, Run, read
+
+TITLE = "What was measured"
+ORIGIN = ("from", "recipe", "model", "commit", "seed", "date", "hardware")
+
+
+def write(paths: Sequence[Path], out: Path) -> list[Path]:
+    """Write the Markdown to `out`, its pictures in a folder beside it, and the same as one HTML page; returns the files.
+
+    Everything is read, checked and drawn before the first file is written.
+    """
+    if out.suffix != ".md":
+        raise ValueError(f"--out: expected a file that ends with .md, got {out}")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out: expected a folder that exists, got {out.parent}")
+    parts = compose(read(paths))
+    folder = out.with_name(f"{out.stem}-plots")
+    pictures = [part for part in parts if isinstance(part, Picture)]
+    contents: dict[Path, bytes] = {folder / f"{picture.name}.png": picture.png for picture in pictures}
+    contents[out.with_suffix(".html")] = page(parts, TITLE).encode()
+    contents[out] = markdown(parts, folder.name).encode()  # last: it is there when all it names is
+    if pictures:
+        folder.mkdir(exist_ok=True)
+    for path, content in contents.items():
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
+    return list(contents)
+
+
+def compose(found: Found) -> list[Part]:
+    parts: list[Part] = [Heading(TITLE, 1)]
+    told = " and ".join(filter(None, [_counted(len(found.rows), "evaluation row"), _counted(len(found.runs), "training run")]))
+    parts.append(Text(f"From {told}. The papers' numbers are those of Titans (arXiv 2501.00663v1, NeurIPS 2025)."))
+    for comparison in beside(found.rows):
+        parts += _compared(comparison)
+    if found.runs:
+        parts += _trained(found.runs)
+    if found.rows:
+        parts += _measured(found.rows)
+    return parts
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count > 1)}" if count else ""
+
+
+def _compared(found: Beside) -> list[Part]:
+    columns = list(dict.fromkeys([*found.paper.columns, *[column for cells in found.ours.values() for column in cells]]))
+    beyond = [""] * (len(columns) - len(found.paper.columns))
+    rows = [[name, *[_cell([x]) for x in cells], *beyond] for name, cells in found.paper.lines.items()]
+    own = [[name, *[_cell(cells.get(column, [None])) for column in columns]] for name, cells in found.ours.items()]
+    parts: list[Part] = [Heading(found.title)]
+    parts.append(Text(f"The paper's lines are {found.paper.where}; ours stand out. Shares are in percent."))
+    verdicts: dict[str, list[str]] = {}
+    for subject, reasons in found.reasons.items():
+        told = f"not comparable with the paper: {'; '.join(reasons)}" if reasons else "of the paper's size, tokens and tokenizer"
+        verdicts.setdefault(told, []).append(subject)
+    parts += [Text(f"{' and '.join(subjects)}: {told}.") for told, subjects in verdicts.items()]
+    parts.append(Table(["", *columns], rows + own, frozenset(range(len(rows), len(rows) + len(own)))))
+    if (png := plots.lengths(found)) is not None:
+        name = found.title.lower().replace(" ", "-")
+        parts.append(Picture(name, f"{found.title}: ours in colour, the paper's lines ({found.paper.where}) in grey.", png))
+    return parts
+
+
+def _cell(values: Sequence[float | None]) -> str:
+    """Several values where rows of one subject differ in something the table does not show."""
+    return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
+
+
+def _trained(runs: Sequence[Run]) -> list[Part]:
+    header = ["run", "blocks", "parameters", "steps", "tokens", "last loss", "tokens/s", "skipped"]
+    rows = []
+    for run in runs:
+        last = next(line for line in reversed(run.lines) if isinstance(line.get("loss"), (int, float)))
+        rates = [line["tokens_per_s"] for line in run.lines if isinstance(line.get("tokens_per_s"), (int, float))]
+        rate = f"{sorted(rates)[len(rates) // 2]:,.0f}" if rates else "-"
+        steps = f"{last['step']:,} of {run.config.get('steps', '?')}"
+        blocks = f"{' '.join(run.config['model'].get('pattern', []))}, {run.config['model'].get('depth', '?')} layers"
+        told = [run.name, blocks, _parameters(run), steps, short(last["tokens"]), f"{last['loss']:.4f}", rate]
+        rows.append([*told, str(run.lines[-1].get("skipped", 0))])
+    picture = Picture("training", "Loss by tokens read.", plots.losses(runs))
+    return [Heading("Training"), Text("Tokens per second are the middle of all logged steps."), Table(header, rows), picture]
+
+
+def _parameters(run: Run) -> str:
+    from remanence.config import ModelConfig
+    from remanence.model import parameters
+
+    try:
+        return f"{parameters(ModelConfig.from_dict(run.config['model'])):,}"
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{run.name}/config.json: model: {error}") from None
+
+
+def _measured(rows: Sequence[Row]) -> list[Part]:
+    parts: list[Part] = [Heading("All rows")]
+    shown = [row for row in rows if not row.detail]
+    if len(shown) < len(rows):
+        parts.append(Text(f"{len(rows) - len(shown):,} more rows are details, shown in plots only."))
+    if (png := plots.positions(rows)) is not None:
+        parts.append(Picture("positions", "Loss against position, the memory carried from the text's beginning.", png))
+    for task in dict.fromkeys(row.task for row in shown):
+        own = [row for row in shown if row.task == task]
+        header = ["of", "metric", "value", "count", "95 % interval", "setting"]
+        parts += [Heading(task, 3), Table(header, [_told(row) for row in own])]
+    parts += [Heading("Where the numbers come from")]
+    origins = list({_line(row.provenance): row.provenance for row in rows}.values())
+    names = [name for name in ORIGIN if any(name in origin for origin in origins)]
+    parts.append(Table(names, [[_line(origin.get(name, "-")) for name in names] for origin in origins]))
+    return parts
+
+
+def _told(row: Row) -> list[str]:
+    interval = "-" if row.interval is None else f"{row.interval[0]:.4g} to {row.interval[1]:.4g}"
+    setting = ", ".join(f"{name} {_line(value)}" for name, value in row.setting.items() if name != "memory" and value is not None)
+    return [row.subject, row.metric, f"{row.value:.6g}", "-" if row.count is None else f"{row.count:,}", interval, setting or "-"]
+
+
+def _line(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)

@@ -1,0 +1,91 @@
+"""A document as a list of parts, written as Markdown with pictures beside it, or as one HTML page with pictures inside."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import NamedTuple
+
+
+class Heading(NamedTuple):
+    text: str
+    level: int = 2
+
+
+class Text(NamedTuple):
+    text: str
+
+
+class Table(NamedTuple):
+    """Cells as text; the rows numbered in `ours` stand out."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    ours: frozenset[int] = frozenset()
+
+
+class Picture(NamedTuple):
+    """A PNG; the name is its file's, without an ending."""
+
+    name: str
+    caption: str
+    png: bytes
+
+
+Part = Heading | Text | Table | Picture
+
+
+def markdown(parts: Sequence[Part], folder: str) -> str:
+    """`folder` is where the pictures lie, as seen from the text."""
+    return "\n\n".join(_markdown(part, folder) for part in parts) + "\n"
+
+
+def _markdown(part: Part, folder: str) -> str:
+    if isinstance(part, Heading):
+        return f"{'#' * part.level} {_plain(part.text)}"
+    if isinstance(part, Text):
+        return _plain(part.text)
+    if isinstance(part, Picture):
+        return f"![{_plain(part.caption)}]({folder}/{part.name}.png)"
+    lines = [list(map(_plain, part.header)), ["---"] * len(part.header)]
+    for number, row in enumerate(part.rows):
+        bold = "**" * (number in part.ours)
+        lines.append([f"{bold}{cell}{bold}" if cell else "" for cell in map(_plain, row)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """So that no character of a name or a setting is taken for Markdown or HTML."""
+    for sign in "\\`*_[]|":
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").split())
+
+
+def page(parts: Sequence[Part], title: str) -> str:
+    style = (files("remanence.report") / "report.css").read_text(encoding="utf-8")
+    head = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>",
+    ]
+    return "\n".join([*head, *map(_html, parts), "</body>\n</html>\n"])
+
+
+def _html(part: Part) -> str:
+    if isinstance(part, Heading):
+        return f"<h{part.level}>{escape(part.text)}</h{part.level}>"
+    if isinstance(part, Text):
+        return f"<p>{escape(part.text)}</p>"
+    if isinstance(part, Picture):
+        data, caption = base64.b64encode(part.png).decode(), escape(part.caption)
+        return f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
+    rows = [_cells("th", part.header, "")]
+    rows += [_cells("td", row, ' class="ours"' if number in part.ours else "") for number, row in enumerate(part.rows)]
+    inside = "\n".join(rows)
+    return f'<div class="wide"><table>\n{inside}\n</table></div>'
+
+
+def _cells(tag: str, cells: Sequence[str], kind: str) -> str:
+    return f"<tr{kind}>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"

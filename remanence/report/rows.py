@@ -1,0 +1,135 @@
+"""What a report is made from: files of evaluation rows, and folders of training runs. All of it is read and checked first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number: what was measured, in which setting, where it comes from, and the place it was read at."""
+
+    task: str
+    metric: str
+    value: float
+    setting: dict[str, Any]
+    provenance: dict[str, Any]
+    place: str
+    count: int | None = None
+    interval: tuple[float, float] | None = None
+    detail: bool = False
+
+    @property
+    def subject(self) -> str:
+        """What was evaluated, in words: the model's name and weights, and what became of its memory."""
+        model = self.provenance.get("model")
+        weights = model.get("weights") if isinstance(model, dict) else model
+        name = str(self.provenance.get("from") or self.provenance.get("recipe") or "a model")
+        mode = self.setting.get("memory")
+        return name + (f" ({str(weights)[:8]})" if weights else "") + (f", memory {mode}" if mode else "")
+
+
+class Run(NamedTuple):
+    """A training run: its config, and a line for every logged step."""
+
+    name: str
+    config: dict[str, Any]
+    lines: list[dict[str, Any]]
+
+
+class Found(NamedTuple):
+    rows: list[Row]
+    runs: list[Run]
+
+
+def read(paths: Sequence[Path]) -> Found:
+    """Every file and folder; the first thing wrong with one of them is an error that names it."""
+    if not paths:
+        raise ValueError("runs: expected files of evaluation rows or folders of training runs, got none")
+    found, known = Found([], []), set()
+    for path in paths:
+        if path.resolve() in known:
+            raise ValueError(f"{path}: given twice")
+        known.add(path.resolve())
+        if path.is_dir():
+            found.runs.append(_run(path))
+        elif path.is_file():
+            found.rows.extend(_rows(path))
+        else:
+            raise ValueError(f"{path}: no such file or folder")
+    return found
+
+
+def _json(path: Path, text: str, where: str = "") -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}:{where} not JSON ({error})") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file ({error})") from None
+
+
+def _rows(path: Path) -> list[Row]:
+    data = _json(path, _text(path))
+    rows = data.get("rows") if isinstance(data, dict) else data
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{path}: expected rows, as `remanence eval --json` writes them, got {_kind(rows)}")
+    return [_row(row, f"{path}: row {number}") for number, row in enumerate(rows, 1)]
+
+
+def _kind(value: Any) -> str:
+    return "none" if value is None or value == [] else type(value).__name__
+
+
+def _row(row: Any, place: str) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: expected an object, got {type(row).__name__}")
+    for name, kind, words in (("task", str, "a text"), ("metric", str, "a text"), ("setting", dict, "an object")):
+        if not isinstance(row.get(name), kind):
+            raise ValueError(f"{place}: {name}: expected {words}, got {row.get(name)!r}")
+    if not isinstance(row.get("provenance"), dict):
+        raise ValueError(
+            f"{place}: provenance: expected an object that says where the number comes from, got {row.get('provenance')!r}"
+        )
+    if not _number(row.get("value")):
+        raise ValueError(f"{place}: value: expected a finite number, got {row.get('value')!r}")
+    interval = row.get("interval")
+    if interval is not None and not (isinstance(interval, list) and len(interval) == 2 and all(map(_number, interval))):
+        raise ValueError(f"{place}: interval: expected two numbers, got {interval!r}")
+    count = row.get("count")
+    if count is not None and type(count) is not int:
+        raise ValueError(f"{place}: count: expected a whole number, got {count!r}")
+    required = (row["task"], row["metric"], float(row["value"]), row["setting"], row["provenance"], place)
+    return Row(*required, count, None if interval is None else (interval[0], interval[1]), row.get("detail") is True)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+
+
+def _run(folder: Path) -> Run:
+    for name in ("config.json", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder}: expected a training run with its {name}, which is missing")
+    config = _json(folder / "config.json", _text(folder / "config.json"))
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise ValueError(f"{folder / 'config.json'}: expected a run's config with its model, got {_kind(config)}")
+    path = folder / "metrics.jsonl"
+    whole, _, _ = _text(path).rpartition("\n")  # a run that goes on, or was killed, may have half a line at its end
+    lines = [_json(path, line, f" line {number}:") for number, line in enumerate(whole.splitlines(), 1)]
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, dict) or not _number(line.get("step")) or not _number(line.get("tokens")):
+            raise ValueError(f"{path}: line {number}: expected an object with step and tokens")
+    if not any(_number(line.get("loss")) for line in lines):
+        raise ValueError(f"{path}: expected at least one logged step with a loss, got none")
+    return Run(folder.resolve().name, config, lines)

@@ -1,0 +1,283 @@
+"""A report says what its rows say, beside what the papers say, and what cannot be compared; wrong input leaves nothing behind."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from remanence import cli, published
+from remanence.config import preset
+from remanence.model import parameters
+from remanence.report.beside import COMPARISONS, beside, label
+from remanence.report.rows import read
+
+ORIGIN = {
+    "model": {"config": "c" * 32, "weights": "0123456789abcdef"},
+    "from": "my_model",
+    "seed": 3,
+    "date": "2026-01-02",
+    "commit": "f00d",
+    "hardware": "two cores",
+}
+
+
+def row(task, metric, value, origin=None, /, **setting):
+    return {"task": task, "metric": metric, "value": value, "setting": setting, "provenance": {**ORIGIN, **(origin or {})}}
+
+
+ROWS = [
+    row("wikitext", "word perplexity", 123.456, memory="on"),
+    row("lambada", "perplexity", 77.25, memory="on"),
+    row("lambada", "accuracy", 0.1234, memory="on") | {"count": 5153, "interval": [0.11, 0.13]},
+    row("commonsense", "accuracy", 0.5678, memory="on", task="piqa"),
+    row("commonsense", "normalised accuracy", 0.2512, memory="on", task="hellaswag"),
+    row("commonsense", "accuracy", 0.2444, memory="on", task="hellaswag"),
+    *[row("niah", "accuracy", 0.9 / n, memory="on", kind="PK", length=2048 * n) for n in (1, 2, 4, 64)],
+    row("niah", "accuracy", 0.0125, memory="off", kind="PK", length=2048),
+    row("niah", "accuracy", 0.333, memory="on", kind="W", length=4096, depth=0.5),
+    row("babilong", "accuracy", 0.41, memory="on", length=1024),
+    row("babilong", "accuracy", 0.99, memory="on", length=1024, task="qa1"),
+    row("ablate", "perplexity", 31.5, variant="no_momentum"),
+    row("depth", "perplexity", 21.5, depth=2, length=2048),
+    row("depth", "perplexity", 20.5, depth=2, length=4096),
+    *[
+        row("lm", "loss by position", 3 - n / 10, memory="on", **{"from": 2**n, "before": 2 ** (n + 1)}) | {"detail": True}
+        for n in range(9)
+    ],
+    row("my own | task", "score <b>", -1.5, note="a*b_c"),
+]
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps({"made_by": "remanence eval", "rows": ROWS}))
+    run = tmp_path / "run"
+    run.mkdir()
+    config = preset("tiny", "mac")
+    (run / "config.json").write_text(json.dumps({"model": config.to_dict(), "steps": 40}))
+    lines = [{"step": n, "loss": 4 / n, "tokens": 1000 * n, "tokens_per_s": 500.0 + n, "skipped": 0} for n in (10, 20, 30)]
+    lines.append({"step": 40, "loss": None, "tokens": 40_000, "tokens_per_s": 540.0, "skipped": 1})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5')
+    return tmp_path
+
+
+@pytest.fixture
+def report(home, capsys, monkeypatch):
+    monkeypatch.chdir(home)
+
+    def call(*arguments, code=0):
+        came = 0
+        try:
+            cli.main(["report", *[str(argument) for argument in arguments]])
+        except SystemExit as stop:
+            came = stop.code
+        out, err = capsys.readouterr()
+        assert came == code, err or out
+        if code:
+            assert err.startswith("remanence: error: ") and err.count("\n") == 1, err
+        return err if code else out
+
+    return call
+
+
+def tables(text):
+    """Markdown's tables, as lists of rows of cells, bold and escapes taken away."""
+    found = [[]]
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells = [re.sub(r"\\(.)", r"\1", cell.replace("**", "")).strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            found[-1].append(cells)
+        elif found[-1]:
+            found.append([])
+    return [table for table in found if table]
+
+
+class Tables(HTMLParser):
+    """HTML's tables likewise."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.inside = [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "table":
+            self.found.append([])
+        elif tag == "tr":
+            self.found[-1].append([])
+        elif tag in ("td", "th"):
+            self.found[-1][-1].append("")
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self.inside:
+            self.found[-1][-1][-1] += data
+
+
+def cell(table, line, column):
+    return next(cells for cells in table if cells[0] == line)[table[0].index(column)]
+
+
+def test_the_reports_numbers_are_the_rows_and_the_papers(report, home):
+    said = report("rows.json", "run", "--out", "r.md").splitlines()
+    assert {"r.md", "r.html", "r-plots/training.png"} <= set(said) and all((home / name).is_file() for name in said)
+    text = (home / "r.md").read_text()
+    found = tables(text)
+    first, needle, babilong, parts, depth, trained = found[:6]
+    on, off = "my_model (01234567), memory on", "my_model (01234567), memory off"
+    assert [cell(first, on, name) for name in ("wikitext perplexity", "lambada", "piqa", "hellaswag", "boolq")] == [
+        "123.46", "12.34", "56.78", "25.12", "-",
+    ]  # fmt: skip
+    assert cell(first, "Titans MAC", "piqa") == f"{published.TABLE1['340M']['Titans MAC'][3]:.2f}"
+    assert [cell(needle, on, f"PK {n}K") for n in (2, 4, 8, 128)] == ["90.00", "45.00", "22.50", "1.41"]
+    assert cell(needle, off, "PK 2K") == "1.25" and cell(needle, on, "W 4K") == "-", "one depth is not the whole"
+    assert cell(needle, "Titans MAG", "N 16K") == "98.60"
+    assert cell(babilong, on, "1K") == "41.00", "one task of twenty is not the whole"
+    assert cell(parts, "w/o momentum: my_model (01234567)", "perplexity") == "31.50"
+    assert cell(depth, "depth 2: my_model (01234567)", "4K") == "20.50" and cell(depth, "depth 2", "4K") == "15.37"
+    assert trained[2] == [
+        "run",
+        "mac, 2 layers",
+        f"{parameters(preset('tiny', 'mac')):,}",
+        "30 of 40",
+        "30 K",
+        "0.1333",
+        "530",
+        "1",
+    ]
+    everything = [cells for table in found[6:] for cells in table]
+    for each in ROWS:
+        values = [cells for cells in everything if cells[1:3] == [each["metric"].replace("<", "&lt;"), f"{each['value']:.6g}"]]
+        assert bool(values) != bool(each.get("detail"))
+    assert any("5,153" in cells and "0.11 to 0.13" in cells for cells in everything)
+    assert found[-1][2][1:] == [json.dumps(ORIGIN["model"]), "f00d", "3", "2026-01-02", "two cores"]
+
+
+def test_the_page_is_the_same_in_one_file(report, home):
+    report("rows.json", "run")
+    text, page = (home / "report.md").read_text(), (home / "report.html").read_text()
+    plain = [[[cell.replace("&lt;", "<").replace("&amp;", "&") for cell in cells] for cells in table] for table in tables(text)]
+    assert Tables(page).found == [[table[0], *table[2:]] for table in plain]
+    inside = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', page)]
+    named = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert len(inside) >= 5 and inside == [(home / name).read_bytes() for name in named]
+    assert all(data.startswith(b"\x89PNG") for data in inside)
+    assert not re.search(r"(href|@import|url\(|https?:)", page) and "<b>" not in page and "<b>" not in text
+
+
+def test_what_is_not_comparable_says_why(report, home):
+    report("rows.json")
+    text = (home / "report.md").read_text()
+    assert "not comparable with the paper: our parameters are not told in the rows (the paper: 340 M)" in text
+    assert "the paper does not tell its parameters" in text and "our memory is off, the paper's on" in text
+    known = {"parameters": 400_000, "training_tokens": 10**7, "tokenizer": "bytes"}
+    same = {"parameters": 350_000_000, "training_tokens": 15 * 10**9, "tokenizer": "Llama-2"}
+    for name, origin, expected in (
+        (
+            "small",
+            known,
+            "parameters: ours 400 K, the paper's 340 M; training tokens: ours 10 M, the paper's 15 B; tokenizer: ours bytes",
+        ),
+        ("same", same, "of the paper's size, tokens and tokenizer"),
+        ("large", {**same, "parameters": 1_300_000_000}, "training tokens: ours 15 B, the paper's 100 B"),
+    ):
+        (home / f"{name}.json").write_text(json.dumps([row("lambada", "accuracy", 0.5, origin)]))
+        report(f"{name}.json")
+        assert expected in (home / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.json", None, "missing.json: no such file or folder"),
+        ("a.json", "{", "a.json: not JSON"),
+        ("a.json", b"\xff\xfe", "a.json: not a text file"),
+        ("a.json", '{"rows": []}', "a.json: expected rows, as `remanence eval --json` writes them, got none"),
+        ("a.json", "[3]", "a.json: row 1: expected an object, got int"),
+        ("a.json", [{**ROWS[0], "value": "7"}], "a.json: row 1: value: expected a finite number, got '7'"),
+        ("a.json", [{**ROWS[0], "value": float("nan")}], "value: expected a finite number, got nan"),
+        ("a.json", [ROWS[0], {**ROWS[0], "setting": None}], "a.json: row 2: setting: expected an object, got None"),
+        ("a.json", [{k: v for k, v in ROWS[0].items() if k != "provenance"}], "row 1: provenance: expected an object"),
+        ("a.json", [row("lambada", "accuracy", 93.0)], "row 1: value: expected a share from 0 to 1 for 'accuracy', got 93"),
+        ("a.json", [{**ROWS[0], "interval": [1]}], "row 1: interval: expected two numbers, got [1]"),
+        ("rows.json", None, "rows.json: given twice"),
+    ],
+)
+def test_wrong_files_are_one_line_and_leave_nothing(report, home, name, content, message):
+    if content is not None:
+        data = content if isinstance(content, bytes) else (content if isinstance(content, str) else json.dumps(content)).encode()
+        (home / name).write_bytes(data)
+    before = sorted(home.iterdir())
+    assert message in report("rows.json", name, code=2)
+    assert sorted(home.iterdir()) == before
+
+
+def test_wrong_runs_are_one_line(report, home):
+    assert "expected files of evaluation rows or folders of training runs, got none" in report(code=2)
+    assert "--out: expected a file that ends with .md, got r.txt" in report("rows.json", "--out", "r.txt", code=2)
+    assert "--out: expected a folder that exists" in report("rows.json", "--out", "no/r.md", code=2)
+    metrics = home / "run" / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole.replace('"loss": 0.2,', '"loss": ', 1))
+    assert "metrics.jsonl: line 2: not JSON" in report("run", code=2)
+    metrics.write_text('{"step": 1, "loss": null, "tokens": 3}\n')
+    assert "expected at least one logged step with a loss, got none" in report("run", code=2)
+    metrics.unlink()
+    assert "run: expected a training run with its metrics.jsonl, which is missing" in report("run", code=2)
+    assert not (home / "report.md").exists()
+
+
+def test_a_failure_while_drawing_leaves_the_old_report(report, home, monkeypatch):
+    report("rows.json")
+    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+
+    def fails(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("remanence.report.plots.positions", fails)
+    (home / "rows.json").write_text(json.dumps(ROWS[1:]))
+    before[home / "rows.json"] = (home / "rows.json").read_bytes()
+    assert "disk full" in report("rows.json", code=2)
+    assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
+
+
+def test_lengths_have_the_papers_names():
+    assert [label(n) for n in (1024, 1000, 2048, 131_072, 1_048_576, 10_000_000, 300)] == [
+        "1K",
+        "1K",
+        "2K",
+        "128K",
+        "1M",
+        "10M",
+        "300",
+    ]
+
+
+def test_every_row_belongs_to_one_comparison_at_most(home):
+    for each in read([home / "rows.json"]).rows:
+        assert sum(comparison.cell(each) is not None for comparison in COMPARISONS) <= 1
+    assert len(beside(read([home / "rows.json"]).rows)) == 5
+
+
+def test_the_published_numbers_agree_with_one_another():
+    """The papers' averages are those of their rows but for the four that are known not to be; Table 5's first rows are means of
+    Tables 1 and 2.
+    """
+    wrong = set()
+    for size, lines in published.TABLE1.items():
+        for name, cells in lines.items():
+            assert len(cells) == len(published.TABLE1_COLUMNS)
+            if abs(sum(cells[2:10]) / 8 - cells[10]) > 0.012:
+                wrong.add((size, name))
+    assert wrong == {("760M", "TTT"), ("400M", "Gated DeltaNet-H2"), ("400M", "Titans LMM"), ("1.3B", "Titans MAC")}
+    for name, key in (("LMM (base)", "LMM"), ("+ Attn MAC", "MAC"), ("+ Attn MAG", "MAG"), ("+ Attn MAL", "MAL")):
+        cells = published.TABLE1["400M"][f"Titans {key}"]
+        needles = [x for kind in published.TABLE2[f"Titans {key}"].values() for x in kind]
+        assert published.TABLE5[name] == pytest.approx((sum(cells[:2]) / 2, cells[10], sum(needles) / 12), abs=0.006)
+    for lines, lengths in ((published.FIGURE6, published.FIGURE6_LENGTHS), (published.FIGURE7, published.FIGURE7_LENGTHS)):
+        assert all(len(cells) == len(lengths) for panel in lines.values() for cells in panel.values())
