@@ -189,6 +189,8 @@ class Lens:
     """Page to write; one that is there is replaced."""
     memory: Path | None = None
     """Memory file to start from."""
+    layers: tuple[int, ...] = ()
+    """Show only the memories of these layers, from 1 on. Default: all."""
     reach: int = 8_192
     """How many tokens back to look for what an answer resembles, at most 65,535."""
     device: Device = "auto"
@@ -197,7 +199,7 @@ class Lens:
     def run(self) -> None:
         from remanence.commands import lens
 
-        lens(self.model, self.text, self.out, self.memory, self.reach, self.device)
+        lens(self.model, self.text, self.out, self.memory, self.layers, self.reach, self.device)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class Shown:
             print(f"reading {100 * done / max(self.total, 1):.0f} %, {note}, {left:.0f} s left", file=sys.stderr, flush=True)
 
 
-def lens(folder: Path, text: Path, out: Path, memory: Path | None, reach: int, device: str) -> None:
+def lens(folder: Path, text: Path, out: Path, memory: Path | None, layers: Sequence[int], reach: int, device: str) -> None:
     """A page of a text as the model's memories saw it, written while it is read."""
     from remanence.lens import Page, look, norms, stride, watched
 
@@ -166,26 +166,28 @@ def lens(folder: Path, text: Path, out: Path, memory: Path | None, reach: int, d
         raise ValueError(f"--out: expected another file than --text, got {out}")
     session = open_session(folder, device, memory, "on", "all", False)
     model, before, source = session.model, session.tokens, Bytes([text])
+    only = [number - 1 for number in layers]
+    seen_layers = watched(model, only)
     several = len(set(model.config.pattern)) > 1
-    names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in watched(model)]
-    start = norms(model, session.state).tolist()
+    names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in seen_layers]
+    start = norms(seen_layers, session.state).tolist()
     with (
         replacing(out) as temporary,
         open(temporary, "w", encoding="utf-8", newline="\n") as file,
         Shown(source.size) as shown,
     ):
         page = Page(file, session.tokenizer, f"{text.name} as {folder.resolve().name} saw it")
-        for seen in look(session, source, stride(model, source.size), reach):
+        for seen in look(session, source, stride(model, source.size), reach, only):
             page.add(seen)
             shown.update(source.passed, session.tokens - before, float(seen.signals[..., 0].mean()))
         if not page.ends:
             raise ValueError(f"--text: expected at least one token, got none in {text}")
         facts = [
             f"{text.name}, {session.tokens - before:,} tokens" + (f" after {before:,} in {memory.name}" if memory else ""),
-            f"{folder.resolve().name}: {' '.join(model.config.pattern)}, {len(names)} of {len(model.blocks)} layers remember",
+            f"{folder.resolve().name}: {' '.join(model.config.pattern)}, {len(names)} of {len(model.blocks)} layers shown",
             f"weights {memfile.fingerprint(model).weights[:12]}",
         ]
-        page.finish(" · ".join(facts), names, start, reach)
+        page.finish(" · ".join(facts), names, start, reach, model.config.memory.conv)
     print(f"{out}: {session.tokens - before:,} tokens, {out.stat().st_size:,} bytes")
 
 

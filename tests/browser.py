@@ -96,6 +96,7 @@ class Browser:
         self.send("Page.navigate", url=path.resolve().as_uri())
         while self._next().get("method") != "Page.loadEventFired":
             pass
+        self.settle()
 
     def __call__(self, expression):
         """The value of a JavaScript expression, awaited."""

@@ -10,9 +10,10 @@ from browser import Browser, executable
 from models import MEMORIES, model
 
 from remanence import Session, cli
-from remanence.lens import SIGNALS, look, matches, norms, stride, unpack
+from remanence.lens import SIGNALS, Page, look, matches, norms, stride, unpack
 from remanence.lens.look import Past, watched
 from remanence.testing import assert_close
+from remanence.tokens import read_tokenizer
 
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. "
 ODD = "a <b>bold</b> </script><script>alert(1)</script> &amp; “naïve” 東京 🧲\u2028\r\n\x00 end <!-- {title} -->\n" * 3
@@ -82,7 +83,7 @@ def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
         values, answers = (torch.nn.functional.normalize(x, dim=-1) for x in (values, answers))
         expected = plainly(answers, values, 40, 3)
         assert_close(torch.cat([part.cosine for part in seen])[:, place].double(), expected[..., 0], 1e-4)
-    assert_close(seen[-1].norm.double(), norms(subject, whole.state).double(), 1e-5)
+    assert_close(seen[-1].norm.double(), norms(watched(subject), whole.state).double(), 1e-5)
     assert [part.passed for part in seen] == [*range(12, len(TEXT), 12), len(TEXT)]
     assert all(layer.watch is None for layer in watched(subject).values())
 
@@ -157,6 +158,37 @@ def test_a_text_is_shown_as_it_is_and_cannot_break_out(run, tmp_path):
     assert len(page.tokens) == 10 and "".join(page.tokens) + page.about["rest"] == "\ufffd\ufffd cut: \ufffd"
 
 
+def test_some_layers_alone_are_those_of_all(run, tmp_path):
+    run("m", "--text", "t.txt", "--out", tmp_path / "all.html")
+    run("m", "--text", "t.txt", "--out", tmp_path / "one.html", "--layers", 2)
+    whole, one = unpack(tmp_path / "all.html"), unpack(tmp_path / "one.html")
+    assert one.about["layers"] == ["layer 2 lmm"]
+    for name in ("signals", "distance", "cosine"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(whole, name)[:, 1:])
+    assert one.about["norms"] == [norm[1:] for norm in whole.about["norms"]]
+
+
+def test_tokens_of_a_tokenizer_and_half_precision(tmp_path):
+    """Text comes back whole from tokens that cut characters; a bfloat16 model is seen too."""
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator([ODD, TEXT], tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
+    session = Session(model("mac", torch.bfloat16, vocabulary=300), tokenizer)
+    with open(tmp_path / "p.html", "w", encoding="utf-8", newline="\n") as file:
+        page = Page(file, tokenizer, "t")
+        for seen in look(session, [ODD], 16):
+            page.add(seen)
+        page.finish("facts", ["layer 1", "layer 2"], [1.0, 1.0], 8, 4)
+    found = unpack(tmp_path / "p.html")
+    assert "".join(found.tokens) + found.about["rest"] == ODD and len(found.tokens) < len(ODD.encode())
+    assert np.isfinite(found.signals).all() and np.abs(found.cosine).max() <= 1
+
+
 def test_reading_begins_from_a_memory(run, tmp_path):
     session = Session("m")
     session.read(TEXT * 5)
@@ -176,6 +208,7 @@ def test_reading_begins_from_a_memory(run, tmp_path):
         (["m", "--text", "missing.txt"], "--text: missing.txt: no such file"),
         (["m", "--text", "t.txt", "--out", "t.txt"], "--out: expected another file than --text"),
         (["m", "--text", "t.txt", "--out", "no/p.html"], "expected its folder to exist"),
+        (["m", "--text", "t.txt", "--layers", "3"], "--layers: expected layers with a memory (1, 2), got 3"),
         (["m", "--text", "t.txt", "--reach", "0"], "--reach: expected from 1 to 65,535 tokens, got 0"),
         (["missing", "--text", "t.txt"], "missing"),
     ],
@@ -208,7 +241,6 @@ def test_a_click_on_a_token_tells_what_python_saw(run, tmp_path, width):
     page = unpack(tmp_path / "p.html")
     with Browser(width) as browser:
         browser.open(tmp_path / "p.html")
-        browser.settle()
         assert browser("document.querySelector('#text').textContent") == TEXT * 10
         assert browser("document.documentElement.scrollWidth") <= width
         for token in (321, 330):
@@ -249,6 +281,17 @@ def best(page, token):
 
 
 @needs_browser
+def test_a_single_token_is_a_page_too(run, home, tmp_path):
+    (home / "one.txt").write_text("a")
+    run("m", "--text", "one.txt", "--out", tmp_path / "p.html")
+    with Browser(390, 800, dark=True) as browser:
+        browser.open(tmp_path / "p.html")
+        browser.click("#text span")
+        assert browser("document.querySelector('#explained').textContent") == "Nothing was told it before this token."
+        assert not browser.errors
+
+
+@needs_browser
 def test_a_long_and_strange_text_is_drawn_in_part(run, home, tmp_path):
     """Only what is near the screen has elements; scripts in the text do not run; a token inside a character can be reached."""
     (home / "long.txt").write_text(ODD * 30, encoding="utf-8", newline="")
@@ -256,9 +299,13 @@ def test_a_long_and_strange_text_is_drawn_in_part(run, home, tmp_path):
     page = unpack(tmp_path / "p.html")
     with Browser() as browser:
         browser.open(tmp_path / "p.html")
-        browser.settle()
         assert json.loads(browser("JSON.stringify(document.querySelector('#text').textContent)")) == ODD * 30
         assert 0 < browser("document.querySelectorAll('#text span').length") < len(page.tokens) / 3
+        heights = "[...document.querySelectorAll('#text > div')].map(block => block.offsetHeight)"
+        before = browser(heights)
+        browser("scrollTo(0, document.body.scrollHeight)")
+        browser.settle()
+        assert browser(heights) == before, "a token's element takes the room that its text took"
         inside = next(t for t in range(len(page.tokens) - 500, len(page.tokens)) if page.tokens[t] == "")
         browser(f"location.hash = '#{inside}'")
         browser.settle()

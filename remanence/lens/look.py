@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import nan
 from typing import NamedTuple
@@ -56,13 +56,17 @@ class Look(NamedTuple):
     passed: int
 
 
-def watched(model: Model) -> dict[int, NeuralMemory]:
-    """The model's memories, by the number of their layer."""
+def watched(model: Model, only: Sequence[int] = ()) -> dict[int, NeuralMemory]:
+    """The model's memories, by the number of their layer from 0 on; of all layers, or `only` of some."""
     parts = ((index, part) for index, block in enumerate(model.blocks) for part in block.modules())
     found = {index: part for index, part in parts if isinstance(part, NeuralMemory)}
     if not found:
         raise ValueError(f"model: expected one with a neural memory, got the blocks {' '.join(model.config.pattern)}")
-    return found
+    for index in only:
+        if index not in found:
+            known = ", ".join(str(layer + 1) for layer in found)
+            raise ValueError(f"--layers: expected layers with a memory ({known}), got {index + 1}")
+    return {index: layer for index, layer in found.items() if index in only or not only}
 
 
 def stride(model: Model, tokens: int) -> int:
@@ -72,21 +76,24 @@ def stride(model: Model, tokens: int) -> int:
 
 
 @torch.no_grad()
-def norms(model: Model, state: State) -> Float[Tensor, " l"]:
+def norms(layers: Mapping[int, NeuralMemory], state: State) -> Float[Tensor, " l"]:
     """The length of each memory's weights, of all its heads together, after all that was read."""
-    each = [
-        torch.stack([weight.float().square().sum() for weight in settle(memory, net=layer.net, rule=layer.rule)]).sum().sqrt()
-        for memory, layer in zip(memories(state), watched(model).values(), strict=True)
-    ]
-    return torch.stack(each).cpu()
+    held = {index: memories(state.blocks[index])[0] for index in layers}
+    weights = [settle(held[index], net=layer.net, rule=layer.rule) for index, layer in layers.items()]
+    return torch.stack([torch.cat([weight.float().flatten() for weight in each]).norm() for each in weights]).cpu()
 
 
 @torch.no_grad()
-def look(session: Session, source: Iterable[str | bytes], step: int, reach: int = REACH) -> Iterator[Look]:
-    """Read a text on from where the session stands, `step` tokens at a time; the session is then where the text ends."""
+def look(
+    session: Session, source: Iterable[str | bytes], step: int, reach: int = REACH, only: Sequence[int] = ()
+) -> Iterator[Look]:
+    """Read a text on from where the session stands, `step` tokens at a time, and tell of the memories of all layers, or of some.
+
+    The session is then where the text ends.
+    """
     if not 1 <= reach <= FARTHEST:
         raise ValueError(f"--reach: expected from 1 to {FARTHEST:,} tokens, got {reach}")
-    layers = watched(session.model)
+    layers = watched(session.model, only)
     past = [Past(layer.heads, layer.head_dim, reach, session.model.embed.weight) for layer in layers.values()]
     held: list[int] = []
     for tokens in session.tokenizer.stream(source):
@@ -111,10 +118,10 @@ def _look(session: Session, layers: dict[int, NeuralMemory], past: list[Past], t
         found.append(each.compare(values, answers))
     return Look(
         tokens,
-        torch.stack([_signals(seen) for seen in trace.seen if seen is not None], 1).cpu(),
+        torch.stack([_signals(seen) for index, seen in enumerate(trace.seen) if seen is not None and index in layers], 1).cpu(),
         torch.stack([distance for distance, _ in found], 1).cpu(),
         torch.stack([cosine for _, cosine in found], 1).cpu(),
-        norms(model, trace.state),
+        norms(layers, trace.state),
         session.tokens,
     )
 

@@ -206,7 +206,7 @@ function norms() {
   const { pen, width, height } = canvas("norms");
   const rows = [about.start, ...about.norms], ends = [0, ...about.ends];
   const grown = rows.map((row) => row.map((norm, layer) => norm / rows[0][layer]));
-  const flat = grown.flat(), low = Math.min(...flat), high = Math.max(...flat);
+  const flat = grown.flat(), low = flat.reduce((a, b) => Math.min(a, b)), high = flat.reduce((a, b) => Math.max(a, b));
   const y = (v) => height - 4 - ((v - low) / (high - low || 1)) * (height - 10);
   for (let layer = 0; layer < L; layer++) {
     pen.beginPath();
@@ -280,8 +280,9 @@ function tell(t) {
     Object.assign(button.dataset, { t: match.token, cosine: match.cosine });
     return make("li", {}, button);
   }));
+  const spread = about.conv > 1 ? ` By the short convolution a value also holds the ${about.conv - 1} tokens before its own.` : "";
   $("explained").textContent = sorted.length
-    ? `Asked with this token, the memory answers with something like what it was told at these of the ${whole(about.reach)} tokens before (cosine of answer and value). They are underlined in the text.`
+    ? `Asked with this token, the memory answers with something like what it was told at these of the last ${whole(about.reach)} tokens: cosine of answer and value. They are underlined in the text.${spread}`
     : "Nothing was told it before this token.";
 }
 

@@ -51,11 +51,20 @@ class Page:
         self.norms.append(seen.norm.tolist())
         self.kept = seen.distance.shape[2:]
 
-    def finish(self, facts: str, layers: list[str], start: list[float], reach: int) -> None:
-        """What the page is of, in words; the memories' names, their norms before the text, and how far back was looked."""
+    def finish(self, facts: str, layers: list[str], start: list[float], reach: int, conv: int) -> None:
+        """What the page is of, in words; the memories' names, their norms before the text, how far back was looked, and the
+        convolutions' kernel.
+        """
         heads, kept = self.kept
-        about = {"title": self.title, "facts": facts, "layers": layers, "start": start, "reach": reach, "signals": SIGNALS}
-        about |= {"rest": self.decoder.finish(), "ends": self.ends, "norms": self.norms, "heads": heads, "kept": kept}
+        about = {"title": self.title, "facts": facts, "layers": layers, "start": start, "reach": reach, "conv": conv}
+        about |= {
+            "signals": SIGNALS,
+            "rest": self.decoder.finish(),
+            "ends": self.ends,
+            "norms": self.norms,
+            "heads": heads,
+            "kept": kept,
+        }
         self._block("about", about)
         self.file.write(self.tail)
 
