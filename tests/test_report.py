@@ -31,17 +31,17 @@ ROWS = [
     row("wikitext", "word perplexity", 123.456, memory="on"),
     row("lambada", "perplexity", 77.25, memory="on"),
     row("lambada", "accuracy", 0.1234, memory="on") | {"count": 5153, "interval": [0.11, 0.13]},
-    row("commonsense", "accuracy", 0.5678, memory="on", task="piqa"),
-    row("commonsense", "normalised accuracy", 0.2512, memory="on", task="hellaswag"),
-    row("commonsense", "accuracy", 0.2444, memory="on", task="hellaswag"),
-    *[row("niah", "accuracy", 0.9 / n, memory="on", kind="PK", length=2048 * n) for n in (1, 2, 4, 64)],
-    row("niah", "accuracy", 0.0125, memory="off", kind="PK", length=2048),
-    row("niah", "accuracy", 0.333, memory="on", kind="W", length=4096, depth=0.5),
-    row("babilong", "accuracy", 0.41, memory="on", length=1024),
-    row("babilong", "accuracy", 0.99, memory="on", length=1024, task="qa1"),
-    row("ablate", "perplexity", 31.5, variant="no_momentum"),
-    row("depth", "perplexity", 21.5, depth=2, length=2048),
-    row("depth", "perplexity", 20.5, depth=2, length=4096),
+    row("commonsense", "acc", 0.5678, memory="on", benchmark="piqa"),
+    row("commonsense", "acc_norm", 0.2512, memory="on", benchmark="hellaswag"),
+    row("commonsense", "acc", 0.2444, memory="on", benchmark="hellaswag"),
+    *[row("niah", "said", 0.9 / n, memory="on", kind="pk", length=2048 * n) for n in (1, 2, 4, 64)],
+    row("niah", "said", 0.0125, memory="off", kind="pk", length=2048),
+    row("niah", "said", 0.333, memory="on", kind="w", length=4096, depth=0.5) | {"detail": True},
+    row("babilong", "right", 0.41, memory="on", length=1024, qa="mean"),
+    row("babilong", "right", 0.99, memory="on", length=1024, qa="qa1"),
+    row("ablate", "perplexity", 31.5, variant="no_momentum", length=2048),
+    row("depth", "perplexity", 21.5, variant="2", length=2048),
+    row("depth", "perplexity", 20.5, variant="2", length=4096),
     *[
         row("lm", "loss by position", 3 - n / 10, memory="on", **{"from": 2**n, "before": 2 ** (n + 1)}) | {"detail": True}
         for n in range(9)
@@ -128,7 +128,7 @@ def test_the_reports_numbers_are_the_rows_and_the_papers(report, home):
     assert {"r.md", "r.html", "r-plots/training.png"} <= set(said) and all((home / name).is_file() for name in said)
     text = (home / "r.md").read_text()
     found = tables(text)
-    first, needle, babilong, parts, depth, trained = found[:6]
+    first, needle, babilong, parts, depth, worth, trained = found[:7]
     on, off = "my_model (01234567), memory on", "my_model (01234567), memory off"
     assert [cell(first, on, name) for name in ("wikitext perplexity", "lambada", "piqa", "hellaswag", "boolq")] == [
         "123.46", "12.34", "56.78", "25.12", "-",
@@ -150,7 +150,8 @@ def test_the_reports_numbers_are_the_rows_and_the_papers(report, home):
         "530",
         "1",
     ]
-    everything = [cells for table in found[6:] for cells in table]
+    assert worth[2:] == [["niah", "said", "0.0125", "0.9 (+0.888)", "kind pk, length 2048"]]
+    everything = [cells for table in found[7:] for cells in table]
     for each in ROWS:
         values = [cells for cells in everything if cells[1:3] == [each["metric"].replace("<", "&lt;"), f"{each['value']:.6g}"]]
         assert bool(values) != bool(each.get("detail"))

@@ -23,6 +23,7 @@ from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task
 from remanence.files import read_json, write_json
 from remanence.memfile import fingerprint
+from remanence.tokens import ByteTokenizer
 
 MADE_BY = "remanence eval"
 
@@ -153,12 +154,27 @@ def provenance(subject: Subject) -> dict[str, Any]:
     return {
         **({"recipe": _digest(describe(subject))} if subject.recipe is not None else describe(subject)),
         "from": subject.source.name,
+        **_trained(subject),
         "seed": subject.seed,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(Path(remanence.__file__).parent.parent),
         "hardware": hardware(subject.place),
         "torch": torch.__version__,
         "remanence": remanence.__version__,
+    }
+
+
+def _trained(subject: Subject) -> dict[str, Any]:
+    """What numbers have to agree in to be compared: the model's size, what it was trained on, its tokenizer."""
+    if subject.network is None:
+        return {}
+    told = subject.source / "trained.json"
+    tokens = read_json(told).get("tokens") if told.is_file() else None
+    words = "bytes" if subject.tokens is None or isinstance(subject.tokens, ByteTokenizer) else "tokenizer.json"
+    return {
+        "parameters": sum(parameter.numel() for parameter in subject.network.parameters()),
+        "training_tokens": tokens if type(tokens) is int else None,
+        "tokenizer": words if words == "bytes" else f"{words} of {subject.tokenizer.vocabulary:,} tokens",
     }
 
 

@@ -3,13 +3,14 @@
 A comparison is an entry of `COMPARISONS`. A row finds its cell by its task, its metric and a few names in its setting:
 
     wikitext, lambada                 "word perplexity"; "perplexity", "accuracy"
-    commonsense, or a task's own name "accuracy"; of hellaswag and arc_challenge "normalised accuracy"; setting task
-    niah                              "accuracy"; setting kind (PK, N, W) and length, no depth
-    babilong                          "accuracy"; setting length, and fine_tuned if it is; no task, which would be one of twenty
+    commonsense, or a task's own name "acc", of hellaswag and arc_challenge "acc_norm"; setting benchmark
+    niah                              "said"; setting kind (pk, n, w) and length, no depth
+    babilong                          "right"; setting length and qa, which is "mean"; fine_tuned if the model is
     ablate                            any; setting variant
-    depth                             "perplexity"; setting depth and length
+    depth                             "perplexity"; setting variant (the depth) and length
 
-and its model is like the paper's if its provenance tells parameters, training_tokens and tokenizer, and they agree.
+details are left out, and its model is like the paper's if its provenance tells parameters, training_tokens and tokenizer, and they
+agree.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from remanence.report.rows import Row
 NEAR = 0.1
 """How far our parameters and tokens may be from the paper's, as a share, to be of the same size."""
 
-ACCURACY = ("accuracy", "exact match", "acc")
+ACCURACY = ("accuracy", "acc", "said", "right")
 NORMALISED = ("normalised accuracy", "accuracy, normalised", "acc_norm")
 ALIASES = {"social_iqa": "siqa", "social iqa": "siqa", "arc-e": "arc_easy", "arc-c": "arc_challenge", "lambada_openai": "lambada"}
 KINDS = {"niah_single_1": "PK", "niah_single_2": "N", "niah_single_3": "W"}
@@ -89,7 +90,7 @@ def _whole(value: Any) -> bool:
 
 
 def _table1(row: Row) -> Cell | None:
-    name = str(row.setting.get("task", row.task) if row.task == "commonsense" else row.task).lower()
+    name = str(row.setting.get("benchmark", row.task) if row.task == "commonsense" else row.task).lower()
     name = ALIASES.get(name, name)
     if (name, row.metric) == ("wikitext", "word perplexity") or (name, row.metric) == ("lambada", "perplexity"):
         return "", f"{name} perplexity"
@@ -105,7 +106,7 @@ def _table2(row: Row) -> Cell | None:
 
 
 def _figure6(row: Row) -> Cell | None:
-    if row.task != "babilong" or row.metric not in ACCURACY or row.setting.get("task") is not None:
+    if row.task != "babilong" or row.metric not in ACCURACY or row.setting.get("qa") != "mean":
         return None
     return ("", label(row.setting["length"])) if _whole(row.setting.get("length")) else None
 
@@ -117,8 +118,8 @@ def _table5(row: Row) -> Cell | None:
 
 
 def _figure7(row: Row) -> Cell | None:
-    depth, length = row.setting.get("depth"), row.setting.get("length")
-    if row.task != "depth" or row.metric != "perplexity" or not _whole(depth) or not _whole(length):
+    depth, length = str(row.setting.get("variant")), row.setting.get("length")
+    if row.task != "depth" or row.metric != "perplexity" or not depth.isdecimal() or not _whole(length):
         return None
     return f"depth {depth}", label(float(str(length)))
 
@@ -175,7 +176,7 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
     """Every comparison that some row belongs to, in the papers' order."""
     found = []
     for comparison in COMPARISONS:
-        here = [(row, cell) for row in rows if (cell := comparison.cell(row)) is not None]
+        here = [(row, cell) for row in rows if not row.detail and (cell := comparison.cell(row)) is not None]
         if not here:
             continue
         paper = comparison.paper([row for row, _ in here])

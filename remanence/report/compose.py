@@ -14,7 +14,7 @@ from remanence.report.document import Heading, Part, Picture, Table, Text, markd
 from remanence.report.rows import Found, Row, Run, read
 
 TITLE = "What was measured"
-ORIGIN = ("from", "recipe", "model", "commit", "seed", "date", "hardware")
+ORIGIN = ("from", "recipe", "model", "parameters", "training_tokens", "tokenizer", "commit", "seed", "date", "hardware")
 
 
 def write(paths: Sequence[Path], out: Path) -> list[Path]:
@@ -46,6 +46,7 @@ def compose(found: Found) -> list[Part]:
     parts.append(Text(f"From {told}. The papers' numbers are those of Titans (arXiv 2501.00663v1, NeurIPS 2025)."))
     for comparison in beside(found.rows):
         parts += _compared(comparison)
+    parts += _worth(found.rows)
     if found.runs:
         parts += _trained(found.runs)
     if found.rows:
@@ -79,6 +80,31 @@ def _compared(found: Beside) -> list[Part]:
 def _cell(values: Sequence[float | None]) -> str:
     """Several values where rows of one subject differ in something the table does not show."""
     return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
+
+
+def _worth(rows: Sequence[Row]) -> list[Part]:
+    """What the memory is worth: a line for everything measured with it and without."""
+    groups: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        mode = row.setting.get("memory")
+        if mode is not None and not row.detail:
+            setting = {name: value for name, value in row.setting.items() if name != "memory" and value is not None}
+            key = (row.task, row.metric, _line(setting), _line(row.provenance.get("model", "")))
+            groups.setdefault(key, {})[str(mode)] = row
+    modes = [mode for mode in ("on", "frozen", "fresh") if any({mode, "off"} <= set(group) for group in groups.values())]
+    if not modes:
+        return []
+    table = []
+    for (task, metric, *_), group in groups.items():
+        if "off" in group and len(group) > 1:
+            off = group["off"]
+            cells = [
+                f"{group[mode].value:.6g} ({group[mode].value - off.value:+.3g})" if mode in group else "-" for mode in modes
+            ]
+            table.append([task, metric, f"{off.value:.6g}", *cells, _setting(off)])
+    header = ["task", "metric", "memory off", *[f"memory {mode}" for mode in modes], "setting"]
+    told = "The same model, text and seed with its memory off, and otherwise; in brackets the difference."
+    return [Heading("What the memory is worth"), Text(told), Table(header, table)]
 
 
 def _trained(runs: Sequence[Run]) -> list[Part]:
@@ -126,8 +152,14 @@ def _measured(rows: Sequence[Row]) -> list[Part]:
 
 def _told(row: Row) -> list[str]:
     interval = "-" if row.interval is None else f"{row.interval[0]:.4g} to {row.interval[1]:.4g}"
-    setting = ", ".join(f"{name} {_line(value)}" for name, value in row.setting.items() if name != "memory" and value is not None)
-    return [row.subject, row.metric, f"{row.value:.6g}", "-" if row.count is None else f"{row.count:,}", interval, setting or "-"]
+    count = "-" if row.count is None else f"{row.count:,}"
+    return [row.subject, row.metric, f"{row.value:.6g}", count, interval, _setting(row)]
+
+
+def _setting(row: Row) -> str:
+    """All of it but what became of the memory, which the subject tells."""
+    told = [f"{name} {_line(value)}" for name, value in row.setting.items() if name != "memory" and value is not None]
+    return ", ".join(told) or "-"
 
 
 def _line(value: Any) -> str:

@@ -36,6 +36,9 @@ from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
 from remanence.train.sources import SOURCES, corpus
 
+TRAINED = "trained.json"
+"""Beside a trained model: the steps and tokens it was trained on."""
+
 
 class TrainingError(ValueError):
     """A run that could not go on: too many steps in a row had a loss or a gradient that is not finite."""
@@ -147,6 +150,7 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
             if finished is not None:
                 finished.save(out / "model")
                 _save_tokenizer(out, out / "model")
+                write_json(out / "model" / TRAINED, {"tokens": progress.tokens, "steps": progress.step})
     return model
 
 
@@ -224,6 +228,7 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     try:
         model.save(temporary)
         _save_tokenizer(run, temporary)
+        write_json(temporary / TRAINED, _trained(found[0]))
         if carried is not None and memory is not None:
             memfile.save(memory, model, carried)
         if out.exists():
@@ -232,6 +237,14 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return found[0]
+
+
+def _trained(folder: Path) -> dict[str, int]:
+    """What a finished model or a checkpoint has been trained on so far."""
+    if (folder / TRAINED).is_file():
+        return read_json(folder / TRAINED)
+    progress = read_json(folder / "progress.json")
+    return {"tokens": progress["tokens"], "steps": progress["step"]}
 
 
 def _carried(run: Path, config: TrainConfig, row: int) -> State:
