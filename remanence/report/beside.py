@@ -9,8 +9,8 @@ A comparison is an entry of `COMPARISONS`. A row finds its cell by its task, its
     ablate                            any; setting variant
     depth                             "perplexity"; setting variant (the depth) and length
 
-details are left out, and its model is like the paper's if its provenance tells parameters, training_tokens and tokenizer, and they
-agree.
+details are left out, and its model is like the paper's if its provenance tells parameters, training_tokens and tokenizer, and
+they agree.
 """
 
 from __future__ import annotations
