@@ -10,6 +10,7 @@ import pytest
 from remanence import cli, published
 from remanence.config import preset
 from remanence.model import parameters
+from remanence.report import plots
 from remanence.report.beside import COMPARISONS, beside, label
 from remanence.report.rows import read
 
@@ -192,6 +193,27 @@ def test_what_is_not_comparable_says_why(report, home):
         assert expected in (home / "report.md").read_text()
 
 
+def test_an_infinity_is_shown_and_counts_nowhere(report, home, monkeypatch):
+    """Evaluations write null for what is not finite."""
+    drawn = {}
+    monkeypatch.setattr(plots, "_drawn", lambda panels, **_: drawn.update(panels) or b"")
+    rows = [
+        row("wikitext", "word perplexity", None, memory="on"),
+        row("wikitext", "word perplexity", 50.0, memory="off"),
+        row("lambada", "acc", None),
+        *[row("depth", "perplexity", value, variant="2", length=2048, run=n) for n, value in enumerate((10.0, None, 20.0))],
+    ]
+    (home / "a.json").write_text(json.dumps(rows))
+    report("a.json")
+    first, depth, worth, *rest = tables((home / "report.md").read_text())
+    assert cell(first, "my_model (01234567), memory on", "wikitext perplexity") == "∞"
+    assert cell(first, "my_model (01234567)", "lambada") == "-"
+    assert cell(depth, "depth 2: my_model (01234567)", "2K") == "10.00 / ∞ / 20.00"
+    assert worth[2][-3:] == ["50", "∞", "-"]
+    assert [cells[2] for cells in rest[0] if cells[0].endswith("memory on")] == ["∞"]
+    assert drawn[""][1] == {"depth 2: my_model (01234567)": [(2048, 15.0)]}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -200,8 +222,12 @@ def test_what_is_not_comparable_says_why(report, home):
         ("a.json", b"\xff\xfe", "a.json: not a text file"),
         ("a.json", '{"rows": []}', "a.json: expected rows, as `remanence eval --json` writes them, got none"),
         ("a.json", "[3]", "a.json: row 1: expected an object, got int"),
-        ("a.json", [{**ROWS[0], "value": "7"}], "a.json: row 1: value: expected a finite number, got '7'"),
-        ("a.json", [{**ROWS[0], "value": float("nan")}], "value: expected a finite number, got nan"),
+        (
+            "a.json",
+            [{**ROWS[0], "value": "7"}],
+            "a.json: row 1: value: expected a finite number, or null for an infinity, got '7'",
+        ),
+        ("a.json", [{**ROWS[0], "value": float("nan")}], "value: expected a finite number, or null for an infinity, got nan"),
         ("a.json", [ROWS[0], {**ROWS[0], "setting": None}], "a.json: row 2: setting: expected an object, got None"),
         ("a.json", [{k: v for k, v in ROWS[0].items() if k != "provenance"}], "row 1: provenance: expected an object"),
         ("a.json", [row("lambada", "accuracy", 93.0)], "row 1: value: expected a share from 0 to 1 for 'accuracy', got 93"),

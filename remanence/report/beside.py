@@ -16,6 +16,7 @@ they agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 from remanence import published
@@ -184,7 +185,7 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
         reasons: dict[str, list[str]] = {}
         for row, (line, column) in here:
             share = comparison.percent(column)
-            if share and not 0 <= row.value <= 1:
+            if share and isfinite(row.value) and not 0 <= row.value <= 1:
                 raise ValueError(f"{row.place}: value: expected a share from 0 to 1 for {row.metric!r}, got {row.value:g}")
             name = f"{line}: {row.subject}" if line else row.subject
             ours.setdefault(name, {}).setdefault(column, []).append(100 * row.value if share else row.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import isfinite, isinf
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,11 @@ def _compared(found: Beside) -> list[Part]:
 
 def _cell(values: Sequence[float | None]) -> str:
     """Several values where rows of one subject differ in something the table does not show."""
-    return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
+    return " / ".join("-" if value is None else _number(value, ".2f") for value in values)
+
+
+def _number(value: float, form: str = ".6g") -> str:
+    return format(value, form) if isfinite(value) else "∞" if isinf(value) else "-"
 
 
 def _worth(rows: Sequence[Row]) -> list[Part]:
@@ -98,13 +103,17 @@ def _worth(rows: Sequence[Row]) -> list[Part]:
     for (task, metric, *_), group in groups.items():
         if "off" in group and len(group) > 1:
             off = group["off"]
-            cells = [
-                f"{group[mode].value:.6g} ({group[mode].value - off.value:+.3g})" if mode in group else "-" for mode in modes
-            ]
-            table.append([task, metric, f"{off.value:.6g}", *cells, _setting(off)])
+            cells = [_against(group[mode], off) if mode in group else "-" for mode in modes]
+            table.append([task, metric, _number(off.value), *cells, _setting(off)])
     header = ["task", "metric", "memory off", *[f"memory {mode}" for mode in modes], "setting"]
     told = "The same model, text and seed with its memory off, and otherwise; in brackets the difference."
     return [Heading("What the memory is worth"), Text(told), Table(header, table)]
+
+
+def _against(row: Row, off: Row) -> str:
+    """A value, and its difference to the one without memory where both are finite."""
+    difference = row.value - off.value
+    return _number(row.value) + (f" ({difference:+.3g})" if isfinite(difference) else "")
 
 
 def _trained(runs: Sequence[Run]) -> list[Part]:
@@ -153,7 +162,7 @@ def _measured(rows: Sequence[Row]) -> list[Part]:
 def _told(row: Row) -> list[str]:
     interval = "-" if row.interval is None else f"{row.interval[0]:.4g} to {row.interval[1]:.4g}"
     count = "-" if row.count is None else f"{row.count:,}"
-    return [row.subject, row.metric, f"{row.value:.6g}", count, interval, _setting(row)]
+    return [row.subject, row.metric, _number(row.value), count, interval, _setting(row)]
 
 
 def _setting(row: Row) -> str:

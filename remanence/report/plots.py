@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from remanence.report.beside import Beside, label
@@ -28,7 +29,7 @@ def positions(rows: Sequence[Row]) -> bytes | None:
     """Loss by position, as ``lm`` tells it; None without such rows."""
     lines: Lines = {}
     for row in rows:
-        if row.metric == "loss by position" and isinstance(row.setting.get("from"), int):
+        if row.metric == "loss by position" and isfinite(row.value) and isinstance(row.setting.get("from"), int):
             lines.setdefault(row.subject, []).append((max(1, row.setting["from"]), row.value))
     ours = {name: sorted(points) for name, points in lines.items()}
     return _drawn({"": ({}, ours)}, x="tokens read before", y="loss, nats per token", ticks=[]) if ours else None
@@ -50,12 +51,17 @@ def lengths(found: Beside) -> bytes | None:
         inside = {column: tokens for column, (kind, tokens) in places.items() if kind == panel and tokens is not None}
         theirs = {f"{name} (paper)": _points(cells, inside) for name, cells in titans.items()}
         ours = {
-            name: _points({column: sum(values) / len(values) for column, values in cells.items()}, inside)
+            name: _points({column: _mean(values) for column, values in cells.items()}, inside)
             for name, cells in found.ours.items()
         }
         panels[panel] = ({n: p for n, p in theirs.items() if p}, {n: p for n, p in ours.items() if p})
     y = "perplexity" if found.title.startswith("Depth") else "right answers, %"
     return _drawn(panels, x="tokens", y=y, ticks=sorted({tokens for _, tokens in places.values() if tokens is not None}))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    known = [value for value in values if isfinite(value)]
+    return sum(known) / len(known) if known else None
 
 
 def _shown(name: str) -> bool:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, NamedTuple
+
+UNBOUNDED = ("perplexity", "loss", "bits")
+"""Words of metrics that can be infinite."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number: what was measured, in which setting, where it comes from, and the place it was read at."""
+    """One number: what was measured, in which setting, where it comes from, and the place it was read at.
+
+    JSON has no infinity, and evaluations write null: such a value is inf where a metric can be that large, else NaN.
+    """
 
     task: str
     metric: str
@@ -87,6 +93,12 @@ def _rows(path: Path) -> list[Row]:
     return [_row(row, f"{path}: row {number}") for number, row in enumerate(rows, 1)]
 
 
+def _value(row: dict[str, Any]) -> float:
+    if row["value"] is not None:
+        return float(row["value"])
+    return inf if any(word in row["metric"] for word in UNBOUNDED) else nan
+
+
 def _kind(value: Any) -> str:
     return "none" if value is None or value == [] else type(value).__name__
 
@@ -101,15 +113,16 @@ def _row(row: Any, place: str) -> Row:
         raise ValueError(
             f"{place}: provenance: expected an object that says where the number comes from, got {row.get('provenance')!r}"
         )
-    if not _number(row.get("value")):
-        raise ValueError(f"{place}: value: expected a finite number, got {row.get('value')!r}")
+    if "value" not in row or not (row["value"] is None or _number(row["value"])):
+        got = repr(row["value"]) if "value" in row else "none"
+        raise ValueError(f"{place}: value: expected a finite number, or null for an infinity, got {got}")
     interval = row.get("interval")
     if interval is not None and not (isinstance(interval, list) and len(interval) == 2 and all(map(_number, interval))):
         raise ValueError(f"{place}: interval: expected two numbers, got {interval!r}")
     count = row.get("count")
     if count is not None and type(count) is not int:
         raise ValueError(f"{place}: count: expected a whole number, got {count!r}")
-    required = (row["task"], row["metric"], float(row["value"]), row["setting"], row["provenance"], place)
+    required = (row["task"], row["metric"], _value(row), row["setting"], row["provenance"], place)
     return Row(*required, count, None if interval is None else (interval[0], interval[1]), row.get("detail") is True)
 
 
