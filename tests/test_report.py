@@ -151,7 +151,7 @@ def test_the_reports_numbers_are_the_rows_and_the_papers(report, home):
         "530",
         "1",
     ]
-    assert worth[2:] == [["niah", "said", "0.0125", "0.9 (+0.888)", "kind pk, length 2048"]]
+    assert worth[2:] == [["my_model (01234567)", "niah", "said", "0.0125", "0.9 (+0.888)", "kind pk, length 2048"]]
     everything = [cells for table in found[7:] for cells in table]
     for each in ROWS:
         values = [cells for cells in everything if cells[1:3] == [each["metric"].replace("<", "&lt;"), f"{each['value']:.6g}"]]
@@ -212,6 +212,33 @@ def test_an_infinity_is_shown_and_counts_nowhere(report, home, monkeypatch):
     assert worth[2][-3:] == ["50", "∞", "-"]
     assert [cells[2] for cells in rest[0] if cells[0].endswith("memory on")] == ["∞"]
     assert drawn[""][1] == {"depth 2: my_model (01234567)": [(2048, 15.0)]}
+
+
+def test_what_the_memory_is_worth_is_told_of_each_subject(report, home):
+    """Models of one name, models of one fingerprint, and recipes: none takes another's place."""
+    recipe = {"model": None, "from": "recall.py"}
+    origins = [
+        {},
+        {"from": "other"},
+        {"model": {"weights": "fedcba9876543210"}},
+        {**recipe, "recipe": "a" * 32},
+        {**recipe, "recipe": "b" * 32},
+    ]
+    rows = [
+        row("ablate", "perplexity", 10.0 * (n + 1) + (mode == "off"), origin, memory=mode, variant="linear")
+        for n, origin in enumerate(origins)
+        for mode in ("on", "off")
+    ]
+    (home / "a.json").write_text(json.dumps(rows))
+    report("a.json")
+    worth = next(table for table in tables((home / "report.md").read_text()) if "memory off" in table[0])
+    assert [(cells[0], cells[3], cells[4]) for cells in worth[2:]] == [
+        ("my_model (01234567)", "11", "10 (-1)"),
+        ("other (01234567)", "21", "20 (-1)"),
+        ("my_model (fedcba98)", "31", "30 (-1)"),
+        ("recall.py (aaaaaaaa)", "41", "40 (-1)"),
+        ("recall.py (bbbbbbbb)", "51", "50 (-1)"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -94,18 +94,19 @@ def _worth(rows: Sequence[Row]) -> list[Part]:
         mode = row.setting.get("memory")
         if mode is not None and not row.detail:
             setting = {name: value for name, value in row.setting.items() if name != "memory" and value is not None}
-            key = (row.task, row.metric, _line(setting), _line(row.provenance.get("model", "")))
+            whose = [row.provenance.get(name) for name in ("from", "model", "recipe")]
+            key = (row.name, row.task, row.metric, _line(setting), _line(whose))
             groups.setdefault(key, {})[str(mode)] = row
     modes = [mode for mode in ("on", "frozen", "fresh") if any({mode, "off"} <= set(group) for group in groups.values())]
     if not modes:
         return []
     table = []
-    for (task, metric, *_), group in groups.items():
+    for (name, task, metric, *_), group in groups.items():
         if "off" in group and len(group) > 1:
             off = group["off"]
             cells = [_against(group[mode], off) if mode in group else "-" for mode in modes]
-            table.append([task, metric, _number(off.value), *cells, _setting(off)])
-    header = ["task", "metric", "memory off", *[f"memory {mode}" for mode in modes], "setting"]
+            table.append([name, task, metric, _number(off.value), *cells, _setting(off)])
+    header = ["of", "task", "metric", "memory off", *[f"memory {mode}" for mode in modes], "setting"]
     told = "The same model, text and seed with its memory off, and otherwise; in brackets the difference."
     return [Heading("What the memory is worth"), Text(told), Table(header, table)]
 

@@ -31,13 +31,17 @@ class Row:
     detail: bool = False
 
     @property
+    def name(self) -> str:
+        """Of what was evaluated: the model's name and weights, or the recipe's name and digest."""
+        model, recipe, name = (self.provenance.get(key) for key in ("model", "recipe", "from"))
+        digest = (model.get("weights") if isinstance(model, dict) else model) or (recipe if name else None)
+        return str(name or recipe or "a model") + (f" ({str(digest)[:8]})" if digest else "")
+
+    @property
     def subject(self) -> str:
-        """What was evaluated, in words: the model's name and weights, and what became of its memory."""
-        model = self.provenance.get("model")
-        weights = model.get("weights") if isinstance(model, dict) else model
-        name = str(self.provenance.get("from") or self.provenance.get("recipe") or "a model")
+        """What was evaluated, in words: its name, and what became of its memory."""
         mode = self.setting.get("memory")
-        return name + (f" ({str(weights)[:8]})" if weights else "") + (f", memory {mode}" if mode else "")
+        return self.name + (f", memory {mode}" if mode else "")
 
 
 class Run(NamedTuple):
