@@ -241,6 +241,23 @@ def test_what_the_memory_is_worth_is_told_of_each_subject(report, home):
     ]
 
 
+def test_deviations_and_the_average_are_shown(report, home):
+    rows = [
+        row("ablate", "perplexity", 31.5, variant="no_momentum", length=2048, seeds=3) | {"deviation": 0.256},
+        row("ablate", "accuracy", 0.5, variant="no_momentum", length=2048, seeds=3) | {"deviation": 0.01},
+        row("ablate", "perplexity", None, variant="linear", length=2048, seeds=2) | {"deviation": float("nan")},
+        row("commonsense", "mean accuracy", 0.4321, benchmark="all"),
+    ]
+    (home / "a.json").write_text(json.dumps(rows))
+    report("a.json")
+    first, parts, ablate, *_ = tables((home / "report.md").read_text())
+    assert cell(first, "my_model (01234567)", "average") == "43.21"
+    line = "w/o momentum: my_model (01234567)"
+    assert (cell(parts, line, "perplexity"), cell(parts, line, "accuracy")) == ("31.50 ± 0.26", "50.00 ± 1.00")
+    assert cell(parts, "linear memory: my_model (01234567)", "perplexity") == "∞"
+    assert [cells[2] for cells in ablate[2:]] == ["31.5 ± 0.256", "0.5 ± 0.01", "∞"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -259,6 +276,7 @@ def test_what_the_memory_is_worth_is_told_of_each_subject(report, home):
         ("a.json", [{k: v for k, v in ROWS[0].items() if k != "provenance"}], "row 1: provenance: expected an object"),
         ("a.json", [row("lambada", "accuracy", 93.0)], "row 1: value: expected a share from 0 to 1 for 'accuracy', got 93"),
         ("a.json", [{**ROWS[0], "interval": [1]}], "row 1: interval: expected two numbers, got [1]"),
+        ("a.json", [{**ROWS[0], "deviation": "1"}], "row 1: deviation: expected a number from 0 on, got '1'"),
         ("rows.json", None, "rows.json: given twice"),
     ],
 )

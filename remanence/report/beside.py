@@ -3,7 +3,7 @@
 A comparison is an entry of `COMPARISONS`. A row finds its cell by its task, its metric and a few names in its setting:
 
     wikitext, lambada                 "word perplexity"; "perplexity", "accuracy"
-    commonsense, or a task's own name "acc", of hellaswag and arc_challenge "acc_norm"; setting benchmark
+    commonsense, or a task's own name "acc", of hellaswag and arc_challenge "acc_norm"; setting benchmark ("all": "mean accuracy")
     niah                              "said"; setting kind (pk, n, w) and length, no depth
     babilong                          "right"; setting length and qa, which is "mean"; fine_tuned if the model is
     ablate                            any; setting variant
@@ -67,12 +67,19 @@ class Comparison(NamedTuple):
     percent: Callable[[str], bool] = lambda column: True
 
 
+class Measured(NamedTuple):
+    """A row's number as its table has it, and its deviation over seeds."""
+
+    value: float
+    deviation: float | None = None
+
+
 class Beside(NamedTuple):
     """A comparison with rows in it. `ours` is by line (a subject's, and its variant's if it has several) and column."""
 
     title: str
     paper: Paper
-    ours: dict[str, dict[str, list[float]]]
+    ours: dict[str, dict[str, list[Measured]]]
     reasons: dict[str, list[str]]
     rows: list[Row]
 
@@ -95,6 +102,8 @@ def _table1(row: Row) -> Cell | None:
     name = ALIASES.get(name, name)
     if (name, row.metric) == ("wikitext", "word perplexity") or (name, row.metric) == ("lambada", "perplexity"):
         return "", f"{name} perplexity"
+    if (row.task, name, row.metric) == ("commonsense", "all", "mean accuracy"):
+        return "", "average"
     wanted = NORMALISED if name in ("hellaswag", "arc_challenge") else ACCURACY
     return ("", name) if name in published.TABLE1_COLUMNS and row.metric in wanted else None
 
@@ -181,14 +190,16 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
         if not here:
             continue
         paper = comparison.paper([row for row, _ in here])
-        ours: dict[str, dict[str, list[float]]] = {}
+        ours: dict[str, dict[str, list[Measured]]] = {}
         reasons: dict[str, list[str]] = {}
         for row, (line, column) in here:
             share = comparison.percent(column)
             if share and isfinite(row.value) and not 0 <= row.value <= 1:
                 raise ValueError(f"{row.place}: value: expected a share from 0 to 1 for {row.metric!r}, got {row.value:g}")
             name = f"{line}: {row.subject}" if line else row.subject
-            ours.setdefault(name, {}).setdefault(column, []).append(100 * row.value if share else row.value)
+            unit = 100 if share else 1
+            own = Measured(unit * row.value, None if row.deviation is None else unit * row.deviation)
+            ours.setdefault(name, {}).setdefault(column, []).append(own)
             reasons.setdefault(row.subject, differences(paper.trained, row))
         found.append(Beside(comparison.title, paper, dict(sorted(ours.items())), reasons, [row for row, _ in here]))
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 from remanence.files import replacing
 from remanence.report import plots
-from remanence.report.beside import Beside, beside, short
+from remanence.report.beside import Beside, Measured, beside, short
 from remanence.report.document import Heading, Part, Picture, Table, Text, markdown, page
 from remanence.report.rows import Found, Row, Run, read
 
@@ -62,10 +62,12 @@ def _counted(count: int, what: str) -> str:
 def _compared(found: Beside) -> list[Part]:
     columns = list(dict.fromkeys([*found.paper.columns, *[column for cells in found.ours.values() for column in cells]]))
     beyond = [""] * (len(columns) - len(found.paper.columns))
-    rows = [[name, *[_cell([x]) for x in cells], *beyond] for name, cells in found.paper.lines.items()]
-    own = [[name, *[_cell(cells.get(column, [None])) for column in columns]] for name, cells in found.ours.items()]
+    rows = [
+        [name, *[_cell([] if x is None else [Measured(x)]) for x in cells], *beyond] for name, cells in found.paper.lines.items()
+    ]
+    own = [[name, *[_cell(cells.get(column, [])) for column in columns]] for name, cells in found.ours.items()]
     parts: list[Part] = [Heading(found.title)]
-    parts.append(Text(f"The paper's lines are {found.paper.where}; ours stand out. Shares are in percent."))
+    parts.append(Text(f"The paper's lines are {found.paper.where}; ours stand out, ± is over seeds. Shares are in percent."))
     verdicts: dict[str, list[str]] = {}
     for subject, reasons in found.reasons.items():
         told = f"not comparable with the paper: {'; '.join(reasons)}" if reasons else "of the paper's size, tokens and tokenizer"
@@ -78,13 +80,16 @@ def _compared(found: Beside) -> list[Part]:
     return parts
 
 
-def _cell(values: Sequence[float | None]) -> str:
+def _cell(values: Sequence[Measured]) -> str:
     """Several values where rows of one subject differ in something the table does not show."""
-    return " / ".join("-" if value is None else _number(value, ".2f") for value in values)
+    return " / ".join(_number(each, ".2f", ".2f") for each in values) or "-"
 
 
-def _number(value: float, form: str = ".6g") -> str:
-    return format(value, form) if isfinite(value) else "∞" if isinf(value) else "-"
+def _number(of: Measured | Row, form: str = ".6g", spread: str = ".3g") -> str:
+    """A value, with its deviation if it is a mean over seeds."""
+    if not isfinite(of.value):
+        return "∞" if isinf(of.value) else "-"
+    return format(of.value, form) + (f" ± {of.deviation:{spread}}" if of.deviation is not None else "")
 
 
 def _worth(rows: Sequence[Row]) -> list[Part]:
@@ -105,7 +110,7 @@ def _worth(rows: Sequence[Row]) -> list[Part]:
         if "off" in group and len(group) > 1:
             off = group["off"]
             cells = [_against(group[mode], off) if mode in group else "-" for mode in modes]
-            table.append([name, task, metric, _number(off.value), *cells, _setting(off)])
+            table.append([name, task, metric, _number(off), *cells, _setting(off)])
     header = ["of", "task", "metric", "memory off", *[f"memory {mode}" for mode in modes], "setting"]
     told = "The same model, text and seed with its memory off, and otherwise; in brackets the difference."
     return [Heading("What the memory is worth"), Text(told), Table(header, table)]
@@ -114,7 +119,7 @@ def _worth(rows: Sequence[Row]) -> list[Part]:
 def _against(row: Row, off: Row) -> str:
     """A value, and its difference to the one without memory where both are finite."""
     difference = row.value - off.value
-    return _number(row.value) + (f" ({difference:+.3g})" if isfinite(difference) else "")
+    return _number(row) + (f" ({difference:+.3g})" if isfinite(difference) else "")
 
 
 def _trained(runs: Sequence[Run]) -> list[Part]:
@@ -163,7 +168,7 @@ def _measured(rows: Sequence[Row]) -> list[Part]:
 def _told(row: Row) -> list[str]:
     interval = "-" if row.interval is None else f"{row.interval[0]:.4g} to {row.interval[1]:.4g}"
     count = "-" if row.count is None else f"{row.count:,}"
-    return [row.subject, row.metric, _number(row.value), count, interval, _setting(row)]
+    return [row.subject, row.metric, _number(row), count, interval, _setting(row)]
 
 
 def _setting(row: Row) -> str:

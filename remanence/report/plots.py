@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from remanence.report.beside import Beside, label
+from remanence.report.beside import Beside, Measured, label
 from remanence.report.rows import Row, Run
 
 OURS = ("#1b6ca8", "#e07a1f", "#3a8f5c", "#8a4f9e", "#b3322e", "#4fb0ae")
@@ -59,8 +59,8 @@ def lengths(found: Beside) -> bytes | None:
     return _drawn(panels, x="tokens", y=y, ticks=sorted({tokens for _, tokens in places.values() if tokens is not None}))
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if isfinite(value)]
+def _mean(values: Sequence[Measured]) -> float | None:
+    known = [each.value for each in values if isfinite(each.value)]
     return sum(known) / len(known) if known else None
 
 

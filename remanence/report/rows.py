@@ -28,6 +28,7 @@ class Row:
     place: str
     count: int | None = None
     interval: tuple[float, float] | None = None
+    deviation: float | None = None
     detail: bool = False
 
     @property
@@ -123,11 +124,15 @@ def _row(row: Any, place: str) -> Row:
     interval = row.get("interval")
     if interval is not None and not (isinstance(interval, list) and len(interval) == 2 and all(map(_number, interval))):
         raise ValueError(f"{place}: interval: expected two numbers, got {interval!r}")
+    deviation = row.get("deviation")
+    if deviation is not None and (isinstance(deviation, bool) or not isinstance(deviation, (int, float)) or deviation < 0):
+        raise ValueError(f"{place}: deviation: expected a number from 0 on, got {deviation!r}")
     count = row.get("count")
     if count is not None and type(count) is not int:
         raise ValueError(f"{place}: count: expected a whole number, got {count!r}")
     required = (row["task"], row["metric"], _value(row), row["setting"], row["provenance"], place)
-    return Row(*required, count, None if interval is None else (interval[0], interval[1]), row.get("detail") is True)
+    spread = float(deviation) if deviation is not None and isfinite(deviation) else None  # of infinite values there is none
+    return Row(*required, count, None if interval is None else (interval[0], interval[1]), spread, row.get("detail") is True)
 
 
 def _number(value: Any) -> bool:
