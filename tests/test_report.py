@@ -259,6 +259,61 @@ def test_deviations_and_the_average_are_shown(report, home):
 
 
 @pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([row("wikitext", "word perplexity", 20.0, pages=62, unk=False)], []),
+        ([row("wikitext", "word perplexity", 20.0, pages=62, unk=True)], ["wikitext: our text has its rare words replaced"]),
+        ([row("wikitext", "word perplexity", 20.0, pages=3, unk=False)], ["wikitext: only 3 of 62 pages"]),
+        ([row("lambada", "accuracy", 0.5) | {"count": 5153}], []),
+        ([row("lambada", "accuracy", 0.5) | {"count": 100}], ["lambada: only 100 of 5,153 questions"]),
+        ([row("commonsense", "acc", 0.5, benchmark="piqa", samples=9) | {"count": 9}], ["piqa: only 9 of 1,838 questions"]),
+        (
+            [row("commonsense", "mean accuracy", 0.5, benchmark="all", samples=9, digest="hub")],
+            ["the average: only the first 9 questions of each"],
+        ),
+        ([row("commonsense", "acc", 0.5, benchmark="siqa", digest="hub")], []),
+        ([row("commonsense", "acc", 0.5, benchmark="siqa", digest="abc")], ["siqa: read from a local file"]),
+        ([row("babilong", "right", 0.5, length=1024, qa="mean", shots=0)], ["no examples were shown, the paper's are few-shot"]),
+        ([row("babilong", "right", 0.5, length=1024, qa="mean", shots=0, fine_tuned=True, tasks=20)], []),
+        (
+            [row("babilong", "right", 0.5, length=1024, qa="mean", shots=2, fine_tuned=True, tasks=["qa1"])],
+            ["2 examples were shown, the paper's tuned models need none", "the mean is of 1 of 20 tasks"],
+        ),
+        (
+            [
+                *[
+                    row("babilong", "right", 0.5, length=1024, qa=f"qa{n}", shots=0, fine_tuned=True, options=n)
+                    for n in (1, 2, 3)
+                ],
+                row("babilong", "right", 0.5, length=2048, qa="qa4", shots=0, fine_tuned=True),
+                row("babilong", "right", 0.5, length=1024, qa="mean", shots=0, fine_tuned=True),
+            ],
+            ["the mean is of 3 of 20 tasks"],
+        ),
+    ],
+)
+def test_what_was_asked_in_part_or_otherwise_is_said(report, home, rows, expected):
+    (home / "a.json").write_text(json.dumps(rows))
+    named = ("wikitext", "lambada", "piqa", "siqa", "the average", "babilong")
+    (found,) = beside(read([home / "a.json"]).rows)
+    (reasons,) = found.reasons.values()
+    own = [reason for reason in reasons if reason.startswith(named)]
+    assert len(own) == len(expected) and all(part in reason for part, reason in zip(expected, own, strict=True)), own
+
+
+def test_every_rows_reasons_are_told(report, home):
+    rows = [
+        row("lambada", "accuracy", 0.5),
+        row("wikitext", "word perplexity", 20.0, pages=3),
+        row("wikitext", "word perplexity", 20.0, unk=True),
+    ]
+    (home / "a.json").write_text(json.dumps(rows))
+    report("a.json")
+    text = (home / "report.md").read_text()
+    assert "only 3 of 62 pages; wikitext: our text has its rare words replaced" in text
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("missing.json", None, "missing.json: no such file or folder"),
@@ -318,16 +373,14 @@ def test_a_failure_while_drawing_leaves_the_old_report(report, home, monkeypatch
     assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
 
 
-def test_lengths_have_the_papers_names():
-    assert [label(n) for n in (1024, 1000, 2048, 131_072, 1_048_576, 10_000_000, 300)] == [
-        "1K",
-        "1K",
-        "2K",
-        "128K",
-        "1M",
-        "10M",
-        "300",
-    ]
+def test_lengths_have_the_papers_names(report, home):
+    lengths = (1024, 1000, 2048, 131_072, 1_048_576, 10_000_000, 300)
+    assert [label(n) for n in lengths] == ["1K", "1,000", "2K", "128K", "1M", "10,000,000", "300"]
+    rows = [row("niah", "said", share, kind="pk", length=length) for share, length in ((0.25, 2000), (0.75, 2048))]
+    (home / "a.json").write_text(json.dumps(rows))
+    assert "report-plots/a-needle-in-a-haystack.png" in report("a.json")
+    needle = tables((home / "report.md").read_text())[0]
+    assert [cell(needle, "my_model (01234567)", name) for name in ("PK 2K", "PK 2,000")] == ["75.00", "25.00"]
 
 
 def test_every_row_belongs_to_one_comparison_at_most(home):

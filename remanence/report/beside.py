@@ -23,6 +23,8 @@ from remanence import published
 from remanence.published import Number, Trained
 from remanence.report.rows import Row
 
+BABI = 20
+"""Tasks of bAbI."""
 NEAR = 0.1
 """How far our parameters and tokens may be from the paper's, as a share, to be of the same size."""
 
@@ -85,11 +87,10 @@ class Beside(NamedTuple):
 
 
 def label(tokens: float) -> str:
-    """A length as the papers write it: 2K is 2,048 or 2,000."""
-    for size, sign in ((1_000_000, "M"), (1_000, "K")):
-        for unit in (size, 2 ** (20 if sign == "M" else 10)):
-            if tokens >= unit and tokens % unit == 0:
-                return f"{int(tokens // unit)}{sign}"
+    """A length as the papers write it: 2K is 2,048, and 2,000 is itself, so that they do not share a column."""
+    for unit, sign in ((2**20, "M"), (2**10, "K")):
+        if tokens >= unit and tokens % unit == 0:
+            return f"{int(tokens // unit)}{sign}"
     return f"{tokens:,.0f}"
 
 
@@ -97,9 +98,13 @@ def _whole(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def _table1(row: Row) -> Cell | None:
+def _benchmark(row: Row) -> str:
     name = str(row.setting.get("benchmark", row.task) if row.task == "commonsense" else row.task).lower()
-    name = ALIASES.get(name, name)
+    return ALIASES.get(name, name)
+
+
+def _table1(row: Row) -> Cell | None:
+    name = _benchmark(row)
     if (name, row.metric) == ("wikitext", "word perplexity") or (name, row.metric) == ("lambada", "perplexity"):
         return "", f"{name} perplexity"
     if (row.task, name, row.metric) == ("commonsense", "all", "mean accuracy"):
@@ -200,13 +205,14 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
             unit = 100 if share else 1
             own = Measured(unit * row.value, None if row.deviation is None else unit * row.deviation)
             ours.setdefault(name, {}).setdefault(column, []).append(own)
-            reasons.setdefault(row.subject, differences(paper.trained, row))
+            known = reasons.setdefault(row.subject, [])
+            known += [reason for reason in differences(paper.trained, row, rows) if reason not in known]
         found.append(Beside(comparison.title, paper, dict(sorted(ours.items())), reasons, [row for row, _ in here]))
     return found
 
 
-def differences(theirs: Trained, row: Row) -> list[str]:
-    """Why a number may not be compared with the paper's; nothing if it may."""
+def differences(theirs: Trained, row: Row, rows: Sequence[Row] = ()) -> list[str]:
+    """Why a number may not be compared with the paper's; nothing if it may. `rows`, all there are, tell what a mean is of."""
     ours, reasons = row.provenance, []
     for what, wanted, own in (
         ("parameters", theirs.parameters, ours.get("parameters")),
@@ -224,7 +230,50 @@ def differences(theirs: Trained, row: Row) -> list[str]:
     elif str(tokenizer).lower() != theirs.tokenizer:
         reasons.append(f"tokenizer: ours {tokenizer}, the paper's {theirs.tokenizer}")
     mode = row.setting.get("memory")
-    return reasons + ([f"our memory is {mode}, the paper's on"] if mode not in (None, "on") else [])
+    reasons += [f"our memory is {mode}, the paper's on"] if mode not in (None, "on") else []
+    return reasons + (_asked(row, rows) if row.task == "babilong" else _measured(row))
+
+
+def _measured(row: Row) -> list[str]:
+    """What was left out or made easier of Table 1's benchmarks."""
+    name, samples, reasons = _benchmark(row), row.setting.get("samples"), []
+    whole = published.TABLE1_COUNTS.get(name)
+    count, what = (row.setting.get("pages"), "pages") if name == "wikitext" else (row.count, "questions")
+    if whole is not None and _whole(count) and int(str(count)) < whole:
+        reasons.append(f"{name}: only {count:,} of {whole:,} {what}")
+    elif name == "all" and samples is not None:
+        reasons.append(f"the average: only the first {samples} questions of each")
+    if name == "wikitext" and row.setting.get("unk") is True:
+        reasons.append("wikitext: our text has its rare words replaced by <unk>, which is easier")
+    if row.task == "commonsense" and name in ("siqa", "all") and row.setting.get("digest", "hub") != "hub":
+        reasons.append("siqa: read from a local file; one of llm-foundry asks for letters, which is another question")
+    return reasons
+
+
+def _asked(row: Row, rows: Sequence[Row]) -> list[str]:
+    """How BABILong's questions were asked, and of how many tasks the mean is."""
+    shots, tuned, reasons = row.setting.get("shots"), bool(row.setting.get("fine_tuned")), []
+    if shots is None:
+        reasons.append("babilong: how many examples were shown is not told in the rows")
+    elif tuned and shots:
+        reasons.append(f"babilong: {shots} examples were shown, the paper's tuned models need none")
+    elif not tuned:
+        reasons.append(f"babilong: {shots or 'no'} examples were shown, the paper's are few-shot and it does not tell how many")
+    told = row.setting.get("tasks")
+    count = len(told) if isinstance(told, list) else told if isinstance(told, int) else len(_tasks(row, rows))
+    if 0 < count < BABI:
+        reasons.append(f"babilong: the mean is of {count} of {BABI} tasks, the paper does not tell of which its own is")
+    return reasons
+
+
+def _tasks(row: Row, rows: Sequence[Row]) -> set[str]:
+    """The tasks that rows like this mean tell of."""
+
+    def same(each: Row) -> bool:
+        alike = all(each.setting.get(name) == value for name, value in row.setting.items() if name != "qa")
+        return alike and (each.task, each.metric, each.provenance) == (row.task, row.metric, row.provenance)
+
+    return {str(each.setting.get("qa")) for each in rows if same(each)} - {"mean"}
 
 
 def short(number: float) -> str:

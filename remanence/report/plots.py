@@ -70,7 +70,8 @@ def _shown(name: str) -> bool:
 
 def _tokens(word: str) -> float | None:
     unit = {"K": 2**10, "M": 2**20}.get(word[-1:])
-    return float(word[:-1]) * unit if unit and word[:-1].isdecimal() else None
+    number = word[:-1] if unit else word.replace(",", "")
+    return float(number) * (unit or 1) if number.isdecimal() else None
 
 
 def _points(cells: Mapping[str, float | None], inside: Mapping[str, float]) -> Points:
