@@ -12,6 +12,10 @@ Number = float | None
 Numbers = tuple[Number, ...]
 
 
+VOCABULARIES = {"llama-2": 32_000}
+"""Tokens of the papers' tokenizers."""
+
+
 class Trained(NamedTuple):
     """What a row's model was: parameters, tokens it was trained on, tokenizer. None: the papers do not say."""
 

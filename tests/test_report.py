@@ -186,6 +186,12 @@ def test_what_is_not_comparable_says_why(report, home):
             "parameters: ours 400 K, the paper's 340 M; training tokens: ours 10 M, the paper's 15 B; tokenizer: ours bytes",
         ),
         ("same", same, "of the paper's size, tokens and tokenizer"),
+        (
+            "perhaps",
+            {**same, "tokenizer": "tokenizer.json of 32,000 tokens"},
+            "perhaps comparable with it: our tokenizer.json of 32,000 tokens may be the paper's llama-2, or another of its size",
+        ),
+        ("other", {**same, "tokenizer": "tokenizer.json of 50,000 tokens"}, "not comparable with the paper: tokenizer: ours"),
         ("large", {**same, "parameters": 1_300_000_000}, "training tokens: ours 15 B, the paper's 100 B"),
     ):
         (home / f"{name}.json").write_text(json.dumps([row("lambada", "accuracy", 0.5, origin)]))
@@ -299,6 +305,16 @@ def test_what_was_asked_in_part_or_otherwise_is_said(report, home, rows, expecte
     (reasons,) = found.reasons.values()
     own = [reason for reason in reasons if reason.startswith(named)]
     assert len(own) == len(expected) and all(part in reason for part, reason in zip(expected, own, strict=True)), own
+
+
+def test_tuned_models_have_the_papers_tuned_panel(report, home):
+    """Models that were fine-tuned and others do not share a panel."""
+    rows = [row("babilong", "right", 0.5 + 0.25 * tuned, length=1024, qa="mean", fine_tuned=tuned) for tuned in (False, True)]
+    (home / "a.json").write_text(json.dumps(rows))
+    assert "report-plots/babilong-fine-tuned.png" in report("a.json")
+    shot, tuned, *_ = tables((home / "report.md").read_text())
+    assert cell(shot, "my_model (01234567)", "1K") == "50.00" and cell(shot, "Titans (MAC)", "1K") == "76.00"
+    assert cell(tuned, "my_model (01234567)", "1K") == "75.00" and cell(tuned, "Titans (MAC)-FT", "1K") == "99.00"
 
 
 def test_every_rows_reasons_are_told(report, home):

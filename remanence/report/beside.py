@@ -16,6 +16,7 @@ they agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -83,6 +84,7 @@ class Beside(NamedTuple):
     paper: Paper
     ours: dict[str, dict[str, list[Measured]]]
     reasons: dict[str, list[str]]
+    doubts: dict[str, list[str]]
     rows: list[Row]
 
 
@@ -120,10 +122,12 @@ def _table2(row: Row) -> Cell | None:
     return ("", f"{kind} {label(row.setting['length'])}") if _whole(row.setting.get("length")) else None
 
 
-def _figure6(row: Row) -> Cell | None:
+def _figure6(row: Row, *, tuned: bool) -> Cell | None:
     if row.task != "babilong" or row.metric not in ACCURACY or row.setting.get("qa") != "mean":
         return None
-    return ("", label(row.setting["length"])) if _whole(row.setting.get("length")) else None
+    if not _whole(row.setting.get("length")) or bool(row.setting.get("fine_tuned")) != tuned:
+        return None
+    return "", label(row.setting["length"])
 
 
 def _table5(row: Row) -> Cell | None:
@@ -157,8 +161,7 @@ def _paper2(rows: Sequence[Row]) -> Paper:
     return Paper("Table 2 (arXiv v1)", columns, lines, published.TABLE2_TRAINED)
 
 
-def _paper6(rows: Sequence[Row]) -> Paper:
-    panel = "fine-tuned" if any(row.setting.get("fine_tuned") for row in rows) else "few-shot"
+def _paper6(panel: str) -> Paper:
     columns = [label(length) for length in published.FIGURE6_LENGTHS]
     return Paper(f"Figure 6, {panel} (arXiv v1, read off the plot)", columns, published.FIGURE6[panel], published.FIGURE6_TRAINED)
 
@@ -181,7 +184,8 @@ def _share(column: str) -> bool:
 COMPARISONS = (
     Comparison("Language modelling and commonsense", _table1, _paper1, _share),
     Comparison("A needle in a haystack", _table2, _paper2),
-    Comparison("BABILong", _figure6, _paper6),
+    Comparison("BABILong", partial(_figure6, tuned=False), lambda rows: _paper6("few-shot")),
+    Comparison("BABILong, fine-tuned", partial(_figure6, tuned=True), lambda rows: _paper6("fine-tuned")),
     Comparison("What the parts are worth", _table5, _paper5, lambda column: column in (*ACCURACY, "reasoning", "long context")),
     Comparison("Depth of the memory", _figure7, _paper7, lambda column: False),
 )
@@ -197,6 +201,7 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
         paper = comparison.paper([row for row, _ in here])
         ours: dict[str, dict[str, list[Measured]]] = {}
         reasons: dict[str, list[str]] = {}
+        open_: dict[str, list[str]] = {}
         for row, (line, column) in here:
             share = comparison.percent(column)
             if share and isfinite(row.value) and not 0 <= row.value <= 1:
@@ -206,8 +211,9 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
             own = Measured(unit * row.value, None if row.deviation is None else unit * row.deviation)
             ours.setdefault(name, {}).setdefault(column, []).append(own)
             known = reasons.setdefault(row.subject, [])
+            open_.setdefault(row.subject, doubts(paper.trained, row))
             known += [reason for reason in differences(paper.trained, row, rows) if reason not in known]
-        found.append(Beside(comparison.title, paper, dict(sorted(ours.items())), reasons, [row for row, _ in here]))
+        found.append(Beside(comparison.title, paper, dict(sorted(ours.items())), reasons, open_, [row for row, _ in here]))
     return found
 
 
@@ -227,11 +233,23 @@ def differences(theirs: Trained, row: Row, rows: Sequence[Row] = ()) -> list[str
     tokenizer = ours.get("tokenizer")
     if tokenizer is None:
         reasons.append(f"our tokenizer is not told in the rows (the paper: {theirs.tokenizer})")
-    elif str(tokenizer).lower() != theirs.tokenizer:
+    elif str(tokenizer).lower() != theirs.tokenizer and not _as_large(tokenizer, theirs):
         reasons.append(f"tokenizer: ours {tokenizer}, the paper's {theirs.tokenizer}")
     mode = row.setting.get("memory")
     reasons += [f"our memory is {mode}, the paper's on"] if mode not in (None, "on") else []
     return reasons + (_asked(row, rows) if row.task == "babilong" else _measured(row))
+
+
+def doubts(theirs: Trained, row: Row) -> list[str]:
+    """What the rows leave open: a tokenizer.json is told by its size alone."""
+    tokenizer = row.provenance.get("tokenizer")
+    told = f"our {tokenizer} may be the paper's {theirs.tokenizer}, or another of its size: the rows do not tell"
+    return [told] if _as_large(tokenizer, theirs) else []
+
+
+def _as_large(tokenizer: Any, theirs: Trained) -> bool:
+    size = published.VOCABULARIES.get(str(theirs.tokenizer))
+    return size is not None and str(tokenizer).lower() == f"tokenizer.json of {size:,} tokens"
 
 
 def _measured(row: Row) -> list[str]:

@@ -70,14 +70,21 @@ def _compared(found: Beside) -> list[Part]:
     parts.append(Text(f"The paper's lines are {found.paper.where}; ours stand out, ± is over seeds. Shares are in percent."))
     verdicts: dict[str, list[str]] = {}
     for subject, reasons in found.reasons.items():
-        told = f"not comparable with the paper: {'; '.join(reasons)}" if reasons else "of the paper's size, tokens and tokenizer"
-        verdicts.setdefault(told, []).append(subject)
+        verdicts.setdefault(_verdict(reasons, found.doubts[subject]), []).append(subject)
     parts += [Text(f"{' and '.join(subjects)}: {told}.") for told, subjects in verdicts.items()]
     parts.append(Table(["", *columns], rows + own, frozenset(range(len(rows), len(rows) + len(own)))))
     if (png := plots.lengths(found)) is not None:
-        name = found.title.lower().replace(" ", "-")
+        name = found.title.lower().replace(",", "").replace(" ", "-")
         parts.append(Picture(name, f"{found.title}: ours in colour, the paper's lines ({found.paper.where}) in grey.", png))
     return parts
+
+
+def _verdict(reasons: Sequence[str], doubts: Sequence[str]) -> str:
+    if reasons:
+        return f"not comparable with the paper: {'; '.join([*reasons, *doubts])}"
+    if doubts:
+        return f"of the paper's size and tokens, and perhaps comparable with it: {'; '.join(doubts)}"
+    return "of the paper's size, tokens and tokenizer"
 
 
 def _cell(values: Sequence[Measured]) -> str:
