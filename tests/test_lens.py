@@ -10,7 +10,7 @@ from browser import Browser, executable
 from models import MEMORIES, model
 
 from remanence import Session, cli
-from remanence.lens import SIGNALS, Page, look, matches, norms, stride, unpack
+from remanence.lens import SIGNALS, Look, Page, look, matches, norms, stride, unpack
 from remanence.lens.look import Past, watched
 from remanence.testing import assert_close
 from remanence.tokens import read_tokenizer
@@ -53,7 +53,7 @@ def test_the_past_does_not_grow():
         assert past.values.shape[1] <= 10
 
 
-@pytest.mark.parametrize("variant", MEMORIES)
+@pytest.mark.parametrize("variant", [name for name, pattern in MEMORIES.items() if set(pattern) - {"knn", "window"}])
 def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
     """Against one call over the whole text: gates, surprise, the norm at the end, and a plain search among all values."""
     subject = model(variant, vocabulary=257)
@@ -73,6 +73,8 @@ def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
         there = whole.seen[index]
         assert_close(signals[:, place, 0].double(), there.surprise[0].mean(-1), 1e-5)
         keep = there.gates.log_keep
+        expected = torch.full_like(there.surprise, torch.nan) if keep is None else keep
+        assert_close(torch.cat([part.keep for part in seen])[:, place].double().nan_to_num(9), expected[0].nan_to_num(9), 1e-5)
         gates = (there.gates.log_step, there.gates.log_momentum, None if keep is None else torch.log(-torch.expm1(keep)))
         for column, gate in enumerate(gates, 1):
             if gate is None:
@@ -138,6 +140,8 @@ def test_the_page_holds_the_models_own_numbers(run, home, tmp_path):
     session = Session(home / "m")
     seen = list(look(session, [TEXT * 10], stride(session.model, count)))
     np.testing.assert_array_equal(page.signals, torch.cat([part.signals for part in seen]).numpy())
+    np.testing.assert_array_equal(page.keep, torch.cat([part.keep for part in seen]).numpy())
+    np.testing.assert_allclose(-np.expm1(page.keep).mean(-1), page.signals[..., 3], rtol=1e-4)
     np.testing.assert_array_equal(page.distance, torch.cat([part.distance for part in seen]).numpy())
     np.testing.assert_allclose(page.cosine, torch.cat([part.cosine for part in seen]).numpy(), atol=0.5 / 127 + 1e-6)
     np.testing.assert_allclose(page.about["norms"], torch.stack([part.norm for part in seen]).numpy(), rtol=1e-6)
@@ -163,7 +167,7 @@ def test_some_layers_alone_are_those_of_all(run, tmp_path):
     run("m", "--text", "t.txt", "--out", tmp_path / "one.html", "--layers", 2)
     whole, one = unpack(tmp_path / "all.html"), unpack(tmp_path / "one.html")
     assert one.about["layers"] == ["layer 2 lmm"]
-    for name in ("signals", "distance", "cosine"):
+    for name in ("signals", "keep", "distance", "cosine"):
         np.testing.assert_array_equal(getattr(one, name), getattr(whole, name)[:, 1:])
     assert one.about["norms"] == [norm[1:] for norm in whole.about["norms"]]
 
@@ -250,7 +254,7 @@ def test_a_click_on_a_token_tells_what_python_saw(run, tmp_path, width):
             cells = browser("[...document.querySelectorAll('#values td[data-value]')].map(cell => +cell.dataset.value)")
             cells = np.array(cells, dtype=float).reshape(2, 5)
             np.testing.assert_allclose(cells[:, :4], page.signals[token], rtol=1e-6)
-            gone = 1 - np.prod(1 - page.signals[token + 1 :, :, 3].astype(np.float64), 0)
+            gone = (1 - np.exp(page.keep[token + 1 :].astype(np.float64).sum(0))).mean(-1)
             np.testing.assert_allclose(cells[:, 4], gone, rtol=1e-4)
             told = browser("[...document.querySelectorAll('#matches button')].map(b => [+b.dataset.t, +b.dataset.cosine])")
             assert told == best(page, token)
@@ -278,6 +282,29 @@ def best(page, token):
             known[token - distance] = max(cosine, known.get(token - distance, -2))
     rows = sorted(known.items(), key=lambda row: (-row[1], -row[0]))[:12]
     return [[earlier, pytest.approx(cosine)] for earlier, cosine in rows]
+
+
+@needs_browser
+def test_a_head_that_keeps_everything_forgets_nothing(tmp_path):
+    """Of two heads one lets half of all go at every token and the other nothing; a third memory has no such gate."""
+    count, tokenizer = 40, Session(model("lmm", vocabulary=257)).tokenizer
+    keep = torch.tensor([[0.5, 1.0], [0.99, 0.99], [torch.nan, torch.nan]]).log().expand(count, 3, 2)
+    signals = torch.cat([torch.ones(count, 3, 3), 1 - keep.exp().mean(-1, keepdim=True)], -1)
+    nothing = torch.zeros(count, 3, 2, 3)
+    with open(tmp_path / "p.html", "w", encoding="utf-8", newline="\n") as file:
+        page = Page(file, tokenizer, "t")
+        page.add(Look(list(b"a" * count), signals, keep, nothing, nothing, torch.ones(3), count))
+        page.finish("facts", ["one", "two", "three"], [1.0] * 3, 8, 4)
+    with Browser() as browser:
+        browser.open(tmp_path / "p.html")
+        for token in (0, 30, count - 1):
+            browser.click(f"#text span[data-t='{token}']")
+            told = browser("[...document.querySelectorAll('#values tr')].slice(1).map(row => row.lastChild.dataset.value)")
+            later = count - 1 - token
+            assert [float(value) for value in told] == pytest.approx(
+                [(1 - 0.5**later) / 2, 1 - 0.99**later, float("nan")], abs=1e-6, nan_ok=True
+            )
+        assert not browser.errors
 
 
 @needs_browser

@@ -39,6 +39,8 @@ class Look(NamedTuple):
 
     signals
         ``[t l 4]``, `SIGNALS` by token and memory; NaN where a memory has no such gate.
+    keep
+        ``[t l h]``: the logarithm of what each head kept of all it knew at a token, 1 - forget; NaN without a forget gate.
     distance, cosine
         ``[t l h k]``: how far back the earlier tokens lie whose values are most like what the memory answered here, and how
         alike they are; distance 0 where there is none.
@@ -50,6 +52,7 @@ class Look(NamedTuple):
 
     tokens: list[int]
     signals: Float[Tensor, "t l s"]
+    keep: Float[Tensor, "t l h"]
     distance: Int[Tensor, "t l h k"]
     cosine: Float[Tensor, "t l h k"]
     norm: Float[Tensor, " l"]
@@ -116,9 +119,11 @@ def _look(session: Session, layers: dict[int, NeuralMemory], past: list[Past], t
     for each, calls in zip(past, shown, strict=True):
         values, answers = (torch.cat(parts, 1)[0] for parts in zip(*calls, strict=True))
         found.append(each.compare(values, answers))
+    shown_layers = [seen for index, seen in enumerate(trace.seen) if seen is not None and index in layers]
     return Look(
         tokens,
-        torch.stack([_signals(seen) for index, seen in enumerate(trace.seen) if seen is not None and index in layers], 1).cpu(),
+        torch.stack([_signals(seen) for seen in shown_layers], 1).cpu(),
+        torch.stack([_keep(seen) for seen in shown_layers], 1).cpu(),
         torch.stack([distance for distance, _ in found], 1).cpu(),
         torch.stack([cosine for _, cosine in found], 1).cpu(),
         norms(layers, trace.state),
@@ -145,6 +150,11 @@ def _signals(seen: Seen) -> Float[Tensor, "t s"]:
     momentum = nothing if seen.gates.log_momentum is None else seen.gates.log_momentum.exp()
     forget = nothing if seen.gates.log_keep is None else -seen.gates.log_keep.expm1()
     return torch.stack([part[0].mean(-1).float() for part in (seen.surprise, seen.gates.log_step.exp(), momentum, forget)], -1)
+
+
+def _keep(seen: Seen) -> Float[Tensor, "t h"]:
+    kept = seen.gates.log_keep
+    return (torch.full_like(seen.surprise, nan) if kept is None else kept)[0].float()
 
 
 class Past:

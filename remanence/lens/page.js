@@ -23,7 +23,7 @@ const short = (v) => {
 const scripts = [...document.querySelectorAll("script[data-kind]")];
 const about = JSON.parse(scripts.pop().textContent);
 const N = about.ends.at(-1), L = about.layers.length, H = about.heads, K = about.kept, S = about.signals.length;
-const starts = new Uint32Array(N + 1), signals = new Float32Array(N * L * S), packed = [];
+const starts = new Uint32Array(N + 1), signals = new Float32Array(N * L * S), keep = new Float32Array(N * L * H), packed = [];
 let text = "";
 {
   const parts = [];
@@ -32,6 +32,7 @@ let text = "";
     const piece = JSON.parse(script.textContent);
     script.remove();
     signals.set(new Float32Array(bytes(piece.signals).buffer), token * L * S);
+    keep.set(new Float32Array(bytes(piece.keep).buffer), token * L * H);
     for (const length of new Uint16Array(bytes(piece.lengths).buffer)) { starts[token++] = place; place += length; }
     parts.push(piece.text);
     packed.push(piece.matches);
@@ -86,12 +87,11 @@ function column(signal, layer) {
     if (!parts.length) out.fill(NaN);
     for (const part of parts) for (let t = 0; t < N; t++) out[t] += part[t] / parts.length;
   } else if (signal === FORGOTTEN) {
-    const gate = column(3, layer);
-    for (let t = N - 1, logKept = 0; t >= 0; t--) {
-      out[t] = -Math.expm1(logKept);
-      logKept += Math.log1p(-gate[t]);
+    // Head by head: one that keeps everything forgets nothing, whatever the others do. No gate is NaN.
+    for (let head = 0; head < H; head++) for (let t = N - 1, logKept = 0 * keep[layer * H]; t >= 0; t--) {
+      out[t] -= Math.expm1(logKept) / H;
+      logKept += keep[(t * L + layer) * H + head];
     }
-    if (Number.isNaN(gate[0])) out.fill(NaN);
   } else {
     for (let t = 0; t < N; t++) out[t] = signals[(t * L + layer) * S + signal];
   }

@@ -1,8 +1,8 @@
 """The page: one file that needs nothing else, written piece by piece while the text is read, so that no text is too long.
 
 Each piece of the text is a block of JSON: its text, how many UTF-16 units of it belong to each token, and base64 of little-endian
-arrays: signals float32 ``[t l s]``; matches, as uint16 distances and then int8 cosines (127 is 1) ``[t l h k]``. The last block
-says what the others are. `unpack` reads a page back.
+arrays: signals float32 ``[t l s]``; what each head kept, as a logarithm, float32 ``[t l h]``; matches, as uint16 distances and
+then int8 cosines (127 is 1) ``[t l h k]``. The last block says what the others are. `unpack` reads a page back.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Page:
             "text": "".join(texts),
             "lengths": _packed(lengths),
             "signals": _packed(_array(seen.signals, "<f4")),
+            "keep": _packed(_array(seen.keep, "<f4")),
             "matches": _packed(_array(seen.distance, "<u2"), _array(cosine, "<i1")),
         }
         self._block("piece", piece)
@@ -92,6 +93,7 @@ class Unpacked(NamedTuple):
     about: dict[str, Any]
     tokens: list[str]
     signals: np.ndarray[Any, Any]
+    keep: np.ndarray[Any, Any]
     distance: np.ndarray[Any, Any]
     cosine: np.ndarray[Any, Any]
 
@@ -116,6 +118,7 @@ def unpack(path: str | Path) -> Unpacked:
         raw, shape = base64.b64decode(block["matches"]), (len(lengths), layers, heads, kept)
         count = len(raw) // 3
         signals = np.frombuffer(base64.b64decode(block["signals"]), "<f4").reshape(len(lengths), layers, -1)
+        keep = np.frombuffer(base64.b64decode(block["keep"]), "<f4").reshape(len(lengths), layers, heads)
         distance = np.frombuffer(raw, "<u2", count).reshape(shape)
-        parts.append((signals, distance, np.frombuffer(raw, "<i1", count, 2 * count).reshape(shape) / COSINE))
+        parts.append((signals, keep, distance, np.frombuffer(raw, "<i1", count, 2 * count).reshape(shape) / COSINE))
     return Unpacked(about, tokens, *(np.concatenate(column) for column in zip(*parts, strict=True)))
