@@ -1,6 +1,9 @@
 """The lens: what the page says is what the model did, every text is shown as it is, and every wrong turn is one line."""
 
+import bz2
+import gzip
 import json
+import lzma
 import re
 
 import numpy as np
@@ -107,6 +110,9 @@ def home(tmp_path_factory):
     (folder / "odd.txt").write_text(ODD, encoding="utf-8", newline="")
     (folder / "bytes.txt").write_bytes(b"\xff\xfe cut: \xe2\x82")
     (folder / "empty.txt").write_text("")
+    for packer in (lzma, gzip, bz2):
+        ending = {lzma: "xz", gzip: "gz", bz2: "bz2"}[packer]
+        (folder / f"t.txt.{ending}").write_bytes(packer.compress(TEXT.encode()))
     return folder
 
 
@@ -210,6 +216,9 @@ def test_reading_begins_from_a_memory(run, tmp_path):
         (["none", "--text", "t.txt"], "expected one with a neural memory, got the blocks window"),
         (["m", "--text", "empty.txt"], "expected at least one token, got none in empty.txt"),
         (["m", "--text", "missing.txt"], "--text: missing.txt: no such file"),
+        (["m", "--text", "t.txt.xz"], "--text: expected a plain text, got one packed as xz; unpack it first"),
+        (["m", "--text", "t.txt.gz"], "--text: expected a plain text, got one packed as gzip; unpack it first"),
+        (["m", "--text", "t.txt.bz2"], "--text: expected a plain text, got one packed as bzip2; unpack it first"),
         (["m", "--text", "t.txt", "--out", "t.txt"], "--out: expected another file than --text"),
         (["m", "--text", "t.txt", "--out", "no/p.html"], "expected its folder to exist"),
         (["m", "--text", "t.txt", "--layers", "3"], "--layers: expected layers with a memory (1, 2), got 3"),

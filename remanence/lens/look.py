@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import nan
@@ -29,6 +30,7 @@ REACH = 8_192
 """How many tokens back a token's matches are looked for."""
 
 FARTHEST = 2**16 - 1  # a match is written as a distance in two bytes
+PACKED = {"xz": rb"\xfd7zXZ\0", "gzip": rb"\x1f\x8b\x08", "bzip2": rb"BZh[1-9]1AY&SY", "zstd": rb"\x28\xb5\x2f\xfd"}
 POINTS = 256  # about so many norms are taken along a text
 ROWS, BLOCK = 64, 64  # answers that are compared at a time; values whose best is found first
 NONE = -2.0  # below every cosine
@@ -99,13 +101,23 @@ def look(
     layers = watched(session.model, only)
     past = [Past(layer.heads, layer.head_dim, reach, session.model.embed.weight) for layer in layers.values()]
     held: list[int] = []
-    for tokens in session.tokenizer.stream(source):
+    for tokens in session.tokenizer.stream(_plain(source)):
         held += tokens
         while len(held) >= step:
             yield _look(session, layers, past, held[:step])
             held = held[step:]
     if held:
         yield _look(session, layers, past, held)
+
+
+def _plain(source: Iterable[str | bytes]) -> Iterator[str | bytes]:
+    """The source, refused if it is a packed file: its bytes are no text."""
+    for number, piece in enumerate(source):
+        begin = piece[:16] if number == 0 and isinstance(piece, bytes) else b""
+        for kind, sign in PACKED.items():
+            if re.match(sign, begin):
+                raise ValueError(f"--text: expected a plain text, got one packed as {kind}; unpack it first")
+        yield piece
 
 
 def _look(session: Session, layers: dict[int, NeuralMemory], past: list[Past], tokens: list[int]) -> Look:
