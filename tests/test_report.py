@@ -10,7 +10,7 @@ import pytest
 from remanence import cli, published
 from remanence.config import preset
 from remanence.model import parameters
-from remanence.report import plots
+from remanence.report import plots, write
 from remanence.report.beside import COMPARISONS, beside, label
 from remanence.report.rows import read
 
@@ -373,6 +373,17 @@ def test_wrong_runs_are_one_line(report, home):
     metrics.unlink()
     assert "run: expected a training run with its metrics.jsonl, which is missing" in report("run", code=2)
     assert not (home / "report.md").exists()
+
+
+@pytest.mark.parametrize("name", ["r.md", "r.html"])
+def test_a_document_of_somebody_else_is_not_overwritten(report, home, name):
+    (home / name).write_text("# My notes\n")
+    before = sorted(home.iterdir())
+    assert f"--out: expected a new file, or an earlier report's, got {name}" in report("rows.json", "--out", "r.md", code=2)
+    assert (home / name).read_text() == "# My notes\n" and sorted(home.iterdir()) == before
+    write([home / "rows.json"], home / "r.md", force=True)
+    assert "My notes" not in (home / name).read_text()
+    report("rows.json", "--out", "r.md")  # its own it may
 
 
 def test_a_failure_while_drawing_leaves_the_old_report(report, home, monkeypatch):

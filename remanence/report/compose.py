@@ -11,22 +11,26 @@ from typing import Any
 from remanence.files import replacing
 from remanence.report import plots
 from remanence.report.beside import Beside, Measured, beside, short
-from remanence.report.document import Heading, Part, Picture, Table, Text, markdown, page
+from remanence.report.document import MARK, Heading, Part, Picture, Table, Text, markdown, page
 from remanence.report.rows import Found, Row, Run, read
 
 TITLE = "What was measured"
 ORIGIN = ("from", "recipe", "model", "parameters", "training_tokens", "tokenizer", "commit", "seed", "date", "hardware")
 
 
-def write(paths: Sequence[Path], out: Path) -> list[Path]:
+def write(paths: Sequence[Path], out: Path, *, force: bool = False) -> list[Path]:
     """Write the Markdown to `out`, its pictures in a folder beside it, and the same as one HTML page; returns the files.
 
-    Everything is read, checked and drawn before the first file is written.
+    Everything is read, checked and drawn before the first file is written. A document that is not an earlier report's is not
+    overwritten, unless `force` is given.
     """
     if out.suffix != ".md":
         raise ValueError(f"--out: expected a file that ends with .md, got {out}")
     if not out.parent.is_dir():
         raise ValueError(f"--out: expected a folder that exists, got {out.parent}")
+    for path in (out, out.with_suffix(".html")):
+        if path.exists() and not force and not _earlier(path):
+            raise ValueError(f"--out: expected a new file, or an earlier report's, got {path}")
     parts = compose(read(paths))
     folder = out.with_name(f"{out.stem}-plots")
     pictures = [part for part in parts if isinstance(part, Picture)]
@@ -39,6 +43,14 @@ def write(paths: Sequence[Path], out: Path) -> list[Path]:
         with replacing(path) as temporary:
             temporary.write_bytes(content)
     return list(contents)
+
+
+def _earlier(path: Path) -> bool:
+    """Whether a file is a report of ours."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return MARK.encode() in file.read(200)
 
 
 def compose(found: Found) -> list[Part]:

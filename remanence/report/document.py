@@ -8,6 +8,9 @@ from html import escape
 from importlib.resources import files
 from typing import NamedTuple
 
+MARK = "<!-- made by remanence report -->"
+"""In the first lines of every document, so that it can be told from files of others."""
+
 
 class Heading(NamedTuple):
     text: str
@@ -39,7 +42,7 @@ Part = Heading | Text | Table | Picture
 
 def markdown(parts: Sequence[Part], folder: str) -> str:
     """`folder` is where the pictures lie, as seen from the text."""
-    return "\n\n".join(_markdown(part, folder) for part in parts) + "\n"
+    return "\n\n".join([MARK, *(_markdown(part, folder) for part in parts)]) + "\n"
 
 
 def _markdown(part: Part, folder: str) -> str:
@@ -66,7 +69,7 @@ def _plain(text: str) -> str:
 def page(parts: Sequence[Part], title: str) -> str:
     style = (files("remanence.report") / "report.css").read_text(encoding="utf-8")
     head = [
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        f'<!doctype html>\n{MARK}\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>",
     ]
