@@ -141,6 +141,23 @@ TABLE5: dict[str, Numbers] = {
     "w/o persistent memory": (27.63, 46.35, 92.49),
 }
 
+TABLE5_VARIANTS = {
+    "base": "LMM (base)",
+    "linear": "linear memory",
+    "no_conv": "w/o convolution",
+    "no_momentum": "w/o momentum",
+    "no_forget": "w/o weight decay",
+    "no_persistent": "w/o persistent memory",
+}
+"""The lines of Table 5 by the variants' names in ``remanence eval RECIPE ablate``."""
+
+
+def table5(column: str = "perplexity") -> dict[str, float]:
+    """One column of Table 5, by the variants' names."""
+    cells = {name: TABLE5[line][TABLE5_COLUMNS.index(column)] for name, line in TABLE5_VARIANTS.items()}
+    return {name: cell for name, cell in cells.items() if cell is not None}
+
+
 # Figure 6: BABILong. How many examples "few-shot" means and which tasks the mean is of, is not told.
 # In the second panel Titans, Mamba and RMT are fine-tuned, the large models are not.
 FIGURE6_TRAINED = Trained(None, None)
@@ -167,6 +184,15 @@ FIGURE6: dict[str, dict[str, Numbers]] = {
         "Llama3.1-8B + RAG": (48, 47, 46, 45, 45, 44, 42, 45, 42, 39, 37),
     },
 }
+
+
+def figure6(panel: str) -> dict[str, list[tuple[int, float]]]:
+    """Every line of a panel of Figure 6, "few-shot" or "fine-tuned", as its points: tokens and per cent."""
+    return {
+        name: [(length, cell) for length, cell in zip(FIGURE6_LENGTHS, cells, strict=True) if cell is not None]
+        for name, cells in FIGURE6[panel].items()
+    }
+
 
 # Figure 7: perplexity on a part of the Pile by length, for memories of one to four layers.
 FIGURE7_TRAINED = {"170M": Trained(170e6, None), "360M": Trained(360e6, None), "760M": Trained(760e6, None)}

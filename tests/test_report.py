@@ -9,6 +9,7 @@ import pytest
 
 from remanence import cli, published
 from remanence.config import preset
+from remanence.evaluate.grid import PARTS
 from remanence.model import parameters
 from remanence.report import plots, write
 from remanence.report.beside import COMPARISONS, beside, label
@@ -414,6 +415,13 @@ def test_every_row_belongs_to_one_comparison_at_most(home):
     for each in read([home / "rows.json"]).rows:
         assert sum(comparison.cell(each) is not None for comparison in COMPARISONS) <= 1
     assert len(beside(read([home / "rows.json"]).rows)) == 5
+
+
+def test_the_published_numbers_by_variant_and_as_points():
+    assert published.table5()["no_momentum"] == 28.98 and published.table5("long context")["linear"] == 85.34
+    assert set(published.table5()) == set(PARTS), "every variant of the grid"
+    assert published.figure6("few-shot")["Mamba2.8B"] == [(1024, 52), (2048, 35), (4096, 9), (8192, 0)]
+    assert published.figure6("fine-tuned")["RMT-FT"][-1] == (10_485_760, 34)
 
 
 def test_the_published_numbers_agree_with_one_another():

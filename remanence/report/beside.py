@@ -33,19 +33,13 @@ ACCURACY = ("accuracy", "acc", "said", "right")
 NORMALISED = ("normalised accuracy", "accuracy, normalised", "acc_norm")
 ALIASES = {"social_iqa": "siqa", "social iqa": "siqa", "arc-e": "arc_easy", "arc-c": "arc_challenge", "lambada_openai": "lambada"}
 KINDS = {"niah_single_1": "PK", "niah_single_2": "N", "niah_single_3": "W"}
-VARIANTS = {
-    "base": "LMM (base)",
+VARIANTS = published.TABLE5_VARIANTS | {
     "lmm": "LMM (base)",
     "mac": "+ Attn MAC",
     "mag": "+ Attn MAG",
     "mal": "+ Attn MAL",
-    "linear": "linear memory",
-    "no conv": "w/o convolution",
-    "no convolution": "w/o convolution",
-    "no momentum": "w/o momentum",
-    "no forget": "w/o weight decay",
-    "no forgetting": "w/o weight decay",
-    "no persistent": "w/o persistent memory",
+    "no_convolution": "w/o convolution",
+    "no_forgetting": "w/o weight decay",
 }
 
 Cell = tuple[str, str]
@@ -131,8 +125,8 @@ def _figure6(row: Row, *, tuned: bool) -> Cell | None:
 
 
 def _table5(row: Row) -> Cell | None:
-    variant = str(row.setting.get("variant", "")).replace("_", " ")
-    line = VARIANTS.get(variant, variant)
+    variant = str(row.setting.get("variant", ""))
+    line = VARIANTS.get(variant.replace(" ", "_"), variant)
     return (line, row.metric) if row.task == "ablate" and line in published.TABLE5 else None
 
 
