@@ -21,19 +21,25 @@ class Bookmark:
     def __init__(self, path: Path | None = None) -> None:
         self.path, self.unit, self.saved = path, "", time.monotonic()
 
-    def find(self, model: Model) -> tuple[State, dict[str, Any]] | None:
-        """What was kept of this unit. A file of another unit, of another model, or a damaged one is as good as none."""
+    def find(self, model: Model, text: str = "") -> tuple[State, dict[str, Any]] | None:
+        """What was kept of this unit. A file of another unit, text or model, or a damaged one is as good as none.
+
+        `text` is a digest of what the unit reads, where that is known before it is read.
+        """
         if self.path is None or not self.path.is_file():
             return None
         try:
             notes = memfile.peek(self.path)[0]["notes"]
-            return (memfile.load(self.path, model), notes["counted"]) if notes.get("unit") == self.unit else None
+            return (memfile.load(self.path, model), notes["counted"]) if self._is(notes, text) else None
         except ValueError:
             return None
 
-    def keep(self, model: Model, state: State, counted: Callable[[], dict[str, Any]]) -> None:
+    def _is(self, notes: dict[str, Any], text: str) -> bool:
+        return notes.get("unit") == self.unit and notes.get("text") == text
+
+    def keep(self, model: Model, state: State, counted: Callable[[], dict[str, Any]], text: str = "") -> None:
         if self.path is not None and time.monotonic() - self.saved >= EVERY and not bool(state.diverged.any()):
-            memfile.save(self.path, model, state, {"unit": self.unit, "counted": counted()})
+            memfile.save(self.path, model, state, {"unit": self.unit, "text": text, "counted": counted()})
             self.saved = time.monotonic()
 
     def remove(self) -> None:

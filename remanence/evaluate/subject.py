@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +88,8 @@ class Subject:
 
     def read(self, texts: Sequence[np.ndarray]) -> State:
         """Read several texts side by side, in pieces; the state has a row for each. An interrupted reading goes on."""
-        found = self.bookmark.find(self.model)
+        whole = hashlib.sha256(b"".join(hashlib.sha256(text.astype(np.int64).tobytes()).digest() for text in texts)).hexdigest()
+        found = self.bookmark.find(self.model, whole)
         state, at = (found[0], found[1]["at"]) if found else (self.model.start(len(texts)), 0)
         self.passed(at * len(texts))
         for start in range(at, max(len(text) for text in texts), PIECE):
@@ -98,7 +100,7 @@ class Subject:
             mask = (torch.arange(longest) < here[:, None]).to(self.place) if int(here.min()) < longest else None
             state = read(self.model, tokens, state, mask=mask).state
             self.passed(sum(len(part) for part in parts))
-            self.bookmark.keep(self.model, state, lambda at=start + PIECE: {"at": at})  # type: ignore[misc]
+            self.bookmark.keep(self.model, state, lambda at=start + PIECE: {"at": at}, whole)  # type: ignore[misc]
         return state
 
     def answers(

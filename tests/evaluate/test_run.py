@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from evaluations import measured, saved
@@ -153,7 +154,7 @@ def test_wrong_arguments_are_one_line(home, run, arguments, message):
 def test_a_model_without_memory_has_nothing_to_freeze(home, run):
     saved(home / "plain", "attention")
     said = run("plain", "lm", "--data=t", "--memory", "frozen", code=2)
-    assert "memory: expected 'on', as the blocks ('attention',) have no neural memory, got 'frozen'" in said
+    assert "memory: expected 'on', as the blocks ('attention',) have no memory, got 'frozen'" in said
 
 
 def test_a_model_of_another_vocabulary_reads_no_text(home, run):
@@ -238,3 +239,18 @@ def test_a_unit_of_hours_goes_on_in_its_middle(home, monkeypatch, task, variant)
     measured("m", task, **settings)
     assert again == len(calls) - 10 - 8, "eight pieces were not read again"
     assert not (home / "r.bookmark.mem").exists()
+
+
+def test_a_bookmark_of_another_text_is_not_taken_up(home, monkeypatch):
+    monkeypatch.setattr(bookmark, "EVERY", 0.0)
+    one, other = (np.frombuffer((TEXT + name).encode(), np.uint8) for name in "ab")
+    read = Subject.load(home / "m", torch.device("cpu"))
+    read.bookmark = bookmark.Bookmark(home / "b.mem")
+    seen = []
+    read.passed = seen.append
+    read.read([one])
+    read.read([one])
+    assert seen[2] > 0, "the same text is not read again"
+    counted = len(seen)
+    read.read([other])
+    assert seen[counted] == 0 and sum(seen[counted:]) == len(other)
