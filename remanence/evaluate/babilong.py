@@ -16,7 +16,7 @@ from remanence.config import known
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share, told
-from remanence.evaluate.texts import Hay, Texts, hidden
+from remanence.evaluate.texts import Hay, Texts, hidden, most
 
 ALL = tuple(f"qa{number}" for number in range(1, 21))
 ORDERED = ("qa19",)
@@ -111,7 +111,7 @@ class Babilong(Task):
         self.books, self.hay = None, None
         if max(settings.lengths):
             self.books = Texts("babilong.books", settings.books, "a text to hide facts in: a file, a folder or hf:NAME")
-            self.hay = Hay("babilong.books", self.books.sentences(), subject.tokenizer, max(settings.lengths))
+            self.hay = Hay.of("babilong.books", self.books.sentences(), subject.tokenizer, max(settings.lengths))
         for group in self.units():  # a length without room for the stories is known now
             self.sample(group[-1])
 
@@ -149,13 +149,13 @@ class Babilong(Task):
             asked = f"at most {len(fitting)} samples of {unit['qa']}, whose other stories have no room in"
             raise ValueError(f"babilong.samples: expected {asked} {unit['length']} tokens, got {unit['sample'] + 1}")
         story = fitting[unit["sample"]]
-        facts, end = [encode(fact + " ") for fact in story.facts], encode(f"\nQuestion: {story.question}")
+        end = encode(f"\nQuestion: {story.question}")
         if not unit["length"] or self.hay is None:
-            middle = np.concatenate([np.array(fact, np.int32) for fact in facts])
+            middle = np.array(encode(" ".join(story.facts)), np.int32)
         else:
-            room = unit["length"] - sum(map(len, (start, end, encode(prompt), *facts)))
-            text, borders = self.hay.stretch(room, chance)
-            middle = hidden(text, borders, facts, sorted(chance.random(len(facts)).tolist()))
+            room = unit["length"] - sum(map(len, (start, end, encode(prompt))))
+            depths = sorted(chance.random(len(story.facts)).tolist())
+            middle = hidden(self.hay.part(unit["length"]), story.facts, depths, room, chance)
         return np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)]), prompt, story
 
     def _encode(self, text: str) -> list[int]:
@@ -171,10 +171,12 @@ class Babilong(Task):
         if (task, room) not in self.fitting:
             chance = np.random.Generator(np.random.Philox(key=[self.subject.seed, ALL.index(task)]))
             ordered = [self.stories[task][index] for index in chance.permutation(len(self.stories[task]))]
-            parts = [[f"\nQuestion: {story.question}", *(fact + " " for fact in story.facts)] for story in ordered]
-            sizes = [sum(len(self._encode(part)) for part in own) if room else 0 for own in parts]
+            sizes = [self._size(story) if room else 0 for story in ordered]
             self.fitting[task, room] = [story for story, size in zip(ordered, sizes, strict=True) if size <= room]
         return self.fitting[task, room]
+
+    def _size(self, story: Story) -> int:
+        return len(self._encode(f"\nQuestion: {story.question}")) + sum(most(self._encode, fact) for fact in story.facts)
 
     def options(self, task: str, right: str) -> list[str]:
         """All answers of a task, the right one first."""

@@ -16,9 +16,9 @@ from remanence.config import known
 from remanence.evaluate.plots import heat
 from remanence.evaluate.subject import Answer, Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
-from remanence.evaluate.texts import Hay, Texts, hidden
+from remanence.evaluate.texts import Hay, Texts, hidden, most
 
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
 class Kind(NamedTuple):
@@ -108,9 +108,9 @@ class Niah(Task):
         self.hays: dict[bool, Hay] = {}
         if any(KINDS[kind].essay for kind in settings.kinds):
             self.texts = Texts("niah.data", settings.data, "a text to hide needles in: a file, a folder or hf:NAME")
-            self.hays[True] = Hay("niah.data", self.texts.sentences(), tokenizer, longest)
+            self.hays[True] = Hay.of("niah.data", self.texts.sentences(), tokenizer, longest)
         if not all(KINDS[kind].essay for kind in settings.kinds):
-            self.hays[False] = Hay("niah.data", repeat(NOISE), tokenizer, longest)
+            self.hays[False] = Hay.of("niah.data", repeat(NOISE), tokenizer, longest)
         for kind in settings.kinds:  # too short a length is known now, not after hours
             self.sample(self._unit(kind, min(settings.lengths), settings.depths[0], 0))
 
@@ -135,7 +135,8 @@ class Niah(Task):
 
     def sample(self, unit: Setting) -> Sample:
         """A unit's text: a function of its setting and the seed."""
-        kind, hay = KINDS[unit["kind"]], self.hays[KINDS[unit["kind"]].essay]
+        kind = KINDS[unit["kind"]]
+        hay = self.hays[kind.essay].part(unit["length"])
         told = hashlib.sha256(f"{self.subject.seed} {sorted(unit.items())}".encode()).digest()
         chance = np.random.Generator(np.random.Philox(key=int.from_bytes(told[:16])))
         keys = self._unused(hay.text, chance, "key", kind.keys, [])
@@ -155,17 +156,17 @@ class Niah(Task):
         question = f"\nWhat {'are all' if many else 'is'} the special magic {noun} for {query} mentioned in the provided text?"
         prompt = f" The special magic {noun} for {query} mentioned in the provided text {verb}"
         encode = self.subject.tokenizer.encode
-        needles = [encode(f"One of the special magic {plural} for {key} is: {value}. ") for key in keys for value in own[key]]
+        needles = [f"One of the special magic {plural} for {key} is: {value}." for key in keys for value in own[key]]
         start, end = encode(head), encode(question)
-        room = unit["length"] - sum(map(len, (start, end, encode(prompt), *needles)))
-        if room < 0:
-            least = unit["length"] - room
+        room = unit["length"] - sum(map(len, (start, end, encode(prompt))))
+        least = unit["length"] - room + sum(most(encode, needle) for needle in needles)
+        if least > unit["length"]:
             raise ValueError(f"niah.lengths: expected at least {least} tokens for the kind {unit['kind']}, got {unit['length']}")
         depths = [unit["depth"], *(float(depth) for depth in chance.random(len(needles) - 1))]
         if kind.values > 1:  # said in the order in which they were read
             right = [value for _, value in sorted(zip(depths, right, strict=True))]
-        text, borders = hay.stretch(room, chance)
-        body = np.concatenate([np.array(start, np.int32), hidden(text, borders, needles, depths), np.array(end, np.int32)])
+        middle = hidden(hay, needles, depths, room, chance)
+        body = np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)])
         return Sample(body, prompt, right, wrong)
 
     @staticmethod

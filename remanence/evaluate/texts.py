@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ from remanence.tokens import Tokenizer
 
 SENTENCE = 1000
 """Characters after which a sentence without an end is cut."""
+SPARE = 16
+"""Tokens of hay kept behind a stretch: a sentence may have a few less where it stands first."""
+
+Encode = Callable[[str], list[int]]
 
 
 class Texts:
@@ -54,7 +58,7 @@ class Texts:
             yield from self.of(place)
 
     def sentences(self) -> Iterator[str]:
-        """Sentence after sentence of all documents, white space made single, each with a space behind it."""
+        """Sentence after sentence of all documents, white space made single."""
         for document in self:
             held = ""
             for piece in document:
@@ -68,7 +72,7 @@ class Texts:
 def _plain(sentence: str) -> Iterator[str]:
     words = " ".join(sentence.split())
     for start in range(0, len(words), SENTENCE):
-        yield words[start : start + SENTENCE] + " "
+        yield words[start : start + SENTENCE]
 
 
 def lines(what: str, source: str | None, hint: str) -> list[dict[str, Any]]:
@@ -90,36 +94,76 @@ def lines(what: str, source: str | None, hint: str) -> list[dict[str, Any]]:
 
 
 class Hay:
-    """Tokens of sentences, with the borders between them, from which a stretch of exactly so many tokens can be cut."""
+    """Sentences and their tokens, from which a stretch of exactly so many tokens can be cut.
 
-    def __init__(self, what: str, sentences: Iterable[str], tokenizer: Tokenizer, least: int) -> None:
+    Tokens are those of a sentence with the space before it, as a text has it; only what a text begins with has none.
+    """
+
+    def __init__(self, sentences: list[str], tokens: np.ndarray, borders: np.ndarray, encode: Encode) -> None:
+        self.sentences, self.tokens, self.borders, self.encode = sentences, tokens, borders, encode
+        self.parts: dict[int, Hay] = {}
+
+    @classmethod
+    def of(cls, what: str, sentences: Iterable[str], tokenizer: Tokenizer, least: int) -> Hay:
         """As many sentences as give twice the tokens that are needed at least, so that stretches can begin at several places."""
-        tokens, borders, text, size = array("i"), array("q", [0]), [], 0
+        tokens, borders, kept = array("i"), array("q", [0]), []
         for sentence in sentences:
-            tokens.extend(tokenizer.encode(sentence))
+            tokens.extend(tokenizer.encode(" " + sentence))
             borders.append(len(tokens))
-            text.append(sentence)
-            size += len(sentence)
+            kept.append(sentence)
             if len(tokens) >= 2 * least:
                 break
         if len(tokens) < least:
             raise ValueError(f"{what}: expected a text of at least {least:,} tokens, got {len(tokens):,}")
-        self.tokens, self.borders = np.array(tokens, np.int32), np.array(borders, np.int64)
-        self.text = "".join(text)
+        return cls(kept, np.array(tokens, np.int32), np.array(borders, np.int64), tokenizer.encode)
 
-    def stretch(self, count: int, chance: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """So many tokens from the beginning of some sentence on, and the borders of sentences among them."""
-        begins = self.borders[: np.searchsorted(self.borders, len(self.tokens) - count, "right")]
-        start = int(chance.choice(begins))
-        inside = self.borders[(self.borders >= start) & (self.borders <= start + count)] - start
-        return self.tokens[start : start + count], inside
+    def part(self, least: int) -> Hay:
+        """What `of` gives for so many tokens: a short text is the same whatever longer ones are asked for beside it."""
+        if least not in self.parts:
+            count = min(int(np.searchsorted(self.borders, 2 * least)), len(self.sentences))
+            end = int(self.borders[count])
+            self.parts[least] = Hay(self.sentences[:count], self.tokens[:end], self.borders[: count + 1], self.encode)
+        return self.parts[least]
+
+    @cached_property
+    def text(self) -> str:
+        return " ".join(self.sentences)
+
+    def begin(self, count: int, chance: np.random.Generator) -> int:
+        """The number of a sentence, drawn of those that so many tokens follow."""
+        last = int(np.searchsorted(self.borders[:-1], len(self.tokens) - count - SPARE, "right"))
+        return int(chance.integers(max(1, last)))
+
+    def stretch(self, first: int, count: int, *, space: bool) -> tuple[np.ndarray, np.ndarray]:
+        """So many tokens from the beginning of a sentence on, with or without a space, and the sentences' borders in them."""
+        opening = np.array(self.encode(" " * space + self.sentences[first]), np.int32)
+        after = int(self.borders[first + 1])
+        tokens = np.concatenate([opening, self.tokens[after : after + max(0, count - len(opening))]])[:count]
+        borders = np.concatenate([[0], self.borders[first + 1 :] - after + len(opening)])
+        return tokens, borders[borders <= count]
 
 
-def hidden(hay: np.ndarray, borders: np.ndarray, needles: list[list[int]], depths: list[float]) -> np.ndarray:
-    """The hay with each needle at the border nearest to its depth, 0 being the beginning and 1 the end."""
-    places = [int(borders[np.abs(borders - depth * len(hay)).argmin()]) for depth in depths]
+def most(encode: Encode, sentence: str) -> int:
+    """The tokens a sentence has at most: with a space before it, or as the first of a text."""
+    return max(len(encode(" " + sentence)), len(encode(sentence)))
+
+
+def hidden(hay: Hay, needles: Sequence[str], depths: Sequence[float], size: int, chance: np.random.Generator) -> np.ndarray:
+    """So many tokens: hay, with each needle at the border nearest to its depth, 0 being the beginning and 1 the end."""
+    order = sorted(range(len(needles)), key=lambda index: depths[index])
+    inside = [np.array(hay.encode(" " + needles[index]), np.int32) for index in order]
+    first = hay.begin(size - sum(map(len, inside)), chance)
+    for leading in (False, True):  # whether a needle is what the text begins with, and the hay follows
+        if leading:
+            inside[0] = np.array(hay.encode(needles[order[0]]), np.int32)
+        text, borders = hay.stretch(first, size - sum(map(len, inside)), space=leading)
+        places = [int(borders[np.abs(borders - depths[index] * len(text)).argmin()]) for index in order]
+        if not places or places[0]:
+            break
+    if leading:
+        places[0] = 0
     parts, last = [], 0
-    for index in sorted(range(len(needles)), key=lambda index: (places[index], depths[index])):
-        parts += [hay[last : places[index]], np.array(needles[index], np.int32)]
-        last = places[index]
-    return np.concatenate([*parts, hay[last:]])
+    for place, needle in zip(places, inside, strict=True):
+        parts += [text[last:place], needle]
+        last = place
+    return np.concatenate([*parts, text[last:]])

@@ -14,7 +14,7 @@ from remanence.evaluate.niah import KINDS, Sample, scored
 from remanence.evaluate.subject import Answer, Likelihood
 from remanence.tokens import ByteTokenizer
 
-NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (\S+) is: (\S+)\. ")
+NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (\S+) is: (\S+)\.")
 
 
 def prose(sentences=600):
@@ -95,6 +95,29 @@ def test_texts_are_a_function_of_the_seed(home):
             assert a.right != c.right
     samples = [first.sample(unit).right[0] for unit in first.units()[0]]
     assert len(set(samples)) == len(samples), "every sample is another"
+
+
+def test_a_text_does_not_depend_on_the_other_lengths(home):
+    alone, beside = (niah(home, kinds="pk,n", lengths=lengths) for lengths in ("1K", "1K,4K,8K"))
+    for unit in [unit for group in alone.units() for unit in group]:
+        a, b = alone.sample(unit), beside.sample(unit)
+        assert np.array_equal(a.text, b.text) and a[1:] == b[1:]
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
+def test_tokens_are_those_of_the_text(home, bpe, depth):
+    """Where hay and needles meet as well: a space belongs to the word behind it."""
+    task = niah(home, bpe, kinds="n,multikey", lengths="700,2K")
+    for kind, length in (("n", 700), ("multikey", 2048)):
+        sample = task.sample(task._unit(kind, length, depth, 1))
+        tokens = sample.text.tolist()
+        text = bpe.decode(tokens)
+        end = len(bpe.encode(text[text.rindex("\n") :]))
+        again = bpe.encode(text[: text.rindex("\n")])
+        whole = tokens[:-end]
+        cut = next((place for place, (a, b) in enumerate(zip(again, whole, strict=False)) if a != b), len(again))
+        assert cut >= len(whole) - 3, "but for the last word of the hay, which may be cut"
+        assert "  " not in text and "\n " not in text
 
 
 def test_who_answers_right_scores_100(home):
