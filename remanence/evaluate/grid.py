@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, ClassVar
@@ -179,7 +180,7 @@ class Grid(Task):
                     values = [perplexity(each["loss"]) if metric == "perplexity" else each["right"] for _, each in own]
                     setting = {"variant": name, "length": length}
                     paper = {"table 5": self.published[name]} if metric == "perplexity" and name in self.published else {}
-                    spread = stdev(values) if len(values) > 1 else None
+                    spread = stdev(values) if len(values) > 1 and all(map(isfinite, values)) else None
                     facts = {"count": own[0][1]["count"], "deviation": spread}
                     rows.append(self.row(metric, mean(values), {**setting, "seeds": len(values), **paper}, **facts))
                     for (seed, each), value in zip(own, values, strict=True):

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import exp
+from math import exp, inf, nan
 from statistics import mean, stdev
 
 import pytest
@@ -76,6 +76,14 @@ def test_numbers_by_hand(tmp_path):
         assert (row.value, row.deviation) == pytest.approx((mean(values), stdev(values)), rel=1e-4)
     names = [path.name for path in task.plots({"on": rows}, tmp_path / "r")]
     assert names == ["r.ablate-perplexity.png", "r.ablate-accuracy.png"]
+
+
+def test_one_diverged_seed_leaves_the_rows_of_all(tmp_path):
+    task = grid(tmp_path, variants="base", seeds="0,1")
+    found = [{"12": {"loss": loss, "right": 0.5, "count": 8}} for loss in (1.0, nan)]
+    rows = Rows(task.rows(list(zip([unit for (unit,) in task.units()], found, strict=True))))
+    assert rows.value("perplexity", seeds=2) == inf and rows.row("perplexity", seeds=2).deviation is None
+    assert rows.value("perplexity", trained=0) == exp(1) and rows.row("accuracy", seeds=2).deviation == 0
 
 
 def test_going_on_gives_the_same_rows(tmp_path, monkeypatch):
