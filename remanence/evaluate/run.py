@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -23,9 +23,11 @@ from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task
 from remanence.files import read_json, write_json
 from remanence.memfile import fingerprint
-from remanence.tokens import ByteTokenizer
+from remanence.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 
 MADE_BY = "remanence eval"
+ORIGIN = ("date", "commit", "hardware", "torch", "remanence")
+"""What may differ between units of one evaluation that was interrupted."""
 
 
 class Journal:
@@ -33,17 +35,20 @@ class Journal:
 
     def __init__(self, path: Path | None, owner: Any) -> None:
         """`owner` is what was evaluated: a journal of something else is refused, so that no result is taken for another's."""
-        self.path, self.known = path, dict[str, Result]()
+        self.path, self.known, self.origins = path, dict[str, Result](), dict[str, Setting]()
         if path is None:
             return
         if path.exists():
             first, *rest = path.read_bytes().split(b"\n")
             if _line(first) != json.loads(json.dumps({"owner": owner})):
-                raise ValueError(f"{path}: expected results of this model, got another's; give another name, or remove it")
+                raise ValueError(
+                    f"{path}: expected results of this model and its tokenizer, got another's; give another name, or remove it"
+                )
             for line in rest:
                 entry = _line(line)  # the last may be half a line, of a run that was killed
                 if isinstance(entry, dict) and "unit" in entry:
                     self.known[_key(entry["unit"])] = entry["result"]
+                    self.origins[_key(entry["unit"])] = entry.get("origin") or {}
             if not path.read_bytes().endswith(b"\n"):
                 self._write("", end="\n")
         else:
@@ -52,10 +57,17 @@ class Journal:
     def find(self, unit: Setting) -> Result | None:
         return self.known.get(_key(unit))
 
-    def keep(self, unit: Setting, result: Result) -> None:
-        self.known[_key(unit)] = result
+    def keep(self, unit: Setting, result: Result, origin: Setting | None = None) -> None:
+        """`origin` is when, where and by what it was measured."""
+        self.known[_key(unit)], self.origins[_key(unit)] = result, origin or {}
         if self.path is not None:
-            self._write(json.dumps({"unit": unit, "result": result}))
+            self._write(json.dumps({"unit": unit, "result": result, "origin": origin or {}}))
+
+    def origin(self, units: Sequence[Setting]) -> Setting:
+        """Of all these units: what they have in common, and a list of what was where they differ; null is not known."""
+        found = [self.origins[_key(unit)] for unit in units]
+        values = {name: list(dict.fromkeys(each.get(name) for each in found)) for name in ORIGIN}
+        return {name: own[0] if len(own) == 1 else own for name, own in values.items()}
 
     def _write(self, line: str, end: str = "\n") -> None:
         assert self.path is not None
@@ -93,14 +105,15 @@ def evaluate(
             subject.network.memory = mode  # refuses one that the model cannot have
     kept = Journal(journal, describe(subject))
     subject.bookmark = Bookmark(journal and journal.with_name(f"{journal.name.removesuffix('.units.jsonl')}.bookmark.mem"))
-    rows = []
+    rows, here = [], origin(subject)
     try:
         for task in tasks:
             for mode in modes:
                 if subject.network is not None:
                     subject.network.memory = mode
                 subject.mode = mode
-                rows += [_with_memory(row, mode) for row in task.rows(_measured(subject, task, mode, kept, show))]
+                found, told = _measured(subject, task, mode, kept, show, here)
+                rows += [replace(row, setting={"memory": mode, **row.setting}, origin=told) for row in task.rows(found)]
     finally:
         if subject.network is not None:
             subject.network.memory = "on"
@@ -109,11 +122,11 @@ def evaluate(
     return rows
 
 
-def _with_memory(row: Row, mode: Mode) -> Row:
-    return Row(**{**vars(row), "setting": {"memory": mode, **row.setting}})
+def _measured(
+    subject: Subject, task: Task, mode: Mode, kept: Journal, show: Show, here: Setting
+) -> tuple[list[tuple[Setting, Result]], Setting]:
+    """All units' results, and where they come from together."""
 
-
-def _measured(subject: Subject, task: Task, mode: Mode, kept: Journal, show: Show) -> list[tuple[Setting, Result]]:
     def depends(unit: Setting) -> Setting:
         return {"task": task.name, "memory": mode, **task.identity, **unit}
 
@@ -136,26 +149,40 @@ def _measured(subject: Subject, task: Task, mode: Mode, kept: Journal, show: Sho
             subject.passed = passed
             subject.bookmark.unit = _key({"units": [depends(unit) for unit in units]})
             for unit, result in zip(units, task.measure(units), strict=True):
-                kept.keep(depends(unit), result)
+                kept.keep(depends(unit), result, here)
             done += sum(task.cost(unit) for unit in units)
             show(f"{task.name}, memory {mode}", done, total)
-    return [(unit, kept.known[_key(depends(unit))]) for group in groups for unit in group]
+    units = [unit for group in groups for unit in group]
+    found = [(unit, kept.known[_key(depends(unit))]) for unit in units]
+    return found, kept.origin([depends(unit) for unit in units])
 
 
 def describe(subject: Subject) -> Any:
     """What is evaluated, so that it can be told from anything else."""
     if subject.recipe is not None:
         return {"recipe": subject.recipe.to_dict()}
-    return {"model": fingerprint(subject.model)._asdict()}
+    return {"model": fingerprint(subject.model)._asdict(), "tokenizer_digest": _tokenizer_digest(subject.tokens)}
+
+
+def _tokenizer_digest(tokenizer: Tokenizer | None) -> str:
+    """The same weights read another text through another tokenizer. A model without one reads bytes."""
+    return _digest([tokenizer.text, tokenizer.end_text]) if isinstance(tokenizer, JsonTokenizer) else "bytes"
 
 
 def provenance(subject: Subject) -> dict[str, Any]:
-    """Where numbers come from: the model, the code, the machine, the day."""
+    """Where numbers come from: the model, the code, the machine, the day. Rows know better where they were measured earlier."""
     return {
         **({"recipe": _digest(describe(subject))} if subject.recipe is not None else describe(subject)),
         "from": subject.source.name,
         **_trained(subject),
         "seed": subject.seed,
+        **origin(subject),
+    }
+
+
+def origin(subject: Subject) -> Setting:
+    """What is measured now is measured so."""
+    return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(Path(remanence.__file__).parent.parent),
         "hardware": hardware(subject.place),
@@ -219,8 +246,19 @@ def write_rows(path: Path, rows: Sequence[Row], origin: dict[str, Any]) -> None:
 
     JSON has no infinity: what is not finite is null.
     """
-    plain = [{**asdict(row), "value": row.value if isfinite(row.value) else None, "provenance": origin} for row in rows]
-    write_json(path, {"made_by": MADE_BY, "rows": plain})
+    plain = []
+    for row in rows:
+        told = asdict(row)
+        plain.append({**told, "provenance": {**origin, **(told.pop("origin") or {})}})
+    write_json(path, _finite({"made_by": MADE_BY, "rows": plain}))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not isfinite(data) else data
 
 
 def check_target(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import exp, inf, log, sqrt
 from pathlib import Path
 from sys import float_info
@@ -36,6 +36,8 @@ class Row:
     """Of several trainings."""
     detail: bool = False
     """One of many, for a plot and the file: a table leaves it out."""
+    origin: Setting | None = field(default=None, compare=False)
+    """When, where and by what it was measured."""
 
 
 class Task:
@@ -52,6 +54,7 @@ class Task:
 
     def __init__(self, subject: Subject, settings: Any) -> None:
         self.subject, self.settings = subject, settings
+        each_once({f"{self.name}.{each.name}": getattr(settings, each.name) for each in fields(settings)})
 
     @property
     def identity(self) -> Setting:
@@ -107,9 +110,10 @@ def configured(task: type[Task], changes: Mapping[str, str]) -> Any:
     hints = get_type_hints(task.Settings)
     given = {}
     for name, text in changes.items():
-        known(f"{task.name}.{name}: setting", name, [field.name for field in fields(task.Settings)])
+        known(f"{task.name}.{name}: setting", name, [each.name for each in fields(task.Settings)])
         given[name] = _parsed(hints[name], text, f"{task.name}.{name}")
     try:
+        each_once(given)
         return task.Settings(**given)
     except ValueError as error:
         raise ValueError(f"{task.name}.{error}") from None
@@ -150,7 +154,15 @@ def at_least(least: float, **values: Any) -> None:
     """Refuse settings that are smaller than they can be; of several numbers, every one."""
     for name, value in values.items():
         for each in value if isinstance(value, tuple) else (value,):
-            if each is not None and each < least:
+            if each is not None and not each >= least:  # nor is it nan
                 raise ValueError(f"{name}: expected at least {least:g}, got {each}")
         if value == ():
             raise ValueError(f"{name}: expected at least one, got none")
+
+
+def each_once(settings: Mapping[str, Any]) -> None:
+    """Refuse values that are given twice: they would count as two samples."""
+    for name, values in settings.items():
+        for index, value in enumerate(values if isinstance(values, tuple) else ()):
+            if value in values[:index]:
+                raise ValueError(f"{name}: expected each value once, got {value} twice")

@@ -19,8 +19,10 @@ from models import model
 
 from remanence import Model, cli, memfile
 from remanence.evaluate import TASKS, Subject, bookmark, subject
+from remanence.evaluate import run as run_module
 from remanence.evaluate.run import Journal, commit, write_rows
 from remanence.evaluate.task import Row, configured, perplexity, share, told, whole, wilson
+from remanence.tokens import byte_level_json
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "It was the best of times, it was the worst of times. " * 6
@@ -118,6 +120,40 @@ def test_results_of_another_model_are_refused(home, run):
     assert json.loads((home / "mine.json").read_text()) == {"precious": 1}
 
 
+def test_results_of_another_tokenizer_are_refused(home, run):
+    pytest.importorskip("tokenizers")
+    run("m", "lm", "--data=t", "--views=window", "--json", "r.json", "--device", "cpu")
+    assert json.loads((home / "r.json").read_text())["rows"][0]["provenance"]["tokenizer_digest"] == "bytes"
+    other = byte_level_json()
+    vocabulary = other["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (home / "m" / "tokenizer.json").write_text(json.dumps(other))
+    said = run("m", "lm", "--data=t", "--json", "r.json", code=2)
+    assert "expected results of this model and its tokenizer" in said
+
+
+def test_rows_tell_where_earlier_units_were_measured(home, run, monkeypatch):
+    asked = ("m", "lm", "--data=t", "--views=window", "--json", "r.json", "--device", "cpu")
+    monkeypatch.setattr(run_module, "hardware", lambda place: "an old machine")
+    run(*asked)
+    first = json.loads((home / "r.json").read_text())["rows"][0]["provenance"]
+    monkeypatch.setattr(run_module, "hardware", lambda place: "a new machine")
+    monkeypatch.setattr(run_module, "commit", lambda root: "c0ffee")
+    run(*asked)
+    again = json.loads((home / "r.json").read_text())["rows"][0]["provenance"]
+    assert again == first and again["hardware"] == "an old machine", "nothing was measured anew"
+    journal = home / "r.units.jsonl"
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join(lines[:-1]) + "\n")
+    run(*asked)
+    mixed = json.loads((home / "r.json").read_text())["rows"][0]["provenance"]
+    assert mixed["hardware"] == ["an old machine", "a new machine"] and mixed["commit"] == [first["commit"], "c0ffee"]
+    assert mixed["torch"] == first["torch"] and mixed["model"] == first["model"]
+    journal.write_text("\n".join(lines[:1] + [line.replace('"origin"', '"other"') for line in lines[1:]]) + "\n")
+    run(*asked)
+    assert json.loads((home / "r.json").read_text())["rows"][0]["provenance"]["hardware"] is None, "of an older file: not known"
+
+
 def test_a_journal_returns_what_it_was_given(tmp_path):
     unit, result = {"depth": 0.5, "name": "é"}, {"log": -1.25e-17, "said": "x\ny"}
     Journal(tmp_path / "j", {"model": 1}).keep(unit, result)
@@ -177,6 +213,31 @@ def test_what_is_not_finite_is_null(tmp_path):
     write_rows(tmp_path / "r.json", [Row(task="lm", metric="perplexity", value=math.inf, setting={})], {"seed": 0})
     (row,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert row["value"] is None and row["provenance"] == {"seed": 0}
+
+
+def test_all_that_is_not_finite_is_null(tmp_path):
+    row = Row(task="x", metric="y", value=1.0, setting={"at": math.nan}, interval=(0.0, math.inf), deviation=math.nan)
+    write_rows(tmp_path / "r.json", [row], {})
+    (read,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["rows"]
+    assert (read["setting"], read["interval"], read["deviation"]) == ({"at": None}, [0.0, None], None)
+
+
+@pytest.mark.parametrize(
+    ("task", "setting", "text"),
+    [
+        ("lm", "views", "window,window"),
+        ("niah", "kinds", "pk,pk"),
+        ("niah", "lengths", "1K,1024"),
+        ("niah", "depths", "0.5,0,0.50"),
+        ("babilong", "tasks", "qa1,qa1"),
+        ("recall", "distances", "16,16"),
+        ("commonsense", "benchmarks", "piqa,piqa"),
+        ("ablate", "seeds", "0,0"),
+    ],
+)
+def test_a_value_given_twice_is_refused(task, setting, text):
+    with pytest.raises(ValueError, match=rf"^{task}.{setting}: expected each value once, got \S+ twice$"):
+        configured(TASKS[task], {setting: text})
 
 
 def test_numbers_as_people_write_them():
