@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from remanence.config import change, known
 from remanence.evaluate.plots import curves
-from remanence.evaluate.subject import Subject
+from remanence.evaluate.subject import LOGITS, PIECE, Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
 from remanence.model import Model, parameters
 from remanence.train import TrainConfig, fit, run_config
@@ -160,16 +161,27 @@ class Grid(Task):
         for length in self.lengths:
             loss, right, count = 0.0, 0, 0
             for number in range(self.settings.batches):
-                batch = self._rows(length, number)
-                place = self.subject.place
-                mask = None if batch.mask is None else batch.mask.to(place)
-                seen = model.trace(batch.tokens.to(place), mask=mask, offsets=batch.offsets)
-                asked = (batch.targets >= 0).to(place)
-                logits, targets = model.logits(seen.hidden[asked]).float(), batch.targets.to(place)[asked]
-                loss += float(F.cross_entropy(logits, targets, reduction="sum"))
-                right, count = right + int((logits.argmax(-1) == targets).sum()), count + targets.numel()
+                for logits, targets in self._asked(model, self._rows(length, number)):
+                    loss += float(F.cross_entropy(logits, targets, reduction="sum"))
+                    right, count = right + int((logits.argmax(-1) == targets).sum()), count + targets.numel()
             found[str(length)] = {"loss": loss / count, "right": right / count, "count": count}
         return found
+
+    def _asked(self, model: Model, batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and targets of all asked positions, some at a time; rows are read in pieces."""
+        place, state = self.subject.place, None
+        tokens, wanted = batch.tokens.to(place), batch.targets.to(place)
+        mask = None if batch.mask is None else batch.mask.to(place)
+        piece = PIECE if batch.offsets is None else tokens.shape[1]  # offsets are of whole rows
+        step = max(1, LOGITS // model.config.vocabulary)
+        for start in range(0, tokens.shape[1], piece):
+            part = slice(start, start + piece)
+            here = None if mask is None else mask[:, part]
+            seen = model.trace(tokens[:, part], state, mask=here, offsets=batch.offsets)
+            state, asked = seen.state, wanted[:, part] >= 0
+            hidden, targets = seen.hidden[asked], wanted[:, part][asked]
+            for at in range(0, len(targets), step):
+                yield model.logits(hidden[at : at + step]).float(), targets[at : at + step]
 
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
         rows = []

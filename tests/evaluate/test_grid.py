@@ -78,6 +78,29 @@ def test_numbers_by_hand(tmp_path):
     assert names == ["r.ablate-perplexity.png", "r.ablate-accuracy.png"]
 
 
+def test_rows_are_read_in_pieces_and_few_logits_are_held(tmp_path, monkeypatch):
+    task = grid(tmp_path, variants="base", lengths="20")
+    model = Model(RECIPE.model).eval()
+    whole = task._measured(model)["20"]
+    monkeypatch.setattr(grid_module, "PIECE", 7)
+    monkeypatch.setattr(grid_module, "LOGITS", 22)
+    trace, logits, read, held = Model.trace, Model.logits, [], []
+
+    def counted(self, tokens, *arguments, **options):
+        read.append(tokens.shape[1])
+        return trace(self, tokens, *arguments, **options)
+
+    def few(self, hidden):
+        held.append(hidden.shape[:-1].numel())
+        return logits(self, hidden)
+
+    monkeypatch.setattr(Model, "trace", counted)
+    monkeypatch.setattr(Model, "logits", few)
+    parts = task._measured(model)["20"]
+    assert parts == {**whole, "loss": pytest.approx(whole["loss"], rel=1e-5)}
+    assert max(read) == 7 and max(held) == 2 and sum(held) == whole["count"]
+
+
 def test_one_diverged_seed_leaves_the_rows_of_all(tmp_path):
     task = grid(tmp_path, variants="base", seeds="0,1")
     found = [{"12": {"loss": loss, "right": 0.5, "count": 8}} for loss in (1.0, nan)]

@@ -73,6 +73,20 @@ def test_a_model_answers_what_a_plain_loop_answers(tmp_path):
         assert rows.value({"all": "mqar", "one": "lookup"}[name], curve="distance", distance=9) == count / 10
 
 
+def test_no_more_states_are_held_than_texts(tmp_path, monkeypatch):
+    home = saved(tmp_path, vocabulary=11)
+    (tmp_path / "tokenizer.json").unlink()
+    likeliest, held = Subject.likeliest, []
+
+    def counted(self, tokens, state=None):
+        held.append(len(state.position))
+        return likeliest(self, tokens, state)
+
+    monkeypatch.setattr(Subject, "likeliest", counted)
+    measured(home, "recall", **SMALL)
+    assert set(held) == {5}
+
+
 def test_both_curves_are_drawn(tmp_path):
     rows = knowing(lambda value: value)
     task = TASKS["recall"](Subject(torch.device("cpu"), network=model()), configured(TASKS["recall"], SMALL))
