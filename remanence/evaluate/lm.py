@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,10 +18,12 @@ from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
 from remanence.evaluate.texts import Texts
 from remanence.model import State
-from remanence.tokens import ByteTokenizer, Tokenizer
+from remanence.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, byte_level_json
 
 EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
 """Positions at which a new mean of losses begins: 1, 2, 3, 4, 6, 8, 11, 16, ..."""
+LETTERS = set(byte_level_json()["model"]["vocab"])
+"""What byte-level tokenizers write bytes as."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +219,23 @@ class _Counted:
 
 
 def size_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
-    """Bytes of text that tokens are."""
-    return len(tokens) if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode(tokens).encode("utf-8", "surrogatepass"))
+    """Bytes of text that tokens are. The last may end inside a character: parts of one have no text, but bytes they have."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return len(tokens)
+    whole = len(tokens)
+    while isinstance(tokenizer, JsonTokenizer) and whole and "\ufffd" in tokenizer.decode(tokens[whole - 1 : whole]):
+        whole -= 1
+    size = len(tokenizer.decode(tokens[:whole]).encode("utf-8", "surrogatepass"))
+    if isinstance(tokenizer, JsonTokenizer):
+        size += sum(_part(tokenizer.inner.id_to_token(token) or "") for token in tokens[whole:])
+    return size
+
+
+def _part(token: str) -> int:
+    """Bytes of a token as its file writes it: "<0xE2>", a letter for each byte, or as it is."""
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+        return 1
+    return len(token) if set(token) <= LETTERS else len(token.encode())
 
 
 def _limited(lists: Iterable[list[int]], most: int | None) -> Iterator[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from remanence.data.sources import LINES, OPENERS, documents, files, kind
+from remanence.data.sources import LINES, OPENERS, _read, documents, files, kind
 from remanence.data.streams import PREFIX, parts
 from remanence.tokens import Tokenizer
 
@@ -61,12 +62,17 @@ class Texts:
         """Sentence after sentence of all documents, white space made single."""
         for document in self:
             held = ""
-            for piece in document:
-                held += piece.decode("utf-8", "replace")
+            for piece in decoded(document):
+                held += piece
                 *whole, held = re.split(r"(?<=[.!?])\s+", held)
                 for sentence in whole:
                     yield from _plain(sentence)
             yield from _plain(held)
+
+
+def decoded(document: Iterable[bytes]) -> Iterator[str]:
+    """A document's text: its pieces may be cut inside a character."""
+    return codecs.iterdecode(document, "utf-8", "replace")
 
 
 def _plain(sentence: str) -> Iterator[str]:
@@ -81,7 +87,7 @@ def lines(what: str, source: str | None, hint: str) -> list[dict[str, Any]]:
         raise ValueError(f"{what}: expected {hint}, got {source or 'none'}; --{what}=PATH gives one")
     path, found = Path(source), []
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(_read(path, file.readline), 1):
             try:
                 entry = json.loads(line) if line.strip() else None
             except (json.JSONDecodeError, UnicodeDecodeError):

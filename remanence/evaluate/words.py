@@ -11,7 +11,7 @@ import torch
 
 from remanence.evaluate.subject import Subject, pair_tokens
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, share
-from remanence.evaluate.texts import Texts, lines
+from remanence.evaluate.texts import Texts, decoded, lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Wikitext(Task):
     def __init__(self, subject: Subject, settings: WikitextSettings) -> None:
         super().__init__(subject, settings)
         self.texts = Texts("wikitext.data", settings.data, "WikiText's test split as one text")
-        whole = ("".join(piece.decode("utf-8", "replace") for piece in document) for document in self.texts)
+        whole = ("".join(decoded(document)) for document in self.texts)
         self.pages = [page for text in whole for page in split_pages(text)][: settings.pages]
         if not self.pages:
             raise ValueError(f"wikitext.data: expected at least one page, got {settings.data}, which is empty")

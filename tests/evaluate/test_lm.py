@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from evaluations import measured, saved
 
-from remanence.evaluate import words
+from remanence.data import sources
+from remanence.evaluate import TASKS, Subject, configured, words
+from remanence.evaluate.lm import size_of
 from remanence.evaluate.words import harness_windows
-from remanence.tokens import ByteTokenizer
+from remanence.tokens import ByteTokenizer, JsonTokenizer, byte_level_json
 
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. Grüße! " * 5
 
@@ -143,3 +145,25 @@ def test_memory_off_is_a_model_without_one(home):
     expected = plain(rows.model, ByteTokenizer().encode(TEXT)) / (len(TEXT.encode()) - 1)
     assert rows.value("perplexity", memory="off") == pytest.approx(math.exp(expected), rel=1e-5)
     assert rows.value("perplexity", memory="off") != rows.value("perplexity", memory="on")
+
+
+def test_pages_cut_inside_a_character_are_read_whole(home, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 5)
+    (home / "w.txt").write_text(" = Größe = \n Übermäßig größer \n", encoding="utf-8")
+    subject = Subject.load(home, torch.device("cpu"))
+    task = TASKS["wikitext"](subject, configured(TASKS["wikitext"], {"data": str(home / "w.txt")}))
+    assert "".join(task.pages) == (home / "w.txt").read_text(encoding="utf-8")
+
+
+def test_parts_of_a_character_count_their_bytes(tmp_path):
+    pytest.importorskip("tokenizers")
+    plain = byte_level_json()
+    plain["added_tokens"] = []
+    letters = {number: letter for letter, number in plain["model"]["vocab"].items()}
+    plain["model"]["vocab"][letters[ord(" ")] + letters[0xC3]] = 256
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
+    tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
+    tokens = list("Grüße, 漢字!".encode())
+    for end in range(len(tokens) + 1):
+        assert size_of(tokenizer, tokens[:end]) == end
+    assert size_of(tokenizer, [0xE6]) == 1 and size_of(tokenizer, [256]) == 2 and size_of(tokenizer, [256, 0xA9]) == 3

@@ -9,9 +9,11 @@ import torch
 from evaluations import measured, saved, telling
 
 from remanence import Model
+from remanence.data import sources
 from remanence.evaluate import TASKS, Subject, configured
 from remanence.evaluate.niah import KINDS, Sample, scored
 from remanence.evaluate.subject import Answer, Likelihood
+from remanence.evaluate.texts import Texts
 from remanence.tokens import ByteTokenizer
 
 NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (\S+) is: (\S+)\.")
@@ -118,6 +120,13 @@ def test_tokens_are_those_of_the_text(home, bpe, depth):
         cut = next((place for place, (a, b) in enumerate(zip(again, whole, strict=False)) if a != b), len(again))
         assert cut >= len(whole) - 3, "but for the last word of the hay, which may be cut"
         assert "  " not in text and "\n " not in text
+
+
+def test_a_character_cut_in_two_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 7)
+    (tmp_path / "a.txt").write_text("Él está aquí. ¿Dónde? Übermäßig größer.", encoding="utf-8")
+    found = list(Texts("data", str(tmp_path / "a.txt"), "").sentences())
+    assert found == ["Él está aquí.", "¿Dónde?", "Übermäßig größer."]
 
 
 def test_who_answers_right_scores_100(home):
