@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,8 +247,9 @@ def find(path: Path, task: str, split: str) -> str | None:
             name = first([member.name for member in archive.getmembers() if member.isfile()])
             inside = archive.extractfile(name) if name else None
             return inside.read().decode() if inside else None
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ValueError(f"babilong.data: expected a folder or a tar archive, got {path} ({error})") from None
+    except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"babilong.data: expected a folder or a tar archive, got {path} ({reason})") from None
 
 
 def stories(text: str) -> Iterator[Story]:

@@ -102,6 +102,13 @@ def _lambada(entry: Entry) -> Entry:
     return {"query": entry["context"], "end": f" {entry['continuation'].lstrip()}"}
 
 
+def _check(where: str, entry: Entry) -> None:
+    """The harness would take -1 for the last choice."""
+    gold, choices = entry.get("gold"), entry.get("choices", entry.get("contexts"))
+    if choices is not None and (type(gold) is not int or not 0 <= gold < len(choices)):
+        raise ValueError(f"{where}: gold: expected one of {len(choices)} choices, from 0 on, got {gold!r}")
+
+
 BENCHMARKS = {
     "lambada": Benchmark("lambada_openai", ("lambada",), ("perplexity", "acc"), _lambada),
     "piqa": Benchmark("piqa", ("piqa",), ("acc",), _piqa),
@@ -207,11 +214,14 @@ class Commonsense(Task):
             raise ValueError(f"commonsense.data: expected {wanted}, got none; without --commonsense.data it comes from the hub")
         entries = lines("commonsense.data", str(found[0]), "jsonl")[: self.settings.samples]
         try:
-            return [BENCHMARKS[name].read(entry) for entry in entries]
+            read = [BENCHMARKS[name].read(entry) for entry in entries]
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{found[0]}: expected the fields of {name}, as the hub or llm-foundry has them ({error!r})"
             ) from None
+        for number, entry in enumerate(read, 1):
+            _check(f"{found[0]}: line {number}", entry)
+        return read
 
     @property
     def identity(self) -> Setting:

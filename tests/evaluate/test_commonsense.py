@@ -119,3 +119,20 @@ def test_what_is_missing_is_said(home):
     (home / "data" / "piqa_val.jsonl").write_text('{"question": 1}\n')
     with pytest.raises(ValueError, match="expected the fields of piqa"):
         TASKS["commonsense"](subject, configured(TASKS["commonsense"], {"data": str(home / "data"), "benchmarks": "piqa"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "got"),
+    [
+        ("piqa", {**HUB["piqa"], "label": -1}, "-1"),
+        ("piqa", {**FOUNDRY["piqa"], "gold": 2}, "2"),
+        ("arc_easy", {**FOUNDRY["arc_easy"], "gold": "1"}, "'1'"),
+        ("winogrande", {**HUB["winogrande"], "answer": "0"}, "-1"),
+        ("siqa", {**SIQA, "label": "4"}, "3"),
+    ],
+)
+def test_a_right_answer_outside_the_choices_is_refused(home, name, entry, got):
+    (home / "data" / f"{name}_val.jsonl").write_text(json.dumps({**HUB, "siqa": SIQA}[name]) + "\n" + json.dumps(entry) + "\n")
+    subject = Subject.load(home, torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"{name}_val.jsonl: line 2: gold: expected one of \d choices, from 0 on, got {got}$"):
+        TASKS["commonsense"](subject, configured(TASKS["commonsense"], {"data": str(home / "data"), "benchmarks": name}))

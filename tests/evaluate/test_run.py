@@ -1,6 +1,7 @@
 """An evaluation as a whole: it goes on where it was, tells where its numbers come from, and says what is wrong in one line."""
 
 import json
+import lzma
 import math
 import os
 import re
@@ -180,10 +181,18 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
         (["m", "lm", "--data=t", "--memory", "on", "on"], "--memory: expected one or more modes, each once"),
         (["m", "lm", "--data=t", "--memory", "of"], "of"),
         (["m", "lambada", "--data=t"], "lambada.data: expected a jsonl file"),
+        (["m", "lambada", "--data=cut.jsonl.xz"], "cut.jsonl.xz: damaged (Compressed file ended"),
+        (["m", "lambada", "--data=other.jsonl.xz"], "other.jsonl.xz: damaged (Input format not supported"),
+        (["m", "babilong", "--data=cut.jsonl.xz"], "babilong.data: expected a folder or a tar archive, got cut.jsonl.xz"),
+        (["m", "babilong", "--data=other.jsonl.xz"], "babilong.data: expected a folder or a tar archive, got other.jsonl.xz"),
+        (["m", "niah", "--kinds=pk", "--niah.depths=nan"], "niah.depths: expected at least 0, got nan"),
         (["nowhere", "lm", "--data=t"], "model: expected a folder with config.json"),
     ],
 )
 def test_wrong_arguments_are_one_line(home, run, arguments, message):
+    whole = lzma.compress(b'{"text": "one two"}\n' * 9)
+    (home / "cut.jsonl.xz").write_bytes(whole[: len(whole) - 20])
+    (home / "other.jsonl.xz").write_bytes(b'{"text": "one two"}\n')
     assert message in run(*arguments, code=2)
 
 
