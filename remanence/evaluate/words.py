@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import log
 
 import torch
 
+from remanence.data.streams import PREFIX
 from remanence.evaluate.subject import Subject, pair_tokens
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, share
 from remanence.evaluate.texts import Texts, decoded, lines
@@ -142,7 +144,7 @@ def detokenised(page: str) -> str:
 class LambadaSettings:
     """
     Attributes:
-        data: jsonl; each line has "text", whose last word is asked for, or "context" and "continuation".
+        data: jsonl, or hf:NAME; each line has "text", whose last word is asked for, or "context" and "continuation".
         samples: only the first.
         batch: texts that are read side by side.
     """
@@ -163,9 +165,15 @@ class Lambada(Task):
 
     def __init__(self, subject: Subject, settings: LambadaSettings) -> None:
         super().__init__(subject, settings)
-        entries = lines("lambada.data", settings.data, "a jsonl file with passages")
-        self.passages = [_passage(number, entry) for number, entry in enumerate(entries, 1)][: settings.samples]
-        self.texts = Texts("lambada.data", settings.data, "")
+        hint = "a jsonl file with passages, or hf:NAME"
+        entries: Iterable[object]
+        if settings.data is not None and settings.data.startswith(PREFIX):
+            self.texts = Texts("lambada.data", settings.data, hint)
+            entries = ({"text": "".join(decoded(document))} for document in self.texts)
+        else:
+            entries = lines("lambada.data", settings.data, hint)
+            self.texts = Texts("lambada.data", settings.data, hint)
+        self.passages = [_passage(number, entry) for number, entry in enumerate(islice(entries, settings.samples), 1)]
 
     @property
     def identity(self) -> Setting:

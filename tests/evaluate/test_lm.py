@@ -132,6 +132,16 @@ def test_the_last_word_by_hand(home):
     assert rows.value("accuracy") == 0.0 and rows.row("accuracy").count == 2
 
 
+def test_passages_of_the_hub_are_those_of_a_file(home):
+    pytest.importorskip("datasets")
+    (home / "hub").mkdir()
+    lines = [{"text": f"the cat sat on the {place}"} for place in ("mat", "rug", "bed")]
+    (home / "hub" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file, hub = (measured(home, "lambada", data=f"{start}{home}/hub{end}") for start, end in (("", "/train.jsonl"), ("hf:", "")))
+    assert hub.row("accuracy").count == 3 and hub.value("perplexity") == file.value("perplexity")
+    assert measured(home, "lambada", data=f"hf:{home}/hub", samples="2").row("accuracy").count == 2
+
+
 def test_a_batch_of_passages_is_each_alone(home):
     lines = [{"text": "one two three " + "four " * n + "five"} for n in range(5)]
     (home / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
