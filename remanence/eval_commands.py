@@ -35,6 +35,8 @@ def evaluate_model(
         raise ValueError(f"tasks: expected at least one of {', '.join(TASKS)}, got none")
     for name in names:
         known("task", name, TASKS)
+        if names.count(name) > 1:
+            raise ValueError(f"tasks: expected each task once, got {name} twice")
     if json is not None:
         check_target(json)
     if not modes or len(set(modes)) < len(modes):
@@ -72,21 +74,24 @@ def _subject(source: Path, needs: set[str], device: str, seed: int, json: Path |
 
 
 def _given(names: Sequence[str], changes: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Settings by task: --task.setting=value is one task's, --setting=value every named task's that has it."""
-    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    """Settings by task: --task.setting=value is one task's, --setting=value every named task's that has it and is not told
+    its own. Of a setting given more than once the last counts.
+    """
+    own: dict[str, dict[str, str]] = {name: {} for name in names}
+    shared: dict[str, dict[str, str]] = {name: {} for name in names}
     for dotted, value in changes:
         task, dot, name = dotted.partition(".")
         if dot:
             known(f"--{dotted}: task", task, names)
-            found[task][name] = value
+            own[task][name] = value
             continue
         owners = [each for each in names if dotted in TASKS[each].Settings.__dataclass_fields__]
         if not owners:
             all_names = sorted({field for each in names for field in TASKS[each].Settings.__dataclass_fields__})
             known(f"--{dotted}: setting", dotted, all_names)
         for each in owners:
-            found[each].setdefault(dotted, value)
-    return found
+            shared[each][dotted] = value
+    return {name: {**shared[name], **own[name]} for name in names}
 
 
 def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], json: Path) -> list[Path]:

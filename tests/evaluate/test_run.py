@@ -18,7 +18,7 @@ import torch
 from evaluations import measured, saved
 from models import model
 
-from remanence import Model, cli, memfile
+from remanence import Model, cli, eval_commands, memfile
 from remanence.evaluate import TASKS, Subject, bookmark, subject
 from remanence.evaluate import run as run_module
 from remanence.evaluate.run import Journal, commit, write_rows
@@ -180,6 +180,7 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
         (["m", "lm", "--data=t", "--json", "no/r.json"], "--json: expected a folder that exists"),
         (["m", "lm", "--data=t", "--memory", "on", "on"], "--memory: expected one or more modes, each once"),
         (["m", "lm", "--data=t", "--memory", "of"], "of"),
+        (["m", "lm", "lm", "--data=t"], "tasks: expected each task once, got lm twice"),
         (["m", "lambada", "--data=t"], "lambada.data: expected a jsonl file"),
         (["m", "lambada", "--data=cut.jsonl.xz"], "cut.jsonl.xz: damaged (Compressed file ended"),
         (["m", "lambada", "--data=other.jsonl.xz"], "other.jsonl.xz: damaged (Input format not supported"),
@@ -194,6 +195,12 @@ def test_wrong_arguments_are_one_line(home, run, arguments, message):
     (home / "cut.jsonl.xz").write_bytes(whole[: len(whole) - 20])
     (home / "other.jsonl.xz").write_bytes(b'{"text": "one two"}\n')
     assert message in run(*arguments, code=2)
+
+
+def test_the_last_of_a_repeated_setting_counts_and_a_tasks_own_comes_first():
+    given = [("samples", "1"), ("niah.samples", "5"), ("samples", "2"), ("niah.batch", "3"), ("niah.batch", "4")]
+    found = eval_commands._given(["niah", "lambada"], given)
+    assert found == {"niah": {"samples": "5", "batch": "4"}, "lambada": {"samples": "2"}}
 
 
 def test_a_model_without_memory_has_nothing_to_freeze(home, run):
