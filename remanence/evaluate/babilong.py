@@ -55,7 +55,7 @@ class BabilongSettings:
         lengths: tokens of all that is read before the answer, exactly; 0 for the facts alone.
         samples: of every task and length.
         shots: stories of the training split, with their answers, that come first.
-        published: which of the paper's points the plot has beside ours: few-shot or fine-tuned.
+        published: what the model is, and so which of the paper's points stand beside ours: few-shot or fine-tuned.
         batch: texts that are read side by side.
     """
 
@@ -203,15 +203,16 @@ class Babilong(Task):
 
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
         rows: list[Row] = []
+        tuned = {"fine_tuned": True} if self.settings.published == "fine-tuned" else {}
         for metric, key in (("right", "right"), ("chosen", "chosen")):
             for length in self.settings.lengths:
                 here = [result for unit, result in results if unit["length"] == length]
                 for task in self.settings.tasks:
                     own = [result for unit, result in results if (unit["qa"], unit["length"]) == (task, length)]
-                    setting = {"qa": task, "length": length, "options": own[0]["options"]}
+                    setting = {"qa": task, "length": length, "options": own[0]["options"], **tuned}
                     rows.append(self.row(metric, **share(sum(result[key] for result in own), len(own)), setting=setting))
                 mean = share(sum(result[key] for result in here), len(here))
-                rows.append(self.row(metric, **mean, setting={"qa": "mean", "length": length}))
+                rows.append(self.row(metric, **mean, setting={"qa": "mean", "length": length, **tuned}))
         return rows
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:

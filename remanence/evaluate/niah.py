@@ -201,7 +201,9 @@ class Niah(Task):
                 own = [result for unit, result in results if setting.items() <= unit.items()]
                 for key, metric in metrics.items():
                     right = share(sum(result[key] for result in own), len(own))
-                    rows.append(self.row(metric, **right, setting=setting, detail=detail))
+                    kind = KINDS[setting["kind"]]
+                    chance = {"chance": kind.asked * kind.values / self.settings.choices} if key == "chosen" else {}
+                    rows.append(self.row(metric, **right, setting={**setting, **chance}, detail=detail))
         return rows
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:

@@ -130,6 +130,9 @@ def test_the_mean_is_over_tasks_and_the_plot_has_the_papers_points(home, tmp_pat
     (path,) = babilong(home).plots({"on": rows, "off": rows}, tmp_path / "r")
     assert path.name == "r.babilong.png" and path.read_bytes().startswith(b"\x89PNG")
     assert PUBLISHED["fine-tuned"]["Titans MAC"][-1] == 69
+    assert all(row.setting["fine_tuned"] for row in rows)
+    shown = measured(home, "babilong", subject=telling(home, lambda text, own: ("", 0)), **given(home, published="few-shot"))
+    assert not any("fine_tuned" in row.setting for row in shown)
 
 
 def test_a_model_runs_through_it(home):

@@ -151,7 +151,9 @@ def test_who_never_answers_right_scores_0_and_who_guesses_chance(home):
     row = measured(home, "niah", subject=guess, kinds="pk", lengths="1K", depths="0.5", samples="300").row(
         "chosen of 10", kind="pk", length=1024, depth=0.5
     )
-    assert row.interval[0] < 0.1 < row.interval[1] and row.count == 300
+    assert row.interval[0] < 0.1 < row.interval[1] and row.count == 300 and row.setting["chance"] == 0.1
+    rows = measured(home, "niah", subject=guess, **SMALL(home))
+    assert rows.row("chosen of 10", kind="multivalue", chance=0.4, depth=0.5)
 
 
 def SMALL(home):
