@@ -158,7 +158,7 @@ def test_memory_off_is_a_model_without_one(home):
 
 
 def test_pages_cut_inside_a_character_are_read_whole(home, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE", 5)
+    monkeypatch.setattr(sources, "PIECE", 1)
     (home / "w.txt").write_text(" = Größe = \n Übermäßig größer \n", encoding="utf-8")
     subject = Subject.load(home, torch.device("cpu"))
     task = TASKS["wikitext"](subject, configured(TASKS["wikitext"], {"data": str(home / "w.txt")}))
