@@ -20,6 +20,9 @@ from remanence.evaluate.texts import Hay, Texts, hidden, most
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
+SAID = 128
+"""Tokens an answer may have, as in RULER."""
+
 
 class Kind(NamedTuple):
     """What the hay is made of, what a value is, and how many keys are told, are asked for, and have how many values."""
@@ -188,7 +191,8 @@ class Niah(Task):
         samples = [self.sample(unit) for unit in units]
         options = [[f" {', '.join(each.right)}", *(f" {value}" for value in (*each.right, *each.wrong))] for each in samples]
         longest = max(len(self.subject.tokenizer.encode(own[0])) for own in options)
-        found = self.subject.answers([each.text for each in samples], [each.prompt for each in samples], options, longest + 16)
+        most_said = max(SAID, longest)
+        found = self.subject.answers([each.text for each in samples], [each.prompt for each in samples], options, most_said)
         return [scored(sample, answer) for sample, answer in zip(samples, found, strict=True)]
 
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:

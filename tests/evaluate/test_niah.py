@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from evaluations import measured, saved, telling
+from evaluations import Told, measured, saved, telling
 
 from remanence import Model
 from remanence.data import sources
@@ -159,6 +159,14 @@ def test_who_never_answers_right_scores_0_and_who_guesses_chance(home):
 def SMALL(home):
     kinds = ",".join(KINDS)
     return {"data": str(home / "hay.txt"), "kinds": kinds, "lengths": "1500", "depths": "0.5", "samples": "1"}
+
+
+def test_an_answer_may_be_as_long_as_in_ruler_whatever_is_asked_beside_it(home, monkeypatch):
+    asked = []
+    answers = Told.answers
+    monkeypatch.setattr(Told, "answers", lambda self, *given: asked.append(given[-1]) or answers(self, *given))
+    measured(home, "niah", subject=telling(home, lambda text, options: ("", 0)), **SMALL(home))
+    assert set(asked) == {128}
 
 
 def test_scores_by_hand():
