@@ -314,11 +314,13 @@ class Report:
     """Files that `eval --json` wrote, and folders of training runs."""
     out: Path = Path("report.md")
     """Markdown to write; its pictures and the same as an HTML page are written beside it."""
+    force: bool = False
+    """Overwrite documents that no report wrote."""
 
     def run(self) -> None:
         from remanence.report import write
 
-        print("\n".join(str(path) for path in write(self.runs, self.out)))
+        print("\n".join(str(path) for path in write(self.runs, self.out, force=self.force)))
 
 
 @dataclass(frozen=True)
