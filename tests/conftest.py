@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from remanence import cli
+
 torch.set_num_threads(1)
 settings.register_profile("steady", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("steady")
@@ -31,6 +33,26 @@ def full_of_nan(monkeypatch):
             return x.fill_(float("nan")) if x.is_floating_point() else x
 
         monkeypatch.setattr(torch, name, filled)
+
+
+@pytest.fixture
+def command(capsys):
+    """``remanence ...`` in this process: what it said, after checking its exit code; a wrong argument is one line of error."""
+
+    def call(*arguments, code=0):
+        capsys.readouterr()
+        came = 0
+        try:
+            cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            came = stop.code
+        out, err = capsys.readouterr()
+        assert came == code, err or out
+        if code == 2:
+            assert err.count("\n") == 1 and err.startswith("remanence: error: "), err
+        return err if code else out
+
+    return call
 
 
 def pytest_collection_modifyitems(config, items):

@@ -34,23 +34,9 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture
-def run(home, capsys, monkeypatch):
+def run(home, command, monkeypatch):
     monkeypatch.chdir(home)
-
-    def call(*arguments, code=0):
-        capsys.readouterr()
-        try:
-            cli.main([str(argument) for argument in arguments])
-            came = 0
-        except SystemExit as stop:
-            came = stop.code
-        out, err = capsys.readouterr()
-        assert came == code, err or out
-        if code == 2:
-            assert err.count("\n") == 1 and err.startswith("remanence: error: "), err
-        return out if code == 0 else err
-
-    return call
+    return command
 
 
 def test_reading_saving_and_asking_is_what_a_session_does(run, home, tmp_path):

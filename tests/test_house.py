@@ -37,7 +37,7 @@ ROOMS = {
     "train_commands": {"config", "data", "train"},
     "data": {"files", "tokens"},
     "train": {"", "config", "data", "device", "files", "generate", "memfile", "memory", "model", "ops", "tokens"},
-    "evaluate": {"", "config", "data", "files", "generate", "hf", "memfile", "model", "tokens", "train"},
+    "evaluate": {"", "config", "data", "files", "generate", "hf", "memfile", "model", "published", "tokens", "train"},
     "eval_commands": {"config", "device", "evaluate", "train_commands"},
     "published": set(),
     "report": {"", "config", "files", "model", "published"},

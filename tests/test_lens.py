@@ -117,23 +117,9 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture
-def run(home, capsys, monkeypatch):
+def run(home, command, monkeypatch):
     monkeypatch.chdir(home)
-
-    def call(*arguments, code=0):
-        capsys.readouterr()
-        came = 0
-        try:
-            cli.main(["lens", *[str(argument) for argument in arguments], "--device", "cpu"])
-        except SystemExit as stop:
-            came = stop.code
-        out, err = capsys.readouterr()
-        assert came == code, err or out
-        if code:
-            assert err.startswith("remanence: error: ") and err.count("\n") == 1, err
-        return err if code else out
-
-    return call
+    return lambda *arguments, **code: command("lens", *arguments, "--device", "cpu", **code)
 
 
 def test_the_page_holds_the_models_own_numbers(run, home, tmp_path):

@@ -3,11 +3,12 @@
 import base64
 import json
 import re
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
 
-from remanence import cli, published
+from remanence import published
 from remanence.config import preset
 from remanence.evaluate.grid import PARTS
 from remanence.model import parameters
@@ -66,22 +67,9 @@ def home(tmp_path):
 
 
 @pytest.fixture
-def report(home, capsys, monkeypatch):
+def report(home, command, monkeypatch):
     monkeypatch.chdir(home)
-
-    def call(*arguments, code=0):
-        came = 0
-        try:
-            cli.main(["report", *[str(argument) for argument in arguments]])
-        except SystemExit as stop:
-            came = stop.code
-        out, err = capsys.readouterr()
-        assert came == code, err or out
-        if code:
-            assert err.startswith("remanence: error: ") and err.count("\n") == 1, err
-        return err if code else out
-
-    return call
+    return partial(command, "report")
 
 
 def tables(text):

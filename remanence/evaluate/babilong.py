@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from remanence import published
 from remanence.config import known
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
@@ -24,25 +25,6 @@ ALL = tuple(f"qa{number}" for number in range(1, 21))
 ORDERED = ("qa19",)
 """Tasks whose answers are several words in an order."""
 FIND = "https://research.fb.com/downloads/babi (tasks_1-20_v1-2)"
-
-LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 10240)
-PUBLISHED: dict[str, dict[str, tuple[int, ...]]] = {
-    "few-shot": {
-        "Titans MAC": (76, 76, 74, 73, 71, 70, 66, 64, 61, 53),
-        "GPT-4": (81, 77, 74, 71, 64, 53, 43, 36),
-        "Llama3.1-8B": (68, 66, 66, 62, 60, 56, 49, 39),
-        "RecurrentGemma-9B": (59, 57, 21, 14, 8),
-        "Mamba2.8B": (52, 35, 9, 0),
-    },
-    "fine-tuned": {
-        "Titans MAC": (99, 99, 99, 98, 99, 99, 97, 98, 95, 94, 69),
-        "Mamba": (99, 99, 99, 99, 99, 98, 96, 92),
-        "RMT": (97, 95, 92, 90, 86, 78, 70, 59, 46, 43, 34),
-        "GPT-4, not tuned": (81, 77, 74, 71, 64, 53, 43, 36),
-        "Llama3.1-8B + RAG, not tuned": (48, 47, 46, 45, 45, 44, 42, 45, 42, 39, 37),
-    },
-}
-"""Per cent right at `LENGTHS` thousand tokens, read off figure 6 of Titans (arXiv v1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +53,7 @@ class BabilongSettings:
     def __post_init__(self) -> None:
         at_least(0, lengths=self.lengths, shots=self.shots)
         at_least(1, samples=self.samples, batch=self.batch)
-        known("published", self.published, PUBLISHED)
+        known("published", self.published, published.FIGURE6)
         if self.tasks == ("all",):
             object.__setattr__(self, "tasks", ALL)
         if not self.tasks:
@@ -224,9 +206,8 @@ class Babilong(Task):
             ]
             for mode, own in rows.items()
         }
-        paper = PUBLISHED[self.settings.published]
-        points = {name: [(1024 * x, y) for x, y in zip(LENGTHS, ys, strict=False)] for name, ys in paper.items()}
-        ticks = {512.0: "0"} | {1024.0 * x: told(1024 * x) for x in LENGTHS}
+        points = published.figure6(self.settings.published)
+        ticks = {512.0: "0"} | {float(length): told(length) for length in published.FIGURE6_LENGTHS}
         title = f"BABILong, mean of {', '.join(self.settings.tasks)}; the paper's points: {self.settings.published}"
         path = stem.with_name(f"{stem.name}.babilong.png")
         return [curves(path, lines, title=title, x="tokens", y="right answers, %", published=points, percent=True, ticks=ticks)]

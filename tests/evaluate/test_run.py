@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,21 +41,8 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(capsys):
-    def call(*arguments, code=0):
-        capsys.readouterr()
-        try:
-            cli.main(["eval", *(str(argument) for argument in arguments)])
-            came = 0
-        except SystemExit as stop:
-            came = stop.code
-        out, err = capsys.readouterr()
-        assert came == code, err or out
-        if code == 2:
-            assert err.count("\n") == 1 and err.startswith("remanence: error: "), err
-        return out if code == 0 else err
-
-    return call
+def run(command):
+    return partial(command, "eval")
 
 
 def test_the_command_writes_rows_with_their_origin_and_tells_what_the_memory_is_worth(home, run):
