@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from remanence.attention import Attention, AttentionState, SegmentAttention, SegmentState
 from remanence.config import Mode, ModelConfig, known
 from remanence.knn import Aside, Knn
-from remanence.layers import RMSNorm, SwiGLU
+from remanence.layers import RMSNorm, SwiGLU, operand
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.ops import Gates
 from remanence.ops.state import TensorTuple, Weights, take_back, where
@@ -370,6 +370,6 @@ class Block(nn.Module):
         mode: Mode = "on",
         aside: Aside | None = None,
     ) -> Passed:
-        y, state, seen = self.mixer(self.norm_mixer(x), state, offsets, mode, *([] if aside is None else [aside]))
+        y, state, seen = self.mixer(operand(self.norm_mixer(x)), state, offsets, mode, *([] if aside is None else [aside]))
         x = x + y
-        return Passed(x + self.ffn(self.norm_ffn(x)), state, seen)
+        return Passed(x + self.ffn(operand(self.norm_ffn(x))), state, seen)

@@ -228,7 +228,7 @@ class Generation:
         logits, flags = torch.cat([logits[:, : self.tokenizer.vocabulary], diverged.unsqueeze(-1)], 1).cpu().tensor_split([-1], 1)
         if bool(flags.any()):
             raise ValueError(DIVERGED)
-        if not bool(logits[torch.tensor(said)].isfinite().all()):
+        if not bool(logits[torch.tensor(said, device="cpu")].isfinite().all()):
             raise ValueError(
                 "model: expected finite logits, got infinite or NaN ones; its weights, or a store's file, are damaged"
             )

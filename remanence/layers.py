@@ -45,6 +45,12 @@ def unit(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-12)).to(x.dtype)
 
 
+def operand(x: Tensor) -> Tensor:
+    """x as autocast's products take it: cast once for all of them, where autocast would cast it for each, and back."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if x.dtype == torch.float32 and torch.is_autocast_enabled(device) else x
+
+
 class SwiGLU(nn.Module):
     """The feed-forward layer: two projections up, one through SiLU as the other's gate, and one down."""
 

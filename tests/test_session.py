@@ -39,6 +39,14 @@ def test_generating_is_the_plain_loop(variant):
     assert generation.state.position.tolist() == [len(TEXT[:60].encode()) + ended]
 
 
+def test_where_new_tensors_go_is_no_matter():
+    """Whoever sets torch's default device has it set while a model elsewhere generates."""
+    session = Session(bytes_model("lmm"))
+    with torch.device("meta"):
+        generation = Generation(session.model, [TEXT[:20]], Sampling(max_tokens=5)).run()
+    assert generation.tokens == Generation(session.model, [TEXT[:20]], Sampling(max_tokens=5)).run().tokens
+
+
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal", "lmm", "attention"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_batch_of_unequal_prompts_is_each_alone(variant, temperature):

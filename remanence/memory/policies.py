@@ -95,7 +95,7 @@ def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Ten
 
 def unigrams(corpus: Tensor | Iterable[Tensor], vocabulary: int) -> Float[Tensor, " v"]:
     """Log-probabilities of a corpus's tokens, whole or in pieces, each counted once more than it is there: none is impossible."""
-    counts = torch.zeros(vocabulary, dtype=torch.int64)
+    counts = torch.zeros(vocabulary, dtype=torch.int64, device="cpu")
     for tokens in [corpus] if isinstance(corpus, Tensor) else corpus:
         found = torch.bincount(tokens.flatten().cpu(), minlength=vocabulary)
         if len(found) > vocabulary:

@@ -41,9 +41,6 @@ class Search(Protocol):
     def __call__(self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found: ...
 
 
-KERNELS = False
-"""Whether `exact` runs on ops/nearest.py's kernels where it can. Not before they have been seen to be right on a GPU."""
-
 FEW = 8
 """Queries for which the keys are multiplied where they lie in the store; for more, they are brought together first."""
 
@@ -74,7 +71,7 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     the groups' maxima and then the scores in k groups are sorted.
     """
     check(q, state, k, limit)
-    if KERNELS and unsupported(q, state.k) is None:
+    if unsupported(q, state.k) is None:
         return Found(*nearest(q, state.k, state.position, limit, k))
     rows, tokens, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)

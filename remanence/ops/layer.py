@@ -24,11 +24,17 @@ AUTO = True
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # not imported before it is needed
 WIDEST, MOST_TAPS, MOST_GATES = 256, 8, 128
 
-PARTS = {"short_conv": 16, "gates": 32, "gated_norm": 1024}
-"""Programs (per row of a batch; per block of the input's channels; in all) that backward's sums over tokens are split between."""
+PARTS = {"short_conv": 128, "gates": 32, "gated_norm": 1024}
+"""Programs (per head; per block of the input's channels; in all) that backward's sums over tokens are split between."""
 
-TILE = {"short_conv_kernel": 2048, "short_conv_backward": 512, "gated_norm_kernel": 2048, "gated_norm_backward": 1024}
-"""Numbers a program has at hand of each tensor: 16 a thread or 8, and 4 where many tensors are held at once."""
+TILE = {
+    "short_conv_kernel": 2048,
+    "short_conv_slopes": 1024,
+    "short_conv_turned": 2048,
+    "gated_norm_kernel": 2048,
+    "gated_norm_backward": 1024,
+}
+"""Numbers a program has at hand of each tensor: 16 a thread, or 8 where many tensors are held at once."""
 
 GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
 """Tokens and channels of the input at hand; half of each for more than 64 gates."""
@@ -92,25 +98,18 @@ def _split(tiles: Any, parts: int) -> tuple[Any, Any]:
     return -(-tiles // steps), steps
 
 
-def _conv_tiles(name: str, weight: Tensor, heads: int, unit: bool) -> dict[str, Any]:
+def _conv_tiles(name: str, weight: Tensor, heads: int) -> dict[str, Any]:
     width, taps = weight.shape[0] // heads, weight.shape[1]
-    return {
-        "HEADS": heads,
-        "D": width,
-        "BD": _power(width),
-        "BT": max(1, TILE[name] // _power(width)),
-        "TAPS": taps,
-        "UNIT": unit,
-    }
+    return {"HEADS": heads, "D": width, "BD": _power(width), "BT": max(1, TILE[name] // _power(width)), "TAPS": taps}
 
 
 def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
     x, past, weight = (tensor.contiguous() for tensor in (x, past, weight))
     rows, tokens, width = x.shape
-    constants = _conv_tiles("short_conv_kernel", weight, heads, unit)
+    constants = _conv_tiles("short_conv_kernel", weight, heads)
     y = torch.empty((rows, tokens, heads, width // heads), dtype=x.dtype, device=x.device)
     grid = (heads * -(-tokens // constants["BT"]), rows)
-    _launch("short_conv_kernel", grid, x, past, weight, y, tokens, **constants)
+    _launch("short_conv_kernel", grid, x, past, weight, y, tokens, UNIT=unit, **constants)
     return y
 
 
@@ -120,13 +119,16 @@ def _short_conv_backward(
     g_y, x, past, weight = (tensor.contiguous() for tensor in (g_y, x, past, weight))
     rows, tokens, width = x.shape
     taps = weight.shape[1]
-    constants = _conv_tiles("short_conv_backward", weight, heads, unit)
-    parts, steps = _split(-(-(tokens + taps - 1) // constants["BT"]), PARTS["short_conv"])
-    g_x = torch.empty((rows, tokens, width), dtype=x.dtype, device=x.device)
+    constants = _conv_tiles("short_conv_slopes", weight, heads)
+    parts, steps = _split(-(-tokens // constants["BT"]), max(1, PARTS["short_conv"] // rows))
+    g_z, g_x = torch.empty_like(x), torch.empty_like(x)
     g_past = torch.empty((rows, taps - 1, width), dtype=past.dtype, device=x.device)
     g_weight = torch.empty((rows * parts, width, taps), dtype=_wide(x), device=x.device)
-    tensors = (x, past, weight, g_y, g_x, g_past, g_weight)
-    _launch("short_conv_backward", (heads * parts, rows), *tensors, tokens, steps, **constants)
+    tensors = (x, past, weight, g_y, g_z, g_weight)
+    _launch("short_conv_slopes", (heads * parts, rows), *tensors, tokens, steps, UNIT=unit, **constants)
+    constants = _conv_tiles("short_conv_turned", weight, heads)
+    grid = (heads * -(-(tokens + taps - 1) // constants["BT"]), rows)
+    _launch("short_conv_turned", grid, g_z, weight, g_x, g_past, tokens, **constants)
     return g_x, g_past, g_weight.sum(0).to(weight.dtype)
 
 

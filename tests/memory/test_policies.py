@@ -9,7 +9,7 @@ from remanence.memory.policies import POLICIES, Tokens, keep, unigrams
 
 
 def read(tokens, position):
-    table = unigrams(torch.arange(10).repeat_interleave(torch.arange(10)), 10)
+    table = unigrams(torch.arange(10).repeat_interleave(torch.arange(10)), 10).to(tokens.device)
     surprise = ((tokens * 7 + position * 3) % 11).double()
     return Tokens(tokens, position, table, surprise)
 
@@ -37,7 +37,7 @@ def test_rare_is_minus_log_p():
 
 
 def test_unigrams_are_probabilities_and_none_is_zero():
-    table = unigrams(torch.tensor([[1, 1], [3, 1]]), 6)
+    table = unigrams(torch.tensor([[1, 1], [3, 1]]), 6).to(torch.empty(0).device)
     assert torch.allclose(table.exp().sum(), torch.tensor(1.0))
     assert torch.allclose(table.exp() * 10, torch.tensor([1.0, 4, 1, 2, 1, 1]))
     with pytest.raises(ValueError, match="tokens: expected below vocabulary=3, got 3"):

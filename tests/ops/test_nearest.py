@@ -147,7 +147,6 @@ def test_exact_and_triton_by_name_are_the_kernels(monkeypatch):
     k = whole_numbers(2, 30, 2, 8)
     state = store.add(state, k, k, torch.arange(30).expand(2, -1))
     limit = torch.randint(30, (2, 4))
-    monkeypatch.setattr("remanence.memory.search.KERNELS", True)
     found = [find(q, state, 5, limit) for find in (exact, SEARCHES["triton"]())]
     monkeypatch.setattr("remanence.memory.search.unsupported", lambda q, keys: "not here")
     plain = exact(q, state, 5, limit)

@@ -73,54 +73,58 @@ def short_conv_kernel(
 
 
 @kernel
-def short_conv_backward(
-    x, past, weight, g_y, g_x, g_past, g_weight, L, steps,
+def short_conv_slopes(
+    x, past, weight, g_y, g_z, g_weight, L, steps,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, UNIT: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """A token's gradient comes from itself and the TAPS - 1 after it, whose slopes are found again from the inputs. The past's
-    comes in the same way: the first tile begins with it.
-    """
-    LEAD: tl.constexpr = TAPS - 1
+    """The convolution's own gradient g_z, and with it the weights'."""
     head, part, row = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
     cols = tl.arange(0, BD)
-    base, before = row * L * HEADS * D + head * D, row * LEAD * HEADS * D + head * D
-    taps = ()  # tuples grow by sums: Triton knows no unpacking
-    for back in tl.static_range(TAPS):
-        taps = taps + (_columns(weight + head * D * TAPS + LEAD - back, cols, D, BD, TAPS, ACC)[None, :],)  # noqa: RUF005
+    base, before = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
     sums = (tl.zeros([BT, BD], ACC),) * TAPS
     for step in range(steps):
-        t = (part * steps + step).to(tl.int64) * BT - LEAD + tl.arange(0, BT)
-        inputs = ()
-        for i in tl.static_range(2 * TAPS - 1):
-            at = t + (i - LEAD)
-            inputs = inputs + (_inputs(x + base, past + before, at, L, cols, HEADS, D, BD, LEAD, ACC),)  # noqa: RUF005
-        g_in = tl.zeros([BT, BD], ACC)
-        for ahead in tl.static_range(TAPS):
-            z = tl.zeros([BT, BD], ACC)
-            for back in tl.static_range(TAPS):
-                z += taps[back] * inputs[LEAD + ahead - back]
-            value, slope = activate_with_slope(z, False)
-            live = (t + ahead >= 0) & (t + ahead < L)
-            g = _tile(g_y + base, t + ahead, live, cols, D, BD, HEADS * D, ACC)
-            if UNIT:
-                shrink = tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
-                value *= shrink
-                g = (g - value * tl.sum(g * value, 1)[:, None]) * shrink
-            g = tl.where(live[:, None], g * slope, 0.0)
-            g_in += taps[ahead] * g
-            if ahead == 0:
-                added = ()
-                for back in tl.static_range(TAPS):
-                    added = added + (sums[back] + g * inputs[LEAD - back],)  # noqa: RUF005
-                sums = added
-        _put(g_x + base, g_in, t, (t >= 0) & (t < L), cols, D, BD, HEADS * D)
-        if LEAD > 0:
-            _put(g_past + before, g_in, t + LEAD, t < 0, cols, D, BD, HEADS * D)
+        t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
+        inputs, z = (), tl.zeros([BT, BD], ACC)  # tuples grow by sums: Triton knows no unpacking
+        for back in tl.static_range(TAPS):
+            w = _columns(weight + head * D * TAPS + TAPS - 1 - back, cols, D, BD, TAPS, ACC)
+            inputs = inputs + (_inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC),)  # noqa: RUF005
+            z += w[None, :] * inputs[back]
+        value, slope = activate_with_slope(z, False)
+        g = _tile(g_y + base, t, t < L, cols, D, BD, HEADS * D, ACC)
+        if UNIT:
+            shrink = tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
+            value *= shrink
+            g = (g - value * tl.sum(g * value, 1)[:, None]) * shrink
+        g *= slope
+        _put(g_z + base, g, t, t < L, cols, D, BD, HEADS * D)
+        added = ()
+        for back in tl.static_range(TAPS):
+            added = added + (sums[back] + g * inputs[back],)  # noqa: RUF005
+        sums = added
     parts = tl.num_programs(0) // HEADS
     out = g_weight + ((row * parts + part) * HEADS + head) * D * TAPS
     for back in tl.static_range(TAPS):
-        tl.store(out + cols * TAPS + LEAD - back, tl.sum(sums[back], 0), mask=cols < D)
+        tl.store(out + cols * TAPS + TAPS - 1 - back, tl.sum(sums[back], 0), mask=cols < D)
+
+
+@kernel
+def short_conv_turned(
+    g_z, weight, g_x, g_past, L,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """A token's gradient comes from itself and the TAPS - 1 after it; the past's in the same way: the first tile has it in front."""
+    LEAD: tl.constexpr = TAPS - 1
+    head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
+    t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT - LEAD + tl.arange(0, BT), tl.arange(0, BD)
+    base, before = row * L * HEADS * D + head * D, row * LEAD * HEADS * D + head * D
+    g = tl.zeros([BT, BD], ACC)
+    for ahead in tl.static_range(TAPS):
+        w = _columns(weight + head * D * TAPS + LEAD - ahead, cols, D, BD, TAPS, ACC)
+        g += w[None, :] * _tile(g_z + base, t + ahead, (t + ahead >= 0) & (t + ahead < L), cols, D, BD, HEADS * D, ACC)
+    _put(g_x + base, g, t, (t >= 0) & (t < L), cols, D, BD, HEADS * D)
+    if LEAD > 0:
+        _put(g_past + before, g, t + LEAD, t < 0, cols, D, BD, HEADS * D)
 
 
 @triton.jit
