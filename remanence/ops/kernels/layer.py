@@ -113,7 +113,7 @@ def short_conv_turned(
     g_z, weight, g_x, g_past, L,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """A token's gradient comes from itself and the TAPS - 1 after it; the past's in the same way: the first tile has it in front."""
+    """A token's gradient is of itself and the TAPS - 1 after it; the past's too, which is the first tile's beginning."""
     LEAD: tl.constexpr = TAPS - 1
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
     t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT - LEAD + tl.arange(0, BT), tl.arange(0, BD)
