@@ -206,3 +206,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     settings = path.with_name("tokenizer_config.json")
     end = read_json(settings).get("eos_token") if settings.is_file() else None
     return JsonTokenizer(path, end["content"] if isinstance(end, dict) else end)
+
+
+def pair_tokens(tokenizer: Tokenizer, context: str, end: str) -> tuple[list[int], list[int]]:
+    """Tokens of a text and of what follows it, as the whole is encoded: an end's first token may hold a space."""
+    before, whole = tokenizer.encode(context), tokenizer.encode(context + end)
+    return whole[: len(before)], whole[len(before) :]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -65,8 +65,10 @@ class Part:
     def made_from(self) -> dict[str, Any]:
         return {"source": self.source, "revision": self.revision, "part": [self.number, self.of], "full": self.full}
 
-    def documents(self, field: str, skip: int = 0) -> Iterator[Document | None]:
-        """From the row `skip` on. The rows before it are read again and dropped, as they are not kept anywhere."""
+    def read(self, columns: Sequence[str], skip: int = 0) -> Iterator[dict[str, str | None]]:
+        """Those columns, which hold texts, from the row `skip` on. The rows before it are read again and dropped, as they are not
+        kept anywhere.
+        """
         rows = iter(self.rows.skip(skip) if skip else self.rows)
         for number in count(skip + 1):
             try:
@@ -78,12 +80,18 @@ class Part:
                 ) from None
             if row is None:
                 return
-            if field not in row:
-                raise ValueError(f"{self.source}: expected a column {field!r}, got {', '.join(row)}; --field names another")
+            for field in columns:
+                if field not in row:
+                    raise ValueError(f"{self.source}: expected a column {field!r}, got {', '.join(row)}; --field names another")
+                if not isinstance(row[field], str | None):
+                    got = type(row[field]).__name__
+                    raise ValueError(f"{self.source}: column {field!r}: expected texts, got {got}; --field names another")
+            yield {field: row[field] for field in columns}
+
+    def documents(self, field: str, skip: int = 0) -> Iterator[Document | None]:
+        """A column's texts, from the row `skip` on."""
+        for row in self.read((field,), skip):
             text = row[field]
-            if not isinstance(text, str | None):
-                got = type(text).__name__
-                raise ValueError(f"{self.source}: column {field!r}: expected texts, got {got}; --field names another")
             yield None if text is None else [text.encode("utf-8", "surrogatepass")]
 
 

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-import lzma
 import re
-import tarfile
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from remanence import published
 from remanence.config import known
+from remanence.data.babi import ALL, PROMPT, Story, placed, read
+from remanence.data.streams import PREFIX
+from remanence.data.texts import Hay, Texts
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share, told
-from remanence.evaluate.texts import Hay, Texts, hidden, most
 
-ALL = tuple(f"qa{number}" for number in range(1, 21))
 ORDERED = ("qa19",)
 """Tasks whose answers are several words in an order."""
-FIND = "https://research.fb.com/downloads/babi (tasks_1-20_v1-2)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BabilongSettings:
     """
     Attributes:
-        data: bAbI's folder or archive (tasks_1-20_v1-2); English, a thousand stories a task, where it has several.
+        data: bAbI's folder or archive (tasks_1-20_v1-2; English, a thousand stories a task, where it has several), or hf:NAME
+            of a dataset with BABILong's columns (input, question, target; config 0k, a split for each task).
         books: the text around the facts: a file, a folder or hf:NAME. Not needed for length 0.
         tasks: qa1 to qa20, or all.
         lengths: tokens of all that is read before the answer, exactly; 0 for the facts alone.
         samples: of every task and length.
         shots: stories of the training split, with their answers, that come first.
-        published: what the model is, and so which of the paper's points stand beside ours: few-shot or fine-tuned.
+        published: which of the paper's points stand beside ours, few-shot or fine-tuned. Default: fine-tuned if the model was
+            trained by recipes/babilong.py.
         batch: texts that are read side by side.
     """
 
@@ -47,29 +45,22 @@ class BabilongSettings:
     lengths: tuple[int, ...] = (0, 1024, 2048, 4096)
     samples: int = 20
     shots: int = 0
-    published: str = "fine-tuned"
+    published: str | None = None
     batch: int = 1
 
     def __post_init__(self) -> None:
         at_least(0, lengths=self.lengths, shots=self.shots)
         at_least(1, samples=self.samples, batch=self.batch)
-        known("published", self.published, published.FIGURE6)
+        if self.published is not None:
+            known("published", self.published, published.FIGURE6)
         if self.tasks == ("all",):
             object.__setattr__(self, "tasks", ALL)
         if not self.tasks:
             raise ValueError("tasks: expected at least one, got none")
         for task in self.tasks:
             known("tasks", task, ALL)
-
-
-class Story(NamedTuple):
-    facts: list[str]
-    question: str
-    answer: str
-
-    @property
-    def whole(self) -> str:
-        return f"{' '.join(self.facts)}\nQuestion: {self.question}\nAnswer: {self.answer}\n\n"
+        if self.shots and self.data is not None and self.data.startswith(PREFIX):
+            raise ValueError(f"shots: expected 0 with a dataset of the hub, which has no stories to learn from, got {self.shots}")
 
 
 class Babilong(Task):
@@ -80,13 +71,12 @@ class Babilong(Task):
 
     def __init__(self, subject: Subject, settings: BabilongSettings) -> None:
         super().__init__(subject, settings)
-        if settings.data is None or not Path(settings.data).exists():
-            got = settings.data or "none"
-            raise ValueError(f"babilong.data: expected bAbI's folder or archive, got {got}; it can be found at {FIND}")
+        tuned = subject.trained.get("data") == "babilong"
+        self.published = settings.published or ("fine-tuned" if tuned else "few-shot")
         self.digest = hashlib.sha256()
-        self.stories = {name: self._read(Path(settings.data), name, "test") for name in settings.tasks}
+        self.stories = {name: self._read(name, "test") for name in settings.tasks}
         self.shots = {
-            name: "".join(story.whole for story in self._read(Path(settings.data), name, "train")[: settings.shots])
+            name: "".join(story.whole for story in self._read(name, "train")[: settings.shots])
             for name in settings.tasks
             if settings.shots
         }
@@ -99,12 +89,10 @@ class Babilong(Task):
         for group in self.units():  # a length without room for the stories is known now
             self.sample(group[-1])
 
-    def _read(self, path: Path, task: str, split: str) -> list[Story]:
-        text = find(path, task, split)
-        if text is None:
-            raise ValueError(f"babilong.data: expected {task}_..._{split}.txt in {path}, got none; the whole is at {FIND}")
-        self.digest.update(text.encode())
-        return list(stories(text))
+    def _read(self, task: str, split: str) -> list[Story]:
+        found = read("babilong.data", self.settings.data, task, split)
+        self.digest.update(repr(found).encode())
+        return found
 
     @property
     def identity(self) -> Setting:
@@ -124,22 +112,21 @@ class Babilong(Task):
 
     def sample(self, unit: Setting) -> tuple[np.ndarray, str, Story]:
         """A unit's text up to the question, how an answer begins, and the story: of those that have room, a drawn one."""
-        told = hashlib.sha256(f"{self.subject.seed} {sorted(unit.items())}".encode()).digest()
-        chance = np.random.Generator(np.random.Philox(key=int.from_bytes(told[:16])))
-        encode, prompt = self._encode, "\nAnswer:"
+        key = hashlib.sha256(f"{self.subject.seed} {sorted(unit.items())}".encode()).digest()[:16]
+        chance = np.random.Generator(np.random.Philox(key=int.from_bytes(key)))
+        encode, prompt = self._encode, PROMPT
         start = encode(self.shots.get(unit["qa"], ""))
         fitting = self._fitting(unit["qa"], unit["length"] and unit["length"] - len(start) - len(encode(prompt)))
         if unit["sample"] >= len(fitting):
             asked = f"at most {len(fitting)} samples of {unit['qa']}, whose other stories have no room in"
             raise ValueError(f"babilong.samples: expected {asked} {unit['length']} tokens, got {unit['sample'] + 1}")
         story = fitting[unit["sample"]]
-        end = encode(f"\nQuestion: {story.question}")
+        end = encode(story.asked)
         if not unit["length"] or self.hay is None:
             middle = np.array(encode(" ".join(story.facts)), np.int32)
         else:
             room = unit["length"] - sum(map(len, (start, end, encode(prompt))))
-            depths = sorted(chance.random(len(story.facts)).tolist())
-            middle = hidden(self.hay.part(unit["length"]), story.facts, depths, room, chance)
+            middle = placed(story, self.hay.part(unit["length"]), room, chance)
         return np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)]), prompt, story
 
     def _encode(self, text: str) -> list[int]:
@@ -155,12 +142,9 @@ class Babilong(Task):
         if (task, room) not in self.fitting:
             chance = np.random.Generator(np.random.Philox(key=[self.subject.seed, ALL.index(task)]))
             ordered = [self.stories[task][index] for index in chance.permutation(len(self.stories[task]))]
-            sizes = [self._size(story) if room else 0 for story in ordered]
+            sizes = [story.size(self._encode) if room else 0 for story in ordered]
             self.fitting[task, room] = [story for story, size in zip(ordered, sizes, strict=True) if size <= room]
         return self.fitting[task, room]
-
-    def _size(self, story: Story) -> int:
-        return len(self._encode(f"\nQuestion: {story.question}")) + sum(most(self._encode, fact) for fact in story.facts)
 
     def options(self, task: str, right: str) -> list[str]:
         """All answers of a task, the right one first."""
@@ -185,7 +169,7 @@ class Babilong(Task):
 
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
         rows: list[Row] = []
-        tuned = {"fine_tuned": True} if self.settings.published == "fine-tuned" else {}
+        tuned = {"fine_tuned": True} if self.published == "fine-tuned" else {}
         for metric, key in (("right", "right"), ("chosen", "chosen")):
             for length in self.settings.lengths:
                 here = [result for unit, result in results if unit["length"] == length]
@@ -206,46 +190,11 @@ class Babilong(Task):
             ]
             for mode, own in rows.items()
         }
-        points = published.figure6(self.settings.published)
+        points = published.figure6(self.published)
         ticks = {512.0: "0"} | {float(length): told(length) for length in published.FIGURE6_LENGTHS}
-        title = f"BABILong, mean of {', '.join(self.settings.tasks)}; the paper's points: {self.settings.published}"
+        title = f"BABILong, mean of {', '.join(self.settings.tasks)}; the paper's points: {self.published}"
         path = stem.with_name(f"{stem.name}.babilong.png")
         return [curves(path, lines, title=title, x="tokens", y="right answers, %", published=points, percent=True, ticks=ticks)]
-
-
-def find(path: Path, task: str, split: str) -> str | None:
-    """A task's file in a folder or an archive, from the folder `en` where there are several."""
-    wanted = re.compile(rf"{task}_(?:.*_)?{split}\.txt")
-
-    def first(names: list[str]) -> str | None:
-        found = [name for name in names if wanted.fullmatch(Path(name).name)]
-        return min(found, key=lambda name: (Path(name).parent.name != "en", len(name), name), default=None)
-
-    if path.is_dir():
-        name = first([str(each) for each in path.rglob(f"{task}_*.txt")])
-        return name and Path(name).read_text(encoding="utf-8")
-    try:
-        with tarfile.open(path) as archive:
-            name = first([member.name for member in archive.getmembers() if member.isfile()])
-            inside = archive.extractfile(name) if name else None
-            return inside.read().decode() if inside else None
-    except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"babilong.data: expected a folder or a tar archive, got {path} ({reason})") from None
-
-
-def stories(text: str) -> Iterator[Story]:
-    """Every question of a bAbI file with the facts told before it in its story."""
-    facts: list[str] = []
-    for line in text.splitlines():
-        number, _, rest = line.partition(" ")
-        if number == "1":
-            facts = []
-        if "\t" in rest:
-            question, answer, *_ = rest.split("\t")
-            yield Story(list(facts), question.strip(), answer.strip())
-        elif rest.strip():
-            facts.append(rest.strip())
 
 
 def judged(story: Story, said: str, options: Sequence[str], *, ordered: bool) -> bool:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from remanence.config import known
+from remanence.data.texts import lines
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
-from remanence.evaluate.texts import lines
 
 Entry = dict[str, Any]
 

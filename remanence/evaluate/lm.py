@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from remanence.data.texts import Texts
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
-from remanence.evaluate.texts import Texts
 from remanence.model import State
 from remanence.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, byte_level_json
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from remanence.config import known
+from remanence.data.texts import Hay, Texts, hidden, most
 from remanence.evaluate.plots import heat
 from remanence.evaluate.subject import Answer, Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
-from remanence.evaluate.texts import Hay, Texts, hidden, most
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 

@@ -195,8 +195,7 @@ def _trained(subject: Subject) -> dict[str, Any]:
     """What numbers have to agree in to be compared: the model's size, what it was trained on, its tokenizer."""
     if subject.network is None:
         return {}
-    told = subject.source / "trained.json"
-    tokens = read_json(told).get("tokens") if told.is_file() else None
+    tokens = subject.trained.get("tokens")
     words = "bytes" if subject.tokens is None or isinstance(subject.tokens, ByteTokenizer) else "tokenizer.json"
     return {
         "parameters": sum(parameter.numel() for parameter in subject.network.parameters()),

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from remanence.config import Mode
 from remanence.evaluate.bookmark import Bookmark
+from remanence.files import read_json
 from remanence.generate import DIVERGED, PIECE, Generation, Sampling, check_tokenizer, read
 from remanence.model import Model, State
-from remanence.tokens import Tokenizer, load_tokenizer
+from remanence.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.train import TrainConfig
+from remanence.train.engine import TRAINED
 
 LOGITS = 1 << 23
 """Numbers of logits that are held at a time when losses are computed."""
@@ -42,12 +44,6 @@ class Answer(NamedTuple):
         """The options' numbers, the likeliest first; of equal ones the last, which is never the right one, comes first."""
         order = range(len(self.options) - 1, -1, -1)
         return sorted(order, key=lambda number: -self.options[number].log)
-
-
-def pair_tokens(tokenizer: Tokenizer, context: str, end: str) -> tuple[list[int], list[int]]:
-    """Tokens of a text and of what follows it, as the whole is encoded: an end's first token may hold a space."""
-    before, whole = tokenizer.encode(context), tokenizer.encode(context + end)
-    return whole[: len(before)], whole[len(before) :]
 
 
 @dataclass
@@ -85,6 +81,12 @@ class Subject:
         if self.tokens is None:
             self.tokens = check_tokenizer(self.model, None)
         return self.tokens
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """What training wrote beside the model, if it did."""
+        path = self.source / TRAINED if self.source is not None else None
+        return read_json(path) if path is not None and path.is_file() else {}
 
     def read(self, texts: Sequence[np.ndarray]) -> State:
         """Read several texts side by side, in pieces; the state has a row for each. An interrupted reading goes on."""

@@ -11,9 +11,10 @@ from math import log
 import torch
 
 from remanence.data.streams import PREFIX
-from remanence.evaluate.subject import Subject, pair_tokens
+from remanence.data.texts import Texts, decoded, lines
+from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, share
-from remanence.evaluate.texts import Texts, decoded, lines
+from remanence.tokens import pair_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

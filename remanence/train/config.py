@@ -106,11 +106,12 @@ class DataConfig:
 
     Attributes:
         kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" or
-            "needle" (generated).
-        path: the shards' folder, where the kind reads one.
+            "needle" (generated), "babilong" (stories hidden in books).
+        path: the shards' folder, where the kind reads one; of BABILong bAbI's folder or archive, or hf:NAME.
         length: tokens of a row.
         pairs, rounds: of the recall task: how many, and how often they come; of the needle task: how many needles.
         keys, noise: of the recall task: how many different keys there are, and as many values; how many kinds of noise.
+        books, tasks: of BABILong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
     """
 
     kind: str = "packed"
@@ -120,6 +121,8 @@ class DataConfig:
     rounds: int = 2
     keys: int = 32
     noise: int = 16
+    books: str | None = None
+    tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
 
     def __post_init__(self) -> None:
         _check(self)
@@ -132,6 +135,7 @@ class TrainConfig:
 
     Attributes:
         model, data, optimizer: see their classes.
+        start: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
         carry: whether rows carry their memory from step to step (kind "documents"), without gradient across the border.
@@ -150,6 +154,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=lambda: preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    start: str | None = None
     steps: int = 1000
     batch: int = 16
     accumulate: int = 1

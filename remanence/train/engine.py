@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,23 +21,25 @@ from torch import Tensor, nn
 
 from remanence import memfile
 from remanence.config import known
-from remanence.data import Batch, Documents, Packed
+from remanence.data import Batch
+from remanence.data.streams import PREFIX
 from remanence.files import read_json, write_json, write_tensors
 from remanence.generate import Generation, Sampling
 from remanence.memory.policies import unigrams
-from remanence.model import Model, State, Trace
+from remanence.model import Model, State, Trace, read_config
 from remanence.ops.state import where
-from remanence.tokens import load_tokenizer
+from remanence.tokens import Tokenizer, load_tokenizer
 from remanence.train import checkpoint
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full, joined, shard, spread, whole
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
-from remanence.train.sources import SOURCES, corpus
+from remanence.train.sources import SOURCES, corpus, model_folder, tokenizer_of
 
+SAMPLE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
 TRAINED = "trained.json"
-"""Beside a trained model: the steps and tokens it was trained on."""
+"""Beside a trained model: the steps and tokens it was trained on, and the kind of their data."""
 
 
 class TrainingError(ValueError):
@@ -70,8 +72,8 @@ def fit(
     """
     out = Path(out)
     config = _config(config, out, resume)
-    if config.data.path is not None:  # a run may be taken up from another folder
-        config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+    if not resume:
+        config = started(config)
     with joined(config.device) as world:
         if not resume:
             world.one(lambda: _room(out))
@@ -85,8 +87,10 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
     known("data.kind", config.data.kind, SOURCES)
     check_trackers(config.trackers)
     source = SOURCES[config.data.kind](config, config.batch // shares, world.rank, world.size)
+    if config.start is not None and not resume and (tokenizer := tokenizer_of(source)) is not None:
+        _same_words(config.start, tokenizer)
     torch.manual_seed(config.seed)
-    model = shard(Model(config.model).to(world.device).train(), world)
+    model = shard(_first(config, out).to(world.device).train(), world)
     model.checkpointing = config.checkpointing
     if config.compile:
         compile_parts(model)
@@ -96,9 +100,9 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
         out.mkdir(parents=True, exist_ok=True)
         if not resume:
             write_json(out / "config.json", config.to_dict())
-        if isinstance(source, Packed | Documents):
+        if (tokenizer := tokenizer_of(source)) is not None:
             (out / "tokenizer").mkdir(exist_ok=True)
-            source.data.tokenizer.save(out / "tokenizer")
+            tokenizer.save(out / "tokenizer")
 
     world.one(begin)
     progress, carried = Progress(), None
@@ -150,7 +154,8 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
             if finished is not None:
                 finished.save(out / "model")
                 _save_tokenizer(out, out / "model")
-                write_json(out / "model" / TRAINED, {"tokens": progress.tokens, "steps": progress.step})
+                told = {"tokens": progress.tokens, "steps": progress.step, "data": config.data.kind}
+                write_json(out / "model" / TRAINED, told)
     return model
 
 
@@ -228,7 +233,7 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     try:
         model.save(temporary)
         _save_tokenizer(run, temporary)
-        write_json(temporary / TRAINED, _trained(found[0]))
+        write_json(temporary / TRAINED, _trained(found[0], config))
         if carried is not None and memory is not None:
             memfile.save(memory, model, carried)
         if out.exists():
@@ -239,12 +244,12 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     return found[0]
 
 
-def _trained(folder: Path) -> dict[str, int]:
+def _trained(folder: Path, config: TrainConfig) -> dict[str, Any]:
     """What a finished model or a checkpoint has been trained on so far."""
     if (folder / TRAINED).is_file():
         return read_json(folder / TRAINED)
     progress = read_json(folder / "progress.json")
-    return {"tokens": progress["tokens"], "steps": progress["step"]}
+    return {"tokens": progress["tokens"], "steps": progress["step"], "data": config.data.kind}
 
 
 def _carried(run: Path, config: TrainConfig, row: int) -> State:
@@ -271,6 +276,31 @@ def _config(config: TrainConfig | None, out: Path, resume: bool) -> TrainConfig:
     if config is None:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
     return config
+
+
+def started(config: TrainConfig) -> TrainConfig:
+    """With the model that `start` names, if it names one, and whole paths: a run may be taken up from another folder."""
+    whole = lambda path: path if path is None or path.startswith(PREFIX) else str(Path(path).resolve())
+    config = replace(config, data=replace(config.data, path=whole(config.data.path), books=whole(config.data.books)))
+    if config.start is None:
+        return config
+    return replace(config, start=whole(config.start), model=read_config(model_folder(config.start)))
+
+
+def _first(config: TrainConfig, out: Path) -> Model:
+    """The model before the first step; one that goes on gets its weights from a checkpoint."""
+    if config.start is None or checkpoint.checkpoints(out / "checkpoints"):
+        return Model(config.model)
+    return Model.load(config.start, dtype=torch.float32)
+
+
+def _same_words(start: str, tokenizer: Tokenizer) -> None:
+    """A model that is trained on goes on reading what it can read."""
+    if not (Path(start) / "tokenizer.json").is_file():
+        return  # trained on made-up symbols
+    own = load_tokenizer(start)
+    if own.vocabulary != tokenizer.vocabulary or own.encode(SAMPLE) != tokenizer.encode(SAMPLE):
+        raise ValueError(f"start: expected data with the tokens of {start}, got other ones; prepare it with that tokenizer")
 
 
 def run_config(run: str | Path) -> TrainConfig:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from remanence.config import known
 from remanence.data import Batch, Documents, Packed, Tokens
+from remanence.data.babi import ALL, PROMPT, Story, placed, read
+from remanence.data.texts import Hay, Texts
+from remanence.tokens import ByteTokenizer, Tokenizer, load_tokenizer, pair_tokens
 from remanence.train.config import TrainConfig
+
+HAY = 256
+"""Rows that the text around BABILong's facts is enough for, if there is so much of it."""
 
 
 class Source(Protocol):
@@ -123,6 +132,58 @@ class Needle:
         return Batch(torch.from_numpy(rows[own]), torch.from_numpy(targets[own]), None, None, None)
 
 
+class Babilong:
+    """bAbI's training stories hidden in books as BABILong's test hides others, each with its question and, at the row's end, the
+    answer and a line's end: only these are to be told. Every row is exactly as long as asked.
+    """
+
+    def __init__(
+        self,
+        stories: Mapping[str, Sequence[Story]],
+        sentences: Iterable[str],
+        tokenizer: Tokenizer,
+        length: int,
+        batch: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.tokenizer, self.length, self.batch, self.seed, self.rank, self.world = tokenizer, length, batch, seed, rank, world
+        self.encode = cache(tokenizer.encode)  # bAbI says the same few sentences again and again
+        self.stories = []
+        for task, own in stories.items():
+            sizes = [story.size(self.encode) + sum(map(len, self._end(story))) for story in own]
+            if min(sizes) > length:
+                raise ValueError(f"data.length: expected at least {min(sizes)}, for the shortest story of {task}, got {length}")
+            self.stories.append([story for story, size in zip(own, sizes, strict=True) if size <= length])
+        self.hay = Hay.of("data.books", sentences, tokenizer, length, HAY)
+
+    def _end(self, story: Story) -> tuple[list[int], list[int]]:
+        return pair_tokens(self.tokenizer, PROMPT, f" {story.answer}\n")
+
+    def row(self, chance: np.random.Generator) -> tuple[np.ndarray, int]:
+        """Tokens, and how many of them, the last, are the answer."""
+        own = self.stories[chance.integers(len(self.stories))]
+        story = own[chance.integers(len(own))]
+        prompt, answer = self._end(story)
+        end = [*self.encode(story.asked), *prompt, *answer]
+        return np.concatenate([placed(story, self.hay, self.length - len(end), chance), end]), len(answer)
+
+    def step(self, number: int) -> Batch:
+        chance = np.random.Generator(np.random.Philox(key=[self.seed, number]))
+        drawn = [self.row(chance) for _ in range(self.batch * self.world)][self.rank * self.batch : (self.rank + 1) * self.batch]
+        rows = np.stack([tokens for tokens, _ in drawn]).astype(np.int64)
+        targets = np.full_like(rows, -100)
+        for row, (tokens, answer) in enumerate(drawn):
+            targets[row, -answer - 1 : -1] = tokens[-answer:]
+        return Batch(torch.from_numpy(rows), torch.from_numpy(targets), None, None, None)
+
+
+def tokenizer_of(source: Source) -> Tokenizer | None:
+    """What a source's tokens mean; a task of made-up symbols has none."""
+    return source.data.tokenizer if isinstance(source, Packed | Documents) else getattr(source, "tokenizer", None)
+
+
 def corpus(source: Source, steps: int = 64, piece: int = 2**24) -> Iterator[torch.Tensor]:
     """All tokens that a source reads from, in pieces; of a task that is made up as it goes, its first steps'."""
     if isinstance(source, Packed | Documents):
@@ -158,6 +219,28 @@ def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     return Needle(config.data.length, batch, config.data.pairs, config.seed, rank, world)
 
 
+def model_folder(start: str) -> Path:
+    if not (Path(start) / "config.json").is_file():
+        raise ValueError(f"start: expected a model's folder, with its config.json, got {start}")
+    return Path(start)
+
+
+def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    data = config.data
+    for task in data.tasks:
+        known("data.tasks", task, ALL)
+    if not data.tasks:
+        raise ValueError("data.tasks: expected at least one, got none")
+    tokenizer = ByteTokenizer() if config.start is None else load_tokenizer(model_folder(config.start))
+    if tokenizer.vocabulary > config.model.vocabulary:
+        raise ValueError(
+            f"model.vocabulary: expected at least the tokenizer's {tokenizer.vocabulary}, got {config.model.vocabulary}"
+        )
+    stories = {task: read("data.path", data.path, task, "train") for task in data.tasks}
+    books = Texts("data.books", data.books, "a text to hide stories in: a file, a folder or hf:NAME")
+    return Babilong(stories, books.sentences(), tokenizer, data.length, batch, config.seed, rank, world)
+
+
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "packed": lambda config, batch, rank, world: Packed(_shards(config), config.data.length, batch, config.seed, rank, world),
     "documents": lambda config, batch, rank, world: Documents(
@@ -165,4 +248,5 @@ SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     ),
     "recall": _recall,
     "needle": _needle,
+    "babilong": _babilong,
 }

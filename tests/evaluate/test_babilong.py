@@ -1,5 +1,6 @@
 """Facts are in order and once in texts of exactly so many tokens; answers are judged as BABILong judges them."""
 
+import json
 import random
 import tarfile
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from evaluations import measured, saved, telling
 
+from remanence.data.babi import Story, find, read, stories
 from remanence.evaluate import TASKS, Subject, configured
-from remanence.evaluate.babilong import Story, find, judged, stories
+from remanence.evaluate.babilong import judged
 from remanence.tokens import ByteTokenizer
 
 PLACES = ("hallway", "kitchen", "garden", "office")
@@ -129,9 +131,12 @@ def test_the_mean_is_over_tasks_and_the_plot_has_the_papers_points(home, tmp_pat
     assert rows.value("right", qa="mean", length=0) == 1.0 and rows.value("right", qa="mean", length=1024) == 0.0
     (path,) = babilong(home).plots({"on": rows, "off": rows}, tmp_path / "r")
     assert path.name == "r.babilong.png" and path.read_bytes().startswith(b"\x89PNG")
-    assert all(row.setting["fine_tuned"] for row in rows)
-    shown = measured(home, "babilong", subject=telling(home, lambda text, own: ("", 0)), **given(home, published="few-shot"))
-    assert not any("fine_tuned" in row.setting for row in shown)
+    assert not any("fine_tuned" in row.setting for row in rows)
+    said = measured(home, "babilong", subject=telling(home, lambda text, own: ("", 0)), **given(home, published="fine-tuned"))
+    assert all(row.setting["fine_tuned"] for row in said)
+    (home / "trained.json").write_text('{"data": "babilong"}')
+    known = measured(home, "babilong", subject=telling(home, lambda text, own: ("", 0)), **given(home))
+    assert all(row.setting["fine_tuned"] for row in known), "its training says so"
 
 
 def test_a_model_runs_through_it(home):
@@ -144,14 +149,34 @@ def test_an_archive_is_a_folder_and_en_comes_first(home):
         archive.add(home / "babi", "tasks")
     for task, split in (("qa1", "test"), ("qa10", "train")):
         text = next((home / "babi" / "en").glob(f"{task}_*_{split}.txt")).read_text()
-        assert find(home / "babi", task, split) == find(home / "babi.tar.xz", task, split) == text
+        assert find("data", home / "babi", task, split) == find("data", home / "babi.tar.xz", task, split) == text
+
+
+def test_the_hub_s_stories_are_the_archive_s(home, tmp_path):
+    """In BABILong's layout: a configuration for each length, of which 0k has the facts alone, and a split for each task."""
+    pytest.importorskip("datasets")
+    source = tmp_path / "hub"
+    (source / "0k").mkdir(parents=True)
+    for task in ("qa1", "qa2"):
+        found = read("data", str(home / "babi"), task, "test")
+        rows = [{"input": " ".join(one.facts), "question": one.question, "target": one.answer} for one in found]
+        (source / "0k" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = "".join(f"      - split: {task}\n        path: 0k/{task}.jsonl\n" for task in ("qa1", "qa2"))
+    (source / "README.md").write_text(f"---\nconfigs:\n  - config_name: 0k\n    data_files:\n{splits}---\n")
+    assert read("data", f"hf:{source}", "qa2", "test") == read("data", str(home / "babi"), "qa2", "test")
+    there, here = (
+        measured(home, "babilong", **given(home, data=data, samples="1")) for data in (f"hf:{source}", str(home / "babi"))
+    )
+    assert [row.value for row in there] == [row.value for row in here]
+    with pytest.raises(ValueError, match="shots: expected 0 with a dataset of the hub"):
+        babilong(home, data=f"hf:{source}", shots="1")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data": "none"}, "babilong.data: expected bAbI's folder or archive, got none; it can be found at https"),
-        ({"data": "nowhere"}, "babilong.data: expected bAbI's folder or archive, got nowhere"),
+        ({"data": "none"}, "babilong.data: expected bAbI's folder or archive, or hf:NAME, got none; it can be found at https"),
+        ({"data": "nowhere"}, "babilong.data: expected bAbI's folder or archive, or hf:NAME, got nowhere"),
         ({"tasks": "qa3"}, "babilong.data: expected qa3_..._test.txt in"),
         ({"tasks": "qa21"}, "babilong.tasks: expected one of qa1"),
         ({"books": "none"}, "babilong.books: expected a text to hide facts in"),

@@ -10,10 +10,10 @@ from evaluations import Told, measured, saved, telling
 
 from remanence import Model
 from remanence.data import sources
+from remanence.data.texts import Texts
 from remanence.evaluate import TASKS, Subject, configured
 from remanence.evaluate.niah import KINDS, Sample, scored
 from remanence.evaluate.subject import Answer, Likelihood
-from remanence.evaluate.texts import Texts
 from remanence.tokens import ByteTokenizer
 
 NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (\S+) is: (\S+)\.")

@@ -110,14 +110,14 @@ class Hay:
         self.parts: dict[int, Hay] = {}
 
     @classmethod
-    def of(cls, what: str, sentences: Iterable[str], tokenizer: Tokenizer, least: int) -> Hay:
-        """As many sentences as give twice the tokens that are needed at least, so that stretches can begin at several places."""
+    def of(cls, what: str, sentences: Iterable[str], tokenizer: Tokenizer, least: int, rows: int = 2) -> Hay:
+        """As many sentences as give several times the tokens that are needed at least: stretches can begin at several places."""
         tokens, borders, kept = array("i"), array("q", [0]), []
         for sentence in sentences:
             tokens.extend(tokenizer.encode(" " + sentence))
             borders.append(len(tokens))
             kept.append(sentence)
-            if len(tokens) >= 2 * least:
+            if len(tokens) >= rows * least:
                 break
         if len(tokens) < least:
             raise ValueError(f"{what}: expected a text of at least {least:,} tokens, got {len(tokens):,}")
