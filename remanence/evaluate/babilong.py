@@ -182,16 +182,18 @@ class Babilong(Task):
         return rows
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        points = published.figure6(self.published)
+        lengths = sorted({*self.settings.lengths, *published.FIGURE6_LENGTHS} - {0})
+        none = lengths[0] / 2  # where no length at all stands on an axis of logarithms
         lines = {
-            f"ours, memory {mode}": [
-                (row.setting["length"] or 512, 100 * row.value)
+            f"ours, memory {mode}": sorted(
+                (row.setting["length"] or none, 100 * row.value)
                 for row in own
                 if row.metric == "right" and row.setting["qa"] == "mean"
-            ]
+            )
             for mode, own in rows.items()
         }
-        points = published.figure6(self.published)
-        ticks = {512.0: "0"} | {float(length): told(length) for length in published.FIGURE6_LENGTHS}
+        ticks = {none: "0"} | {float(length): told(length) for length in lengths}
         title = f"BABILong, mean of {', '.join(self.settings.tasks)}; the paper's points: {self.published}"
         path = stem.with_name(f"{stem.name}.babilong.png")
         return [curves(path, lines, title=title, x="tokens", y="right answers, %", published=points, percent=True, ticks=ticks)]
