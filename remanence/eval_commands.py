@@ -132,7 +132,7 @@ def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
         place = (row.metric, *("" if setting.get(key) is None else _told(key, setting[key]) for key in varying))
         lines.setdefault(place, {})[row.setting["memory"]] = row
     for place, by_mode in lines.items():
-        worth = [f"{by_mode[mode].value - by_mode['off'].value:+.3g}" if {mode, "off"} <= set(by_mode) else "" for mode in others]
+        worth = [_worth(by_mode[mode], by_mode["off"]) if {mode, "off"} <= set(by_mode) else "" for mode in others]
         made.add_row(*(escape(name) for name in place), *(_cell(by_mode.get(mode)) for mode in modes), *worth)
     return made
 
@@ -154,6 +154,12 @@ def _cell(row: Row | None) -> str:
     if row.interval is None:
         return f"{row.value:.4g}" if row.value < 1e4 else f"{row.value:.3e}"
     return f"{row.value:.1%} ({100 * row.interval[0]:.0f}-{100 * row.interval[1]:.0f})"
+
+
+def _worth(row: Row, off: Row) -> str:
+    """A difference, in points where the values are shown in percent."""
+    difference = row.value - off.value
+    return f"{difference:+.3g}" if row.interval is None else f"{100 * difference:+.1f} points"
 
 
 class Shown:

@@ -41,9 +41,9 @@ class RecallSettings:
 
     def __post_init__(self) -> None:
         at_least(1, **vars(self))
-        for pairs in (self.pairs, *self.capacities):
+        for name, pairs in (("pairs", self.pairs), ("capacities", max(self.capacities))):
             if pairs > self.keys:
-                raise ValueError(f"capacities: expected at most {self.keys} pairs, as many as there are keys, got {pairs}")
+                raise ValueError(f"{name}: expected at most {self.keys} pairs, as many as there are keys, got {pairs}")
 
 
 class Recall(Task):

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -173,11 +174,17 @@ def provenance(subject: Subject) -> dict[str, Any]:
     """Where numbers come from: the model, the code, the machine, the day. Rows know better where they were measured earlier."""
     return {
         **({"recipe": _digest(describe(subject))} if subject.recipe is not None else describe(subject)),
-        "from": subject.source.name,
+        "from": _named(subject.source),
         **_trained(subject),
         "seed": subject.seed,
         **origin(subject),
     }
+
+
+def _named(source: Path) -> str:
+    """A recipe's or folder's name; of a run's model the run's too, as all of them are called the same."""
+    place = source.resolve()
+    return f"{place.parent.name}/{place.name}" if place.name == "model" and place.parent.name else place.name
 
 
 def origin(subject: Subject) -> Setting:
@@ -248,7 +255,8 @@ def write_rows(path: Path, rows: Sequence[Row], origin: dict[str, Any]) -> None:
     plain = []
     for row in rows:
         told = asdict(row)
-        plain.append({**told, "provenance": {**origin, **(told.pop("origin") or {})}})
+        own = told.pop("origin") or {}
+        plain.append({**told, "provenance": {**origin, **own}})
     write_json(path, _finite({"made_by": MADE_BY, "rows": plain}))
 
 
@@ -264,8 +272,24 @@ def check_target(path: Path) -> None:
     """Before any work: that rows can be written there, and that nothing but an earlier evaluation's is overwritten."""
     if not path.parent.is_dir():
         raise ValueError(f"--json: expected a folder that exists, got {path.parent}")
-    if path.exists() and (not path.is_file() or read_json(path).get("made_by") != MADE_BY):
-        raise ValueError(f"--json: expected a new file, or an earlier evaluation's, got {path}")
+    if path.exists() and not _earlier(path):
+        raise ValueError(f"--json: expected a new file, or an earlier evaluation's, got {path}; give another name, or remove it")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"--json: expected a folder that can be written to, got {path.parent} ({reason})") from None
+
+
+def _earlier(path: Path) -> bool:
+    """Whether a file is an evaluation's rows."""
+    if not path.is_file():
+        return False
+    try:
+        return bool(read_json(path).get("made_by") == MADE_BY)
+    except ValueError:
+        return False
 
 
 def journal_path(path: Path) -> Path:

@@ -98,5 +98,7 @@ def test_both_curves_are_drawn(tmp_path):
 def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match=r"recall.capacities: expected at most 4 pairs"):
         configured(TASKS["recall"], {**SMALL, "capacities": "5"})
+    with pytest.raises(ValueError, match=r"recall.pairs: expected at most 4 pairs"):
+        configured(TASKS["recall"], {**SMALL, "pairs": "5"})
     with pytest.raises(ValueError, match=r"recall.keys: expected at most the model's 11 kinds of tokens, got 80"):
         TASKS["recall"](Subject(torch.device("cpu"), network=model()), configured(TASKS["recall"], {}))

@@ -20,7 +20,7 @@ from evaluations import measured, saved
 from models import model
 
 from remanence import Model, cli, eval_commands, memfile
-from remanence.evaluate import TASKS, Subject, bookmark, subject
+from remanence.evaluate import TASKS, Subject, bookmark, provenance, subject
 from remanence.evaluate import run as run_module
 from remanence.evaluate.run import Journal, commit, write_rows
 from remanence.evaluate.task import Row, configured, perplexity, share, told, whole, wilson
@@ -55,7 +55,25 @@ def test_the_command_writes_rows_with_their_origin_and_tells_what_the_memory_is_
     native = Subject.load(home / "m", torch.device("cpu")).model
     assert origin["model"] == memfile.fingerprint(native)._asdict()
     assert {"seed", "date", "commit", "hardware", "torch", "remanence"} <= set(origin)
+    assert "origin" not in rows[0], "it is the provenance, and is not told twice"
     assert (home / "r.lm.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_model_of_a_run_is_called_after_the_run(home):
+    for source, name in ((home / "m", "m"), (home / "run" / "model", "run/model")):
+        assert provenance(Subject.load(saved(source), torch.device("cpu")))["from"] == name
+
+
+def test_a_difference_of_shares_is_in_points_like_the_shares():
+    def row(mode, **facts):
+        return Row(task="x", metric="y", setting={"memory": mode}, **facts)
+
+    def cells(rows):
+        return [next(iter(column.cells)) for column in eval_commands.table(rows, ("on", "off")).columns]
+
+    shares = [row("on", **share(9, 10)), row("off", **share(1, 10))]
+    assert cells(shares) == ["y", "90.0% (60-98)", "10.0% (2-40)", "+80.0 points"]
+    assert cells([row("on", value=3.0), row("off", value=4.5)]) == ["y", "3", "4.5", "-1.5"]
 
 
 def test_going_on_after_an_interruption_gives_the_same_rows(home, monkeypatch):
@@ -107,6 +125,18 @@ def test_results_of_another_model_are_refused(home, run):
     (home / "mine.json").write_text('{"precious": 1}')
     assert "expected a new file" in run("m", "lm", "--data=t", "--json", "mine.json", code=2)
     assert json.loads((home / "mine.json").read_text()) == {"precious": 1}
+    (home / "mine.json").write_text("[1]")
+    assert "--json: expected a new file, or an earlier evaluation's" in run("m", "lm", "--data=t", "--json", "mine.json", code=2)
+
+
+def test_rows_that_cannot_be_written_are_known_before_anything_is_measured(home, run, monkeypatch):
+    def refused(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(run_module.tempfile, "TemporaryFile", refused)
+    said = run("m", "lm", "--data=t", "--json", "t/r.json", code=2)
+    assert "--json: expected a folder that can be written to, got t (Permission denied)" in said
+    assert {path.name for path in (home / "t").iterdir()} == {"a.txt", "b.txt", "c.txt"}
 
 
 def test_results_of_another_tokenizer_are_refused(home, run):
