@@ -266,8 +266,12 @@ def test_deviations_and_the_average_are_shown(report, home):
             [row("commonsense", "mean accuracy", 0.5, benchmark="all", samples=9, digest="hub")],
             ["the average: only the first 9 questions of each"],
         ),
-        ([row("commonsense", "acc", 0.5, benchmark="siqa", digest="hub")], []),
-        ([row("commonsense", "acc", 0.5, benchmark="siqa", digest="abc")], ["siqa: read from a local file"]),
+        ([row("commonsense", "acc", 0.5, benchmark="siqa", **{"siqa asks": "answers"})], []),
+        ([row("commonsense", "acc", 0.5, benchmark="siqa", **{"siqa asks": "letters"})], ["siqa: our lines ask for a letter"]),
+        (
+            [row("commonsense", "mean accuracy", 0.5, benchmark="all", **{"siqa asks": "letters"})],
+            ["siqa: our lines ask for a letter"],
+        ),
         ([row("babilong", "right", 0.5, length=1024, qa="mean", shots=0)], ["no examples were shown, the paper's are few-shot"]),
         ([row("babilong", "right", 0.5, length=1024, qa="mean", shots=0, fine_tuned=True, tasks=20)], []),
         (

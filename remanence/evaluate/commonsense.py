@@ -198,8 +198,6 @@ class Commonsense(Task):
         self.entries: dict[str, list[Entry]] = {}
         if settings.data is not None:
             self.entries = {name: self._entries(Path(settings.data), name) for name in settings.benchmarks}
-        whole = json.dumps(self.entries, sort_keys=True).encode()
-        self.digest = hashlib.sha256(whole).hexdigest()[:16] if self.entries else "hub"
 
     def _entries(self, folder: Path, name: str) -> list[Entry]:
         if not folder.is_dir():
@@ -225,10 +223,20 @@ class Commonsense(Task):
 
     @property
     def identity(self) -> Setting:
-        return {"samples": self.settings.samples, "digest": self.digest}
+        return {"samples": self.settings.samples}
 
     def units(self) -> list[list[Setting]]:
-        return [[{"benchmark": name}] for name in self.settings.benchmarks]
+        return [[{"benchmark": name, **self._source([name])}] for name in self.settings.benchmarks]
+
+    def _source(self, names: Sequence[str]) -> Setting:
+        """Of some benchmarks: a digest of their lines, and what SIQA asks for. Letters are another question than the paper's."""
+        own = [self.entries[name] for name in names if name in self.entries]
+        digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16] if own else "hub"
+        if "siqa" not in names:
+            return {"digest": digest}
+        choices = [choice for entry in self.entries.get("siqa", []) for choice in entry["choices"]]
+        letters = bool(choices) and all(re.fullmatch("[A-Z]", choice) for choice in choices)
+        return {"digest": digest, "siqa asks": "letters" if letters else "answers"}
 
     def cost(self, unit: Setting) -> int:
         return sum(len(str(entry)) for entry in self.entries.get(unit["benchmark"], ["hub"]))
@@ -290,5 +298,6 @@ class Commonsense(Task):
                 else:
                     rows.append(self.row(metric, result[metric], unit, count=result["count"]))
         if len(results) == len(BENCHMARKS):
-            rows.append(self.row("mean accuracy", sum(shares) / len(shares), {"benchmark": "all"}))
+            setting = {"benchmark": "all", **self._source(list(BENCHMARKS))}
+            rows.append(self.row("mean accuracy", sum(shares) / len(shares), setting))
         return rows

@@ -107,6 +107,30 @@ def test_all_together_have_a_mean(home):
     assert len(shares) == 8 and rows.value("mean accuracy", benchmark="all") == pytest.approx(sum(shares) / 8)
 
 
+def test_rows_tell_what_siqa_asks_for(home):
+    def asked(**settings):
+        task = TASKS["commonsense"](Subject.load(home, torch.device("cpu")), configured(TASKS["commonsense"], settings))
+        results = [(unit, {"count": 1, "acc": 1.0, "acc_norm": 1.0, "perplexity": 1.0}) for (unit,) in task.units()]
+        return {row.setting["benchmark"]: row.setting.get("siqa asks") for row in task.rows(results)}
+
+    every = dict.fromkeys(BENCHMARKS)
+    words = {**every, "siqa": "answers", "all": "answers"}
+    assert asked(data=str(home / "data")) == words == asked(), "a local file with the hub's fields asks what the hub asks"
+    (home / "data" / "siqa_val.jsonl").write_text('{"query": "Choices:\\nA. y\\nB. z", "choices": ["A", "B"], "gold": 0}\n')
+    assert asked(data=str(home / "data")) == {**every, "siqa": "letters", "all": "letters"}
+
+
+def test_a_benchmark_is_the_same_whatever_is_asked_beside_it(home):
+    def units(names):
+        settings = configured(TASKS["commonsense"], {"data": str(home / "data"), "benchmarks": names})
+        return [unit for (unit,) in TASKS["commonsense"](Subject.load(home, torch.device("cpu")), settings).units()]
+
+    alone, beside = units("piqa")[0], units("boolq,piqa")[1]
+    assert alone == beside, "it is not measured again"
+    (home / "data" / "piqa_val.jsonl").write_text(json.dumps({**HUB["piqa"], "label": 1}) + "\n")
+    assert units("piqa")[0] != alone
+
+
 def test_what_is_missing_is_said(home):
     subject = Subject.load(home, torch.device("cpu"))
     for settings, message in (
