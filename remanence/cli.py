@@ -282,8 +282,8 @@ class Export:
 class Eval:
     """Measure a model: lm, wikitext, lambada, niah, babilong, recall, commonsense; of a recipe instead: ablate, depth.
 
-    --task.setting=value changes a task's setting, --setting=value every named task's that has it (docs/evaluation.md lists them).
-    With --json, an evaluation that was interrupted goes on when started again.
+    --task.setting=value changes a task's setting, --setting=value every named task's that has it (docs/evaluation.md lists them),
+    --recipe.field=value the recipe. With --json, an evaluation that was interrupted goes on when started again.
     """
 
     model: Folder

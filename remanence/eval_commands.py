@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from remanence.device import resolve
 from remanence.evaluate import TASKS, Row, Subject, Task, configured, evaluate, provenance, write_rows
 from remanence.evaluate.run import check_target, journal_path
 from remanence.evaluate.task import told
+from remanence.train import override
 from remanence.train_commands import read_recipe
 
 
@@ -41,9 +43,10 @@ def evaluate_model(
         check_target(json)
     if not modes or len(set(modes)) < len(modes):
         raise ValueError(f"--memory: expected one or more modes, each once, got {' '.join(modes) or 'none'}")
-    given = _given(names, changes)
+    fields = {name.removeprefix(RECIPE): value for name, value in changes if name.startswith(RECIPE)}
+    given = _given(names, [change for change in changes if not change[0].startswith(RECIPE)])
     settings = {name: configured(TASKS[name], given[name]) for name in names}
-    subject = _subject(source, {TASKS[name].needs for name in names}, device, seed, json)
+    subject = _subject(source, {TASKS[name].needs for name in names}, device, seed, json, fields)
     tasks = [TASKS[name](subject, settings[name]) for name in names]
     with Shown() as shown:
         try:
@@ -61,7 +64,13 @@ def evaluate_model(
         print(f"{json}: {len(rows)} rows" + "".join(f"; {path}" for path in drawn))
 
 
-def _subject(source: Path, needs: set[str], device: str, seed: int, json: Path | None) -> Subject:
+RECIPE = "recipe."
+"""What a change of the recipe's config begins with, instead of a task's name."""
+
+
+def _subject(
+    source: Path, needs: set[str], device: str, seed: int, json: Path | None, changes: Mapping[str, str] | None = None
+) -> Subject:
     if len(needs) > 1:
         raise ValueError("tasks: expected tasks of a model or tasks of a recipe, got both; evaluate them one after the other")
     fields: dict[str, Any] = {"seed": seed, "folder": json.with_name(f"{json.stem}.runs") if json is not None else None}
@@ -69,7 +78,9 @@ def _subject(source: Path, needs: set[str], device: str, seed: int, json: Path |
     if needs == {"recipe"}:
         if source.suffix != ".py":
             raise ValueError(f"model: expected a recipe, as recipes/recall.py, for tasks that train models, got {source}")
-        return Subject(place, recipe=read_recipe(source), source=source, **fields)
+        return Subject(place, recipe=override(read_recipe(source), dict(changes or {})), source=source, **fields)
+    if changes:
+        raise ValueError(f"--{RECIPE}{next(iter(changes))}: expected a task that trains models by a recipe, got {source}")
     return Subject.load(source, place, **fields)
 
 
@@ -158,7 +169,9 @@ def _cell(row: Row | None) -> str:
 
 def _worth(row: Row, off: Row) -> str:
     """A difference, in points where the values are shown in percent."""
-    difference = row.value - off.value
+    difference = (
+        0.0 if isclose(row.value, off.value, rel_tol=1e-12) else row.value - off.value
+    )  # means of equal numbers may differ
     return f"{difference:+.3g}" if row.interval is None else f"{100 * difference:+.1f} points"
 
 

@@ -188,10 +188,7 @@ FIGURE6: dict[str, dict[str, Numbers]] = {
 
 def figure6(panel: str) -> dict[str, list[tuple[int, float]]]:
     """Every line of a panel of Figure 6, "few-shot" or "fine-tuned", as its points: tokens and per cent."""
-    return {
-        name: [(length, cell) for length, cell in zip(FIGURE6_LENGTHS, cells, strict=True) if cell is not None]
-        for name, cells in FIGURE6[panel].items()
-    }
+    return _points(FIGURE6_LENGTHS, FIGURE6[panel])
 
 
 # Figure 7: perplexity on a part of the Pile by length, for memories of one to four layers.
@@ -220,3 +217,20 @@ FIGURE7: dict[str, dict[str, Numbers]] = {
         "depth 4": (10.5, 10.02, 9.7, 9.63, 9.59),
     },
 }
+
+
+def figure7(size: str) -> dict[str, list[tuple[int, float]]]:
+    """Every line of a panel of Figure 7, "170M", "360M" or "760M", as its points: tokens and perplexity."""
+    return _points(FIGURE7_LENGTHS, FIGURE7[size])
+
+
+def nearest(sizes: dict[str, Trained], parameters: float) -> str:
+    """The size whose parameters are nearest to so many."""
+    return min(sizes, key=lambda size: abs((sizes[size].parameters or 0) - parameters))
+
+
+def _points(lengths: tuple[int, ...], lines: dict[str, Numbers]) -> dict[str, list[tuple[int, float]]]:
+    return {
+        name: [(length, cell) for length, cell in zip(lengths, cells, strict=True) if cell is not None]
+        for name, cells in lines.items()
+    }

@@ -38,7 +38,7 @@ ROOMS = {
     "data": {"files", "tokens"},
     "train": {"", "config", "data", "device", "files", "generate", "memfile", "memory", "model", "ops", "tokens"},
     "evaluate": {"", "config", "data", "files", "generate", "hf", "memfile", "model", "published", "tokens", "train"},
-    "eval_commands": {"config", "device", "evaluate", "train_commands"},
+    "eval_commands": {"config", "device", "evaluate", "train", "train_commands"},
     "published": set(),
     "report": {"", "config", "files", "model", "published"},
     "testing": set(),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from remanence import published
 from remanence.config import change, known
-from remanence.evaluate.plots import curves
+from remanence.evaluate.plots import Points, curves
 from remanence.evaluate.subject import LOGITS, PIECE, Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
 from remanence.model import Model, parameters
@@ -82,6 +82,9 @@ class Grid(Task):
         if kind in SHARDS and settings.data is None:
             hint = f"--{self.name}.data=FOLDER, made by `remanence data prepare` from other texts than the training's"
             raise ValueError(f"{self.name}.data: expected held-out shards, got none; {hint}")
+        if kind in SHARDS and self.recipe.data.path is None:
+            hint = "--recipe.data.path=FOLDER, made by `remanence data prepare`"
+            raise ValueError(f"{self.name}: expected a recipe that names the shards to train on, got none; {hint}")
         with torch.device("meta"):
             if not Model(self.recipe.model).has_memory:
                 raise ValueError(f"{self.name}: expected a recipe whose model has a memory, got {self.recipe.model.pattern}")
@@ -204,15 +207,26 @@ class Grid(Task):
         drawn = []
         for metric in ("perplexity", "accuracy"):
             lines: dict[str, list[tuple[float, float]]] = {}
-            for mode, own in rows.items():
+            looks = {}
+            for pattern, (mode, own) in enumerate(rows.items()):
                 for row in [row for row in own if row.metric == metric and not row.detail]:
-                    name = row.setting["variant"] if len(rows) == 1 else f"{row.setting['variant']}, memory {mode}"
+                    variant = row.setting["variant"]
+                    called = f"{self.name} {variant}" if variant.isdecimal() else variant
+                    name = called if len(rows) == 1 else f"{called}, memory {mode}"
                     lines.setdefault(name, []).append((row.setting["length"], row.value))
+                    looks[name] = (self.variants.index(variant), pattern)
             path = stem.with_name(f"{stem.name}.{self.name}-{metric}.png")
-            ticks = {float(length): told(length) for length in self.lengths}
+            theirs = self.beside(metric)
+            lengths = sorted({*self.lengths, *(int(length) for line in theirs.values() for length, _ in line)})
+            ticks = {float(length): told(length) for length in lengths}
             title = f"{self.subject.source.stem}: held-out {metric} by length"
-            drawn.append(curves(path, lines, title=title, x="tokens of a row", y=metric, ticks=ticks))
+            x = "tokens of a row"
+            drawn.append(curves(path, lines, title=title, x=x, y=metric, published=theirs, ticks=ticks, looks=looks))
         return drawn
+
+    def beside(self, metric: str) -> Mapping[str, Points]:
+        """The paper's lines over lengths, if it has them."""
+        return {}
 
 
 class Ablate(Grid):
@@ -224,3 +238,11 @@ class Ablate(Grid):
 class Depth(Grid):
     name = "depth"
     changes = DEPTHS
+
+    def beside(self, metric: str) -> Mapping[str, Points]:
+        """Figure 7 at the size nearest to ours, for the order: it is of texts, and so says nothing about generated tasks."""
+        if metric != "perplexity" or self.recipe.data.kind not in SHARDS:
+            return {}
+        size = published.nearest(published.FIGURE7_TRAINED, parameters(self.recipe.model))
+        lines = published.figure7(size)
+        return {f"{name}, {size}": line for name, line in lines.items() if name.removeprefix("depth ") in self.variants}

@@ -218,7 +218,9 @@ class Niah(Task):
                 name = kind if len(rows) == 1 else f"{kind}, memory {mode}"
                 maps[name] = {(row.setting["length"], row.setting["depth"]): row.value for row in cells}
         path = stem.with_name(f"{stem.name}.niah.png")
-        return [heat(path, maps, title="Needles found, % of those asked for", x="tokens", y="depth of the needle")]
+        wide = len(rows) if len(rows) > 1 else 3  # of several modes, a line for each kind
+        title = "Needles found, % of those asked for"
+        return [heat(path, maps, title=title, x="tokens", y="depth of the needle", wide=wide)]
 
 
 def scored(sample: Sample, answer: Answer) -> Result:

@@ -10,6 +10,7 @@ from remanence.evaluate.task import told
 from remanence.files import replacing
 
 COLOURS = ("#1b6ca8", "#e07a1f", "#3a8f5c", "#8a4f9e", "#8a8a8a", "#b3322e", "#6b675c", "#c9a227", "#4fb0ae")
+PATTERNS = ("-", ":", "--", "-.")
 Points = Sequence[tuple[float, float]]
 
 
@@ -32,8 +33,13 @@ def curves(
     published: Mapping[str, Points] | None = None,
     percent: bool = False,
     ticks: Mapping[float, str] | None = None,
+    looks: Mapping[str, tuple[int, int]] | None = None,
 ) -> Path:
-    """Lines over a logarithmic axis; published points are grey and broken, and said to be so."""
+    """Lines over a logarithmic axis; published points are grey and broken, and said to be so.
+
+    `looks` are numbers of each line's colour and pattern; without them every line has a colour. A line that another covers
+    is seen behind it, as it is broader.
+    """
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
     greys = ("#555555", "#8a8a8a", "#b0b0b0", "#c8c8c8")
@@ -43,8 +49,18 @@ def curves(
             *zip(*points, strict=True), f"{mark}--", color=greys[index % 4], linewidth=1, markersize=4, label=f"{name} (paper)"
         )
     for index, (name, points) in enumerate(lines.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        axis.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=2, markersize=4, label=name, clip_on=False)
+        colour, pattern = looks[name] if looks else (index, 0)
+        width = 1.5 + 2 * (len(lines) - 1 - index) / len(lines)
+        axis.plot(
+            *zip(*points, strict=True),
+            PATTERNS[pattern % len(PATTERNS)],
+            marker="o",
+            color=COLOURS[colour % len(COLOURS)],
+            linewidth=width,
+            markersize=width + 2.5,
+            label=name,
+            clip_on=False,
+        )
     axis.set_xscale("log", base=2)
     if ticks:
         axis.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
@@ -59,12 +75,14 @@ def curves(
     return _saved(figure, path, plt)
 
 
-def heat(path: Path, maps: Mapping[str, Mapping[tuple[float, float], float]], *, title: str, x: str, y: str) -> Path:
-    """Shares from 0 to 1 by two axes, a map for each name, three in a line."""
+def heat(
+    path: Path, maps: Mapping[str, Mapping[tuple[float, float], float]], *, title: str, x: str, y: str, wide: int = 3
+) -> Path:
+    """Shares from 0 to 1 by two axes, a map for each name, `wide` in a line."""
     plt = _pyplot()
     columns = sorted({place[0] for cells in maps.values() for place in cells})
     lines = sorted({place[1] for cells in maps.values() for place in cells})
-    wide = min(3, len(maps))
+    wide = min(wide, len(maps))
     high = -(-len(maps) // wide)
     size = (1.5 + wide * max(2.6, 0.7 * len(columns)), 0.8 + high * (1.3 + 0.45 * len(lines)))
     figure, axes = plt.subplots(high, wide, figsize=size, layout="constrained", squeeze=False)

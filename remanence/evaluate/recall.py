@@ -112,14 +112,15 @@ class Recall(Task):
             ("distance", "tokens between a pair and its question", "distance"),
             ("capacity", "pairs", "pairs"),
         ):
-            lines = {}
-            for mode, own in rows.items():
-                for metric in ("mqar", "lookup"):
+            lines, looks = {}, {}
+            for colour, (mode, own) in enumerate(rows.items()):
+                for pattern, metric in enumerate(("mqar", "lookup")):
                     here = [row for row in own if row.metric == metric and row.setting["curve"] == curve]
                     lines[f"memory {mode}, {metric}"] = [(row.setting[name], 100 * row.value) for row in here]
+                    looks[f"memory {mode}, {metric}"] = (colour, pattern)
             fixed = f"{self.settings.pairs} pairs" if curve == "distance" else f"asked {self.settings.distance} tokens later"
             ticks = {float(x): told(int(x)) for line in lines.values() for x, _ in line}
             path = stem.with_name(f"{stem.name}.recall-{curve}.png")
             title = f"Pairs recalled, {fixed}"
-            drawn.append(curves(path, lines, title=title, x=axis, y="right answers, %", percent=True, ticks=ticks))
+            drawn.append(curves(path, lines, title=title, x=axis, y="right answers, %", percent=True, ticks=ticks, looks=looks))
         return drawn

@@ -137,10 +137,10 @@ def _figure7(row: Row) -> Cell | None:
     return f"depth {depth}", label(float(str(length)))
 
 
-def _nearest(sizes: Mapping[str, Trained], rows: Sequence[Row]) -> str:
+def _nearest(sizes: dict[str, Trained], rows: Sequence[Row]) -> str:
     """The papers' size nearest to ours; the smallest if ours is not told."""
     own = [row.provenance["parameters"] for row in rows if _whole(row.provenance.get("parameters"))]
-    return min(sizes, key=lambda size: abs((sizes[size].parameters or 0) - max(own, default=0)))
+    return published.nearest(sizes, max(own, default=0))
 
 
 def _paper1(rows: Sequence[Row]) -> Paper:

@@ -154,9 +154,17 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         and len(rows[0]["provenance"]["recipe"]) == 32
         and (tmp_path / "d.runs" / "depth-1-0" / "model").is_dir()
     )
+    cli.main(["eval", "r.py", "depth", "--variants=1", "--batches=1", "--recipe.steps=1", "--json", "c.json", "--device", "cpu"])
+    assert json.loads((tmp_path / "c.runs" / "depth-1-0" / "config.json").read_text())["steps"] == 1, "the recipe was changed"
+    capsys.readouterr()
     for arguments, message in (
         (["r.py", "depth"], "depth: expected --json OUT, beside which the trained models are kept, got none"),
         (["r.py", "lm", "--data=r.py"], "model: expected a folder with config.json"),
+        (["r.py", "depth", "--recipe.batc=2", "--json", "x.json"], "did you mean 'batch'?"),
+        (
+            ["d.runs/depth-1-0/model", "recall", "--recipe.batch=2"],
+            "--recipe.batch: expected a task that trains models by a recipe",
+        ),
         (["r.py", "lm", "ablate"], "tasks: expected tasks of a model or tasks of a recipe, got both"),
         (["d.runs/depth-1-0/model", "depth", "--json", "x.json"], "model: expected a recipe, as recipes/recall.py"),
         (["r.py", "depth", "--variants=5", "--json", "x.json"], "depth.variants: expected one of 1, 2, 3, 4, got '5'"),
@@ -173,6 +181,8 @@ def test_recipes_without_memory_or_held_out_data_are_refused(tmp_path):
         grid(tmp_path, recipe=replace(RECIPE, model=replace(RECIPE.model, pattern=("window",))))
     with pytest.raises(ValueError, match=r"ablate.data: expected held-out shards, got none; --ablate.data=FOLDER"):
         grid(tmp_path, recipe=replace(RECIPE, data=replace(RECIPE.data, kind="packed", path="x")))
+    with pytest.raises(ValueError, match=r"ablate: expected a recipe that names the shards.*got none; --recipe.data.path=FOLDER"):
+        grid(tmp_path, recipe=replace(RECIPE, data=replace(RECIPE.data, kind="packed", path=None)), data="x")
 
 
 @pytest.mark.parametrize("kind", ["packed", "documents"])
@@ -187,3 +197,27 @@ def test_shards_are_held_out(tmp_path, kind):
     assert "Ishmael" in bytes(token for token in batch.tokens.flatten().tolist() if token < 256).decode()
     row = measured(task).row("perplexity", variant="base", seeds=1)
     assert row.count == sum(int((task._rows(24, number).targets >= 0).sum()) for number in range(2)) and row.value > 1
+
+
+def test_the_papers_figure_stands_beside_texts_only(tmp_path):
+    assert grid(tmp_path, "depth").beside("perplexity") == {}, "generated tasks have nothing to do with it"
+    for name in ("train", "other"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}: all happy families are alike. " * 90)
+        prepare([str(tmp_path / f"{name}.txt")], tmp_path / f"{name}-tokens")
+    data = DataConfig(kind="packed", path=str(tmp_path / "train-tokens"), length=32)
+    recipe = replace(RECIPE, model=config("mag", vocabulary=257), data=data)
+    task = grid(tmp_path, "depth", recipe=recipe, variants="1,3", lengths="16,32", data=str(tmp_path / "other-tokens"))
+    assert set(task.beside("perplexity")) == {"depth 1, 170M", "depth 3, 170M"} and task.beside("accuracy") == {}
+    assert task.beside("perplexity")["depth 3, 170M"][0] == (2048, 15.3)
+
+
+@pytest.mark.parametrize("modes", [("on",), ("on", "off")])
+def test_a_variant_has_one_colour_and_a_mode_one_pattern(tmp_path, monkeypatch, modes):
+    drawn = []
+    monkeypatch.setattr(grid_module, "curves", lambda path, lines, **words: drawn.append((lines, words["looks"])))
+    task = grid(tmp_path, variants="base,no_conv", lengths="12,20")
+    results = [(unit, {str(n): {"loss": 1.0, "right": 0.5, "count": 8} for n in (12, 20)}) for (unit,) in task.units()]
+    task.plots(dict.fromkeys(modes, task.rows(results)), tmp_path / "r")
+    lines, looks = drawn[0]
+    assert set(lines) == set(looks) and len(set(looks.values())) == 2 * len(modes), "no two look the same"
+    assert {look for name, look in looks.items() if name.startswith("no_conv")} == {(1, at) for at in range(len(modes))}

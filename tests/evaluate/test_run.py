@@ -74,6 +74,7 @@ def test_a_difference_of_shares_is_in_points_like_the_shares():
     shares = [row("on", **share(9, 10)), row("off", **share(1, 10))]
     assert cells(shares) == ["y", "90.0% (60-98)", "10.0% (2-40)", "+80.0 points"]
     assert cells([row("on", value=3.0), row("off", value=4.5)]) == ["y", "3", "4.5", "-1.5"]
+    assert cells([row("on", value=0.1 + 0.2), row("off", value=0.3)])[-1] == "+0", "what is rounded is no difference"
 
 
 def test_going_on_after_an_interruption_gives_the_same_rows(home, monkeypatch):
