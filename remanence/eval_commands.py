@@ -169,9 +169,8 @@ def _cell(row: Row | None) -> str:
 
 def _worth(row: Row, off: Row) -> str:
     """A difference, in points where the values are shown in percent."""
-    difference = (
-        0.0 if isclose(row.value, off.value, rel_tol=1e-12) else row.value - off.value
-    )  # means of equal numbers may differ
+    same = isclose(row.value, off.value, rel_tol=1e-12)  # means of equal numbers may differ in their last digit
+    difference = 0.0 if same else row.value - off.value
     return f"{difference:+.3g}" if row.interval is None else f"{100 * difference:+.1f} points"
 
 
