@@ -125,6 +125,7 @@ def test_the_reports_numbers_are_the_rows_and_the_papers(report, home):
     ]  # fmt: skip
     assert cell(first, "Titans MAC", "piqa") == f"{published.TABLE1['340M']['Titans MAC'][3]:.2f}"
     assert [cell(needle, on, f"PK {n}K") for n in (2, 4, 8, 128)] == ["90.00", "45.00", "22.50", "1.41"]
+    assert needle[0].index("PK 16K") < needle[0].index("PK 128K") < needle[0].index("N 2K"), "our lengths stand among theirs"
     assert cell(needle, off, "PK 2K") == "1.25" and cell(needle, on, "W 4K") == "-", "one depth is not the whole"
     assert cell(needle, "Titans MAG", "N 16K") == "98.60"
     assert cell(babilong, on, "1K") == "41.00", "one task of twenty is not the whole"

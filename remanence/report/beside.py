@@ -81,6 +81,24 @@ class Beside(NamedTuple):
     doubts: dict[str, list[str]]
     rows: list[Row]
 
+    @property
+    def lengths(self) -> dict[str, tuple[str, float]] | None:
+        """Each column's kind and length, in their order; None if some column is something else."""
+        found = {column: (column.rpartition(" ")[0], tokens(column.rpartition(" ")[2])) for column in self._columns}
+        kinds = list(dict.fromkeys(kind for kind, _ in found.values()))
+        known = {column: (kind, length) for column, (kind, length) in found.items() if length is not None}
+        order = sorted(known, key=lambda column: (kinds.index(known[column][0]), known[column][1]))
+        return {column: known[column] for column in order} if len(known) == len(found) else None
+
+    @property
+    def columns(self) -> list[str]:
+        """The paper's, and behind them ours that it does not have; lengths in their order."""
+        return self._columns if self.lengths is None else list(self.lengths)
+
+    @property
+    def _columns(self) -> list[str]:
+        return list(dict.fromkeys([*self.paper.columns, *[column for cells in self.ours.values() for column in cells]]))
+
 
 def label(tokens: float) -> str:
     """A length as the papers write it: 2K is 2,048, and 2,000 is itself, so that they do not share a column."""
@@ -88,6 +106,13 @@ def label(tokens: float) -> str:
         if tokens >= unit and tokens % unit == 0:
             return f"{int(tokens // unit)}{sign}"
     return f"{tokens:,.0f}"
+
+
+def tokens(label: str) -> float | None:
+    """A length from its label; None if it is none."""
+    unit = {"K": 2**10, "M": 2**20}.get(label[-1:])
+    number = label[:-1] if unit else label.replace(",", "")
+    return float(number) * (unit or 1) if number.isdecimal() else None
 
 
 def _whole(value: Any) -> bool:

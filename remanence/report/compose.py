@@ -72,19 +72,18 @@ def _counted(count: int, what: str) -> str:
 
 
 def _compared(found: Beside) -> list[Part]:
-    columns = list(dict.fromkeys([*found.paper.columns, *[column for cells in found.ours.values() for column in cells]]))
-    beyond = [""] * (len(columns) - len(found.paper.columns))
-    rows = [
-        [name, *[_cell([] if x is None else [Measured(x)]) for x in cells], *beyond] for name, cells in found.paper.lines.items()
-    ]
-    own = [[name, *[_cell(cells.get(column, [])) for column in columns]] for name, cells in found.ours.items()]
+    rows = []
+    for name, cells in found.paper.lines.items():
+        theirs = {column: _cell([] if x is None else [Measured(x)]) for column, x in zip(found.paper.columns, cells, strict=True)}
+        rows.append([name, *[theirs.get(column, "") for column in found.columns]])
+    own = [[name, *[_cell(cells.get(column, [])) for column in found.columns]] for name, cells in found.ours.items()]
     parts: list[Part] = [Heading(found.title)]
     parts.append(Text(f"The paper's lines are {found.paper.where}; ours stand out, ± is over seeds. Shares are in percent."))
     verdicts: dict[str, list[str]] = {}
     for subject, reasons in found.reasons.items():
         verdicts.setdefault(_verdict(reasons, found.doubts[subject]), []).append(subject)
     parts += [Text(f"{' and '.join(subjects)}: {told}.") for told, subjects in verdicts.items()]
-    parts.append(Table(["", *columns], rows + own, frozenset(range(len(rows), len(rows) + len(own)))))
+    parts.append(Table(["", *found.columns], rows + own, frozenset(range(len(rows), len(rows) + len(own)))))
     if (png := plots.lengths(found)) is not None:
         name = found.title.lower().replace(",", "").replace(" ", "-")
         parts.append(Picture(name, f"{found.title}: ours in colour, the paper's lines ({found.paper.where}) in grey.", png))

@@ -39,16 +39,15 @@ def lengths(found: Beside) -> bytes | None:
     """A comparison whose columns are lengths, the paper's lines in grey, a mean where rows share a cell; None if its columns are
     something else.
     """
-    columns = {*found.paper.columns, *(column for cells in found.ours.values() for column in cells)}
-    places = {column: (column.rpartition(" ")[0], _tokens(column.rpartition(" ")[2])) for column in columns}
-    if any(tokens is None for _, tokens in places.values()):
+    places = found.lengths
+    if places is None:
         return None
     titans = {
         name: dict(zip(found.paper.columns, cells, strict=True)) for name, cells in found.paper.lines.items() if _shown(name)
     }
     panels = {}
     for panel in dict.fromkeys(places[column][0] for column in found.paper.columns):
-        inside = {column: tokens for column, (kind, tokens) in places.items() if kind == panel and tokens is not None}
+        inside = {column: tokens for column, (kind, tokens) in places.items() if kind == panel}
         theirs = {f"{name} (paper)": _points(cells, inside) for name, cells in titans.items()}
         ours = {
             name: _points({column: _mean(values) for column, values in cells.items()}, inside)
@@ -56,7 +55,7 @@ def lengths(found: Beside) -> bytes | None:
         }
         panels[panel] = ({n: p for n, p in theirs.items() if p}, {n: p for n, p in ours.items() if p})
     y = "perplexity" if found.title.startswith("Depth") else "right answers, %"
-    return _drawn(panels, x="tokens", y=y, ticks=sorted({tokens for _, tokens in places.values() if tokens is not None}))
+    return _drawn(panels, x="tokens", y=y, ticks=sorted({tokens for _, tokens in places.values()}))
 
 
 def _mean(values: Sequence[Measured]) -> float | None:
@@ -66,12 +65,6 @@ def _mean(values: Sequence[Measured]) -> float | None:
 
 def _shown(name: str) -> bool:
     return name.startswith(("Titans", "depth", "Mamba", "RMT"))
-
-
-def _tokens(word: str) -> float | None:
-    unit = {"K": 2**10, "M": 2**20}.get(word[-1:])
-    number = word[:-1] if unit else word.replace(",", "")
-    return float(number) * (unit or 1) if number.isdecimal() else None
 
 
 def _points(cells: Mapping[str, float | None], inside: Mapping[str, float]) -> Points:
