@@ -8,6 +8,8 @@ unstable.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -95,11 +97,31 @@ class Walk(Protocol):
     ) -> tuple[list[Grad], list[Tensor], list[Grad]]: ...
 
 
+class Parts(NamedTuple):
+    """What a chunk goes through, forwards and back; of these, reading is a whole stretch's."""
+
+    record: Callable[..., cf.Record]
+    fold: Callable[..., None]
+    read: Callable[..., cf.Reading]
+    read_backward: Callable[..., tuple[Tensor, cf.Grads]]
+    fold_backward: Callable[..., None]
+    record_backward: Callable[..., tuple[Tensor, Tensor]]
+
+
+PLAIN = Parts(cf.record, cf.fold, cf.read, cf.read_backward, cf.fold_backward, cf.record_backward)
+
+
+@cache
+def _compiled() -> Parts:
+    """Chunk by chunk, as a compiled walk would be unrolled; built at first use, again for a new net or another shape."""
+    return Parts(*map(torch.compile, PLAIN))  # type: ignore[arg-type]
+
+
 class ClosedForm:
     """An MLP memory: keys one chunk after the other, then all the stretch's queries at once."""
 
-    def __init__(self, net: MLP, rule: Rule, folds: bool) -> None:
-        self.net, self.rule, self.folds = net, rule, folds
+    def __init__(self, net: MLP, rule: Rule, folds: bool, parts: Parts = PLAIN) -> None:
+        self.net, self.rule, self.folds, self.parts = net, rule, folds, parts
         self.slow: list[Tensor] = []
 
     def _keys(self, s: Stretch, co: Coefficients, state: Weights) -> tuple[Weights, list[cf.Anchor], list[cf.Record]]:
@@ -116,9 +138,9 @@ class ClosedForm:
         anchors, records = [], []
         for i, (own, k, v) in enumerate(zip(_unbind(co, n), s.k.unbind(), s.v.unbind(), strict=True)):
             anchors.append(cf.Anchor(borders[i], own, solvers[i]))
-            records.append(cf.record(self.net, self.rule, anchors[-1], k, v))
+            records.append(self.parts.record(self.net, self.rule, anchors[-1], k, v))
             if self.folds:
-                cf.fold(anchors[-1], records[-1].inputs, records[-1].errors, borders[i + 1])
+                self.parts.fold(anchors[-1], records[-1].inputs, records[-1].errors, borders[i + 1])
         return states, anchors, records
 
     def _queries(
@@ -126,7 +148,7 @@ class ClosedForm:
     ) -> tuple[cf.Anchor, list[Tensor], list[Tensor], cf.Reading]:
         together = cf.Anchor(tuple(layer[: len(records)].flatten(0, 1) for layer in states), _map(lambda x: x.flatten(0, 1), co))
         inputs, errors = _join([record.inputs for record in records]), _join([record.errors for record in records])
-        return together, inputs, errors, cf.read(self.net, together, inputs, errors, s.q.flatten(0, 1))
+        return together, inputs, errors, self.parts.read(self.net, together, inputs, errors, s.q.flatten(0, 1))
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)
@@ -147,7 +169,7 @@ class ClosedForm:
         states, anchors, records = self._keys(s, co, state)
         together, inputs, errors, reading = self._queries(s, co, states, records)
         flat = _map(lambda x: x.flatten(0, 1), g_co)
-        g_q, g = cf.read_backward(self.net, together, inputs, errors, reading, g_y.flatten(0, 1), flat)
+        g_q, g = self.parts.read_backward(self.net, together, inputs, errors, reading, g_y.flatten(0, 1), flat)
         del together, inputs, errors, reading
         n = len(anchors)
         parts = [list(zip(*[x.unflatten(0, (n, -1)).unbind() for x in group], strict=True)) for group in g[:3]]
@@ -156,8 +178,8 @@ class ClosedForm:
         for i in range(n - 1, -1, -1):
             own = cf.Grads._make([*[list(group[i]) for group in parts], g_cos[i]])
             if self.folds:
-                cf.fold_backward(anchors[i], records[i], g_state, own)
-            g_k[i], g_v[i] = cf.record_backward(self.net, self.rule, anchors[i], records[i], own, g_surprise[i])
+                self.parts.fold_backward(anchors[i], records[i], g_state, own)
+            g_k[i], g_v[i] = self.parts.record_backward(self.net, self.rule, anchors[i], records[i], own, g_surprise[i])
             g_state = own.state
             leash.hold(g_state, came[i])
         outputs = [(x, grad) for x, grad in zip(tracked, g_co, strict=True) if x is not None and grad is not None]
@@ -271,9 +293,9 @@ def _unpack(tensors: tuple[Tensor, ...], walk: Walk) -> tuple[Stretch, Weights]:
     return Stretch._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(walk.slow)]
 
 
-def walk_for(net: Net, rule: Rule, folds: bool) -> Walk:
+def walk_for(net: Net, rule: Rule, folds: bool, parts: Parts = PLAIN) -> Walk:
     if isinstance(net, MLP) and isinstance(rule.loss, str):
-        return ClosedForm(net, rule, folds)
+        return ClosedForm(net, rule, folds, parts)
     return Generic(net, rule, folds)
 
 
@@ -292,7 +314,16 @@ def _chunks(x: Tensor, n: int) -> Tensor:
 
 
 def memorize(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: list[int] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState,
+    net: Net,
+    rule: Rule,
+    chunk: int,
+    offsets: list[int] | None,
+    parts: Parts = PLAIN,
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The arguments are those of `remanence.ops.memorize`, already checked."""
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
@@ -301,10 +332,15 @@ def memorize(
     inputs = [layout.queries(q), k, v, *gates]
     complete = layout.complete().repeat_interleave(heads, 1)
     stretch = Stretch._make([*[None if x is None else _chunks(x, layout.chunks) for x in inputs], complete])
-    y, surprise, layers = _run(walk_for(net, rule, layout.folds), stretch, state)
+    y, surprise, layers = _run(walk_for(net, rule, layout.folds, parts), stretch, state)
     y, surprise = (rearrange(x, "n (r h) c ... -> r (n c) h ...", h=heads) for x in (y, surprise))
     new = layout.next_state(state, layers, k, v, gates, (y, surprise))
     return layout.back(y), new, layout.back(surprise[:, layout.lead :])
+
+
+def compiled(*call: Any) -> tuple[Tensor, MemoryState, Tensor]:
+    """`memorize`, with what a chunk of an MLP goes through compiled; nets and losses of one's own are not."""
+    return memorize(*call, _compiled())  # type: ignore[call-arg]  # which are nine
 
 
 def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:

@@ -22,6 +22,7 @@ log = logging.getLogger("remanence")
 BACKENDS: dict[str, Callable[..., tuple[Tensor, MemoryState, Tensor]]] = {
     "reference": reference.memorize,
     "chunked": chunked.memorize,
+    "compiled": chunked.compiled,
     "triton": gpu.memorize,
 }
 
