@@ -23,7 +23,7 @@ from remanence import memfile
 from remanence.blocks import BLOCKS
 from remanence.config import PRESETS, Mode, ModelConfig, preset
 from remanence.device import resolve
-from remanence.files import replacing
+from remanence.files import called, replacing
 from remanence.generate import Generation, Sampling, Write
 from remanence.model import Model, matched
 from remanence.session import Session
@@ -176,7 +176,7 @@ def lens(folder: Path, text: Path, out: Path, memory: Path | None, layers: Seque
         open(temporary, "w", encoding="utf-8", newline="\n") as file,
         Shown(source.size) as shown,
     ):
-        page = Page(file, session.tokenizer, f"{text.name} as {folder.resolve().name} saw it")
+        page = Page(file, session.tokenizer, f"{text.name} as {called(folder)} saw it")
         for seen in look(session, source, stride(model, source.size), reach, only):
             page.add(seen)
             shown.update(source.passed, session.tokens - before, float(seen.signals[..., 0].mean()))
@@ -184,7 +184,7 @@ def lens(folder: Path, text: Path, out: Path, memory: Path | None, layers: Seque
             raise ValueError(f"--text: expected at least one token, got none in {text}")
         facts = [
             f"{text.name}, {session.tokens - before:,} tokens" + (f" after {before:,} in {memory.name}" if memory else ""),
-            f"{folder.resolve().name}: {' '.join(model.config.pattern)}, {len(names)} of {len(model.blocks)} layers shown",
+            f"{called(folder)}: {' '.join(model.config.pattern)}, {len(names)} of {len(model.blocks)} layers shown",
             f"weights {memfile.fingerprint(model).weights[:12]}",
         ]
         page.finish(" · ".join(facts), names, start, reach, model.config.memory.conv)

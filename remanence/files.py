@@ -35,6 +35,12 @@ def write_json(path: Path, data: Any) -> None:
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
+def called(source: Path) -> str:
+    """A file's or folder's name; of a run's model the run's too, as all of them are called the same."""
+    place = source.resolve()
+    return f"{place.parent.name}/{place.name}" if place.name == "model" and place.parent.name else place.name
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -13,7 +13,8 @@ from remanence.config import preset
 from remanence.evaluate.grid import PARTS
 from remanence.model import parameters
 from remanence.report import plots, write
-from remanence.report.beside import COMPARISONS, beside, label
+from remanence.report.beside import COMPARISONS, Measured, beside, label
+from remanence.report.compose import _cell
 from remanence.report.rows import read
 
 ORIGIN = {
@@ -434,3 +435,8 @@ def test_the_published_numbers_agree_with_one_another():
         assert published.TABLE5[name] == pytest.approx((sum(cells[:2]) / 2, cells[10], sum(needles) / 12), abs=0.006)
     for lines, lengths in ((published.FIGURE6, published.FIGURE6_LENGTHS), (published.FIGURE7, published.FIGURE7_LENGTHS)):
         assert all(len(cells) == len(lengths) for panel in lines.values() for cells in panel.values())
+
+
+def test_a_large_perplexity_does_not_fill_the_table():
+    assert _cell([Measured(140726806364.76), Measured(31.524)]) == "1.41e+11 / 31.52"
+    assert _cell([Measured(float("inf"))]) == "∞"

@@ -22,7 +22,7 @@ from remanence.config import MODES, Mode, known
 from remanence.evaluate.bookmark import Bookmark
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task
-from remanence.files import read_json, write_json
+from remanence.files import called, read_json, write_json
 from remanence.memfile import fingerprint
 from remanence.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 
@@ -174,17 +174,11 @@ def provenance(subject: Subject) -> dict[str, Any]:
     """Where numbers come from: the model, the code, the machine, the day. Rows know better where they were measured earlier."""
     return {
         **({"recipe": _digest(describe(subject))} if subject.recipe is not None else describe(subject)),
-        "from": _named(subject.source),
+        "from": called(subject.source),
         **_trained(subject),
         "seed": subject.seed,
         **origin(subject),
     }
-
-
-def _named(source: Path) -> str:
-    """A recipe's or folder's name; of a run's model the run's too, as all of them are called the same."""
-    place = source.resolve()
-    return f"{place.parent.name}/{place.name}" if place.name == "model" and place.parent.name else place.name
 
 
 def origin(subject: Subject) -> Setting:

@@ -17,6 +17,9 @@ from remanence.report.rows import Found, Row, Run, read
 TITLE = "What was measured"
 ORIGIN = ("from", "recipe", "model", "parameters", "training_tokens", "tokenizer", "commit", "seed", "date", "hardware")
 
+LARGE = 1e5
+"""From here on a number beside the papers' is written with an exponent: an untrained model's perplexity would fill the table."""
+
 
 def write(paths: Sequence[Path], out: Path, *, force: bool = False) -> list[Path]:
     """Write the Markdown to `out`, its pictures in a folder beside it, and the same as one HTML page; returns the files.
@@ -100,7 +103,7 @@ def _verdict(reasons: Sequence[str], doubts: Sequence[str]) -> str:
 
 def _cell(values: Sequence[Measured]) -> str:
     """Several values where rows of one subject differ in something the table does not show."""
-    return " / ".join(_number(each, ".2f", ".2f") for each in values) or "-"
+    return " / ".join(_number(each, ".2f" if abs(each.value) < LARGE else ".3g", ".2f") for each in values) or "-"
 
 
 def _number(of: Measured | Row, form: str = ".6g", spread: str = ".3g") -> str:
