@@ -41,6 +41,8 @@ def evaluate_model(
             raise ValueError(f"tasks: expected each task once, got {name} twice")
     if json is not None:
         check_target(json)
+    if seed < 0:
+        raise ValueError(f"--seed: expected a whole number from 0 on, got {seed}")
     if not modes or len(set(modes)) < len(modes):
         raise ValueError(f"--memory: expected one or more modes, each once, got {' '.join(modes) or 'none'}")
     fields = {name.removeprefix(RECIPE): value for name, value in changes if name.startswith(RECIPE)}

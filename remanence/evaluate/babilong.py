@@ -118,8 +118,10 @@ class Babilong(Task):
         start = encode(self.shots.get(unit["qa"], ""))
         fitting = self._fitting(unit["qa"], unit["length"] and unit["length"] - len(start) - len(encode(prompt)))
         if unit["sample"] >= len(fitting):
-            asked = f"at most {len(fitting)} samples of {unit['qa']}, whose other stories have no room in"
-            raise ValueError(f"babilong.samples: expected {asked} {unit['length']} tokens, got {unit['sample'] + 1}")
+            whole = len(fitting) == len(self.stories[unit["qa"]])
+            why = "which has no more stories" if whole else f"whose other stories have no room in {unit['length']} tokens"
+            asked = f"at most {len(fitting)} samples of {unit['qa']}, {why}"
+            raise ValueError(f"babilong.samples: expected {asked}, got {unit['sample'] + 1}")
         story = fitting[unit["sample"]]
         end = encode(story.asked)
         if not unit["length"] or self.hay is None:

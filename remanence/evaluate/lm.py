@@ -59,6 +59,9 @@ class Lm(Task):
     def __init__(self, subject: Subject, settings: LmSettings) -> None:
         super().__init__(subject, settings)
         self.texts = Texts("lm.data", settings.data, "a text file, a folder of them or hf:NAME")
+        for path in self.texts.paths:
+            if not path.stat().st_size:
+                raise ValueError(f"lm.data: expected texts of at least two tokens, got the empty file {path}")
         self.tokenizer = subject.tokenizer
         self.places: dict[str, Path | None] = {path.name: path for path in self.texts.paths} or {self.texts.source: None}
         if len(self.places) < len(self.texts.paths):
@@ -163,7 +166,7 @@ class Lm(Task):
             float(x): told(x) for x in (2**n for n in range(0, 40, 2)) if x <= max(p[0] for line in lines.values() for p in line)
         }
         path = stem.with_name(f"{stem.name}.lm.png")
-        title = "Loss against position, memory carried from the text's beginning"
+        title = "Loss against position, from the text's beginning"
         return [curves(path, lines, title=title, x="tokens read before", y="loss, nats per token", ticks=ticks)]
 
 

@@ -180,6 +180,10 @@ def test_the_hub_s_stories_are_the_archive_s(home, tmp_path):
         ({"tasks": "qa3"}, "babilong.data: expected qa3_..._test.txt in"),
         ({"tasks": "qa21"}, "babilong.tasks: expected one of qa1"),
         ({"books": "none"}, "babilong.books: expected a text to hide facts in"),
+        (
+            {"lengths": "0", "samples": "61"},
+            "babilong.samples: expected at most 60 samples of qa1, which has no more stories, got",
+        ),
         ({"lengths": "1M"}, "babilong.books: expected a text of at least 1,048,576 tokens"),
         ({"lengths": "40"}, "babilong.samples: expected at most 0 samples of qa1, whose other stories have no room in 40 tokens"),
     ],

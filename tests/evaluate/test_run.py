@@ -185,6 +185,8 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
     ("arguments", "message"),
     [
         (["m", "lmm", "--data=t"], "task: expected one of"),
+        (["m", "lm", "--data=t", "--seed=-1"], "--seed: expected a whole number from 0 on, got -1"),
+        (["m", "lm", "--data=empty.txt"], "lm.data: expected texts of at least two tokens, got the empty file empty.txt"),
         (["m", "nia"], "did you mean 'niah'?"),
         (["m"], "tasks: expected at least one of"),
         (["m", "lm"], "lm.data: expected a text file, a folder of them or hf:NAME, got none; --lm.data=PATH gives one"),
@@ -213,6 +215,7 @@ def test_wrong_arguments_are_one_line(home, run, arguments, message):
     whole = lzma.compress(b'{"text": "one two"}\n' * 9)
     (home / "cut.jsonl.xz").write_bytes(whole[: len(whole) - 20])
     (home / "other.jsonl.xz").write_bytes(b'{"text": "one two"}\n')
+    (home / "empty.txt").touch()
     assert message in run(*arguments, code=2)
 
 
