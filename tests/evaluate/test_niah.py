@@ -180,8 +180,8 @@ def test_scores_by_hand():
 
 def test_a_model_is_asked_what_a_plain_loop_asks(home):
     """From reading in pieces, side by side, to the chosen value: the same as token after token."""
-    settings = {"data": str(home / "hay.txt"), "kinds": "n", "lengths": "400", "depths": "0,1", "samples": "2"}
-    one, many = (measured(home, "niah", batch=batch, **settings) for batch in ("1", "4"))
+    settings = {"data": str(home / "hay.txt"), "kinds": "n", "lengths": "400", "depths": "0", "samples": "2"}
+    one, many = (measured(home, "niah", batch=batch, **settings) for batch in ("1", "2"))
     assert one == many
     task = niah(home, **settings)
     unit = task.units()[0][0]
