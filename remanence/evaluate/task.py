@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import exp, inf, log, sqrt
@@ -40,7 +41,7 @@ class Row:
     """When, where and by what it was measured."""
 
 
-class Task:
+class Task(ABC):
     """One experiment on one subject.
 
     A subclass has settings of its own, a dataclass named `Settings`, and prepares its data when it is made: what is missing or
@@ -61,21 +62,21 @@ class Task:
         """What every unit depends on beside its own setting."""
         return {"seed": self.subject.seed}
 
+    @abstractmethod
     def units(self) -> list[list[Setting]]:
         """All units, in groups; units of one group can be measured side by side."""
-        raise NotImplementedError
 
     def cost(self, unit: Setting) -> int:
         """About how many tokens a unit reads."""
         return 1
 
+    @abstractmethod
     def measure(self, units: list[Setting]) -> list[Result]:
         """What some units of one group came to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
         """What all units came to together."""
-        raise NotImplementedError
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         """Pictures of the rows of every memory mode, in files whose names begin with `stem`."""

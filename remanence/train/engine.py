@@ -35,7 +35,7 @@ from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full, joined, shard, spread, whole
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
-from remanence.train.sources import SOURCES, corpus, model_folder, tokenizer_of
+from remanence.train.sources import SOURCES, Source, corpus, model_folder, tokenizer_of
 
 SAMPLE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
 TRAINED = "trained.json"
@@ -81,14 +81,7 @@ def fit(
 
 
 def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], None] | None, world: World) -> Model:
-    shares = config.accumulate * world.size
-    if config.batch % shares:
-        raise ValueError(f"batch: expected a multiple of accumulate x processes = {shares}, got {config.batch}")
-    known("data.kind", config.data.kind, SOURCES)
-    check_trackers(config.trackers)
-    source = SOURCES[config.data.kind](config, config.batch // shares, world.rank, world.size)
-    if config.start is not None and not resume and (tokenizer := tokenizer_of(source)) is not None:
-        _same_words(config.start, tokenizer)
+    source = _source(config, resume, world)
     torch.manual_seed(config.seed)
     model = shard(_first(config, out).to(world.device).train(), world)
     model.checkpointing = config.checkpointing
@@ -108,7 +101,7 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
     progress, carried = Progress(), None
     if found := checkpoint.checkpoints(out / "checkpoints"):
         progress, carried = _taken_up(found, model, optimizer, world)
-    elif model.log_unigrams is not None:
+    elif model.log_unigrams is not None and config.start is None:  # a model that is trained on knows what is rare
         # Of all rows: every process counts the same.
         table = unigrams(corpus(SOURCES[config.data.kind](config, config.batch, 0, 1)), config.model.vocabulary)
         model.log_unigrams.copy_(spread(table.to(model.log_unigrams.dtype), model.log_unigrams))
@@ -149,14 +142,25 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
             raise KeyboardInterrupt
         if metrics and metrics.written:
             plot(out)
-        if progress.step == config.steps:
-            finished = whole(model, world)
-            if finished is not None:
-                finished.save(out / "model")
-                _save_tokenizer(out, out / "model")
-                told = {"tokens": progress.tokens, "steps": progress.step, "data": config.data.kind}
-                write_json(out / "model" / TRAINED, told)
+        if progress.step == config.steps and (finished := whole(model, world)) is not None:
+            finished.save(out / "model")
+            _save_tokenizer(out, out / "model")
+            told = {"tokens": progress.tokens, "steps": progress.step, "data": config.data.kind}
+            write_json(out / "model" / TRAINED, told)
     return model
+
+
+def _source(config: TrainConfig, resume: bool, world: World) -> Source:
+    """What this process reads, after all that a config can be wrong in beside its model."""
+    shares = config.accumulate * world.size
+    if config.batch % shares:
+        raise ValueError(f"batch: expected a multiple of accumulate x processes = {shares}, got {config.batch}")
+    known("data.kind", config.data.kind, SOURCES)
+    check_trackers(config.trackers)
+    source = SOURCES[config.data.kind](config, config.batch // shares, world.rank, world.size)
+    if config.start is not None and not resume and (tokenizer := tokenizer_of(source)) is not None:
+        _same_words(config.start, tokenizer)
+    return source
 
 
 def _taken_up(found: list[Path], model: Model, optimizer: torch.optim.Optimizer, world: World) -> tuple[Progress, State | None]:

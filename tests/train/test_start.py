@@ -116,3 +116,12 @@ def test_a_model_to_begin_with_must_be_one_and_read_the_same_tokens(home, tmp_pa
     packed = DataConfig(kind="packed", path=str(tmp_path / "tokens"), length=32)
     with pytest.raises(ValueError, match=r"start: expected data with the tokens of .*, got other ones; prepare it with that"):
         fit(config(data=packed, start=str(tmp_path / "bytes" / "model")), tmp_path / "run")
+
+
+def test_what_is_rare_stays_what_the_first_corpus_told(home, tmp_path):
+    own = config("knn", data=stories(home), steps=1)
+    own = replace(own, model=replace(own.model, knn=replace(own.model.knn, write="rare", size=16, k=4)))
+    fit(own, tmp_path / "first")
+    fit(replace(own, data=stories(home, length=200), start=str(tmp_path / "first" / "model")), tmp_path / "second")
+    before, after = (weights(tmp_path / name)["log_unigrams"] for name in ("first", "second"))
+    assert torch.equal(before, after) and len(before.unique()) > 5
