@@ -121,7 +121,7 @@ def one_operator(net: Row, rule: Row, hidden: int, chunk: int, width: int, heads
     memory, how = MLP(expansion=hidden / width, **net), replace(RULES["titans"], **rule)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     if backend == "triton":
-        reason = gpu.unsupported(memory, how, width, chunk, dtype, torch.device(DEVICE))
+        reason = gpu.unsupported(memory, how, width, width, chunk, dtype, torch.device(DEVICE))
         if reason is not None:
             raise SkipError(f"triton: {reason}")
         forget_builds()
@@ -361,7 +361,7 @@ def build_rows(cases: list[str], hidden: int, chunk: int, tiny: bool) -> Iterato
     if DEVICE == "cpu":
         yield {"case": cases[0], "note": "nothing to build without a GPU"}
         return
-    plan = gpu.plan_of(MLP(expansion=hidden / 64), RULES["titans"], 64, 16, chunk)
+    plan = gpu.plan_of(MLP(expansion=hidden / 64), RULES["titans"], 64, 64, 16, chunk)
     begin = time.perf_counter()
     said = [gpu.fits(plan, torch.bfloat16, torch.device("cuda", 0), train) for train in (True, False)]
     yield {"case": cases[0], "seconds": time.perf_counter() - begin, "note": next((x for x in said if x), "")}

@@ -57,7 +57,7 @@ def test_memories_of_one_layer(kind, width, dtype):
         upstream = [torch.randn(x.shape, generator=generator, device="cuda").bfloat16().to(x.dtype) for x in outputs]
         return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, wanted, upstream))]
 
-    lacking = gpu.fits(gpu.plan_of(net, rule, width, 4, 64), dtype, torch.device("cuda", 0), True)
+    lacking = gpu.fits(gpu.plan_of(net, rule, width, width, 4, 64), dtype, torch.device("cuda", 0), True)
     if lacking is not None:
         assert "shared memory" in lacking
         assert all(x.isfinite().all() for x in results("auto")), "and it runs all the same"

@@ -94,8 +94,9 @@ def check_state(
     rows = state.position.shape[0]
     if state.chunk != chunk:
         raise ValueError(f"state: expected one of chunk {chunk}, got one of chunk {state.chunk}; a chunk belongs to the model")
-    for name, tail in (("state.k", state.k), ("state.v", state.v)):
-        _shape(name, tail, (rows, chunk - 1, heads, width), "rows, chunk - 1, heads, width")
+    values = state.v.shape[-1] if isinstance(net, MLP) and net.rectangular else width
+    for name, tail, wide in (("state.k", state.k, width), ("state.v", state.v, values)):
+        _shape(name, tail, (rows, chunk - 1, heads, wide), "rows, chunk - 1, heads, width")
     if state.k.dtype != _exact_dtype(q):
         raise ValueError(f"state: expected dtype {_exact_dtype(q)} beside q of {q.dtype}, got {state.k.dtype}")
     if state.k.device != q.device:
@@ -108,7 +109,7 @@ def check_state(
         if tensor.shape[2] != parts:
             raise ValueError(f"state: expected one of a rule with momentum={rule.momentum}, got momentum={not rule.momentum}")
     if isinstance(net, MLP):
-        shapes, expected = [tuple(layer.shape[3:]) for layer in state.layers], net.shapes(width)
+        shapes, expected = [tuple(layer.shape[3:]) for layer in state.layers], net.shapes(width, values)
         if shapes != expected:
             raise ValueError(f"state: expected weights of shapes {expected} for this net, got {shapes}")
     if (state.gates.log_keep is not None) != rule.forget:
@@ -135,8 +136,12 @@ def check_call(
             "rule: anchor='token' needs a memory linear in its weights (depth=1, norm=False); use chunk=1 for this net"
         )
     borders = check_state(q, state, net, rule, chunk, offsets)
-    for name, x in (("k", k), ("v", v)):
-        _shape(name, x, tuple(q.shape), "like q")
+    wide = state.v.shape[-1]
+    for name, x, like in (
+        ("k", k, "like q"),
+        ("v", v, "like q" if wide == q.shape[-1] else "like q, as wide as the state's values"),
+    ):
+        _shape(name, x, tuple(q.shape) if name == "k" else (*q.shape[:3], wide), like)
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name}: expected {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
     if not isinstance(gates, Gates):

@@ -156,7 +156,7 @@ class ClosedForm:
         *_, reading = self._queries(s, co, states, records)
         surprise = torch.stack([record.surprise(self.rule) for record in records])
         # Cloned: a view would keep the states of the whole stretch alive for as long as its checkpoint.
-        return reading.answers.view_as(s.q), surprise, tuple(layer[-1].clone() for layer in states if self.folds)
+        return reading.answers.unflatten(0, s.q.shape[:2]), surprise, tuple(layer[-1].clone() for layer in states if self.folds)
 
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash

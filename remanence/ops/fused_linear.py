@@ -47,6 +47,7 @@ class Plan(NamedTuple):
     """What one call's kernels are compiled for."""
 
     width: int
+    values: int
     chunk: int
     heads: int
     momentum: bool
@@ -65,15 +66,15 @@ class Plan(NamedTuple):
 
     def block(self, op: torch.dtype) -> int:
         """Columns of the state that a parallel kernel takes at once."""
-        whole = side(self.width, op, self.chip)
+        whole = side(self.values, op, self.chip)
         return whole if self.norm else min(whole, COLUMNS)
 
     def columns(self, programs: int, op: torch.dtype, device: torch.device) -> int:
         """Columns of the state in one program, where as many programs have all of them: fewer if they leave the chip idle."""
         if self.norm:
             return self.block(op)
-        whole = side(self.width, op, self.chip)
-        fits = op == torch.bfloat16 and max(whole, self.chunk) <= COLUMNS
+        whole = side(self.values, op, self.chip)
+        fits = op == torch.bfloat16 and max(side(self.width, op, self.chip), whole, self.chunk) <= COLUMNS
         columns = self.block(op) if fits else min(self.block(op), FEWEST)
         while device.type == "cuda" and columns > FEWEST and programs * whole < columns * processors(device):
             columns //= 2
@@ -86,6 +87,7 @@ class Plan(NamedTuple):
         constants = {
             "D": self.width,
             "BD": side(self.width, op, self.chip),
+            "E": self.values,
             "BV": self.block(op),
             "CHUNK": self.chunk,
             "BC": power(self.chunk),
@@ -95,7 +97,7 @@ class Plan(NamedTuple):
             "OP": triton_type(op),
             # Three products for one left token-exact memories 2 to 3.5 times as far off as torch on an H200, plain ones 1.1 to 2.
             # Of wider heads' plain products the compiler makes nothing in ten minutes.
-            "PRECISION": "ieee" if op == torch.float32 and self.width <= 64 else self.precision,
+            "PRECISION": "ieee" if op == torch.float32 and max(self.width, self.values) <= 64 else self.precision,
         }
         if kernel != "linear_solve":
             constants |= {"NORM": self.norm, "SQUARED": self.squared, "TOKEN": self.token}
@@ -106,9 +108,9 @@ class Plan(NamedTuple):
         return constants | more
 
 
-def plan_of(net: MLP, rule: Rule, width: int, heads: int, chunk: int) -> Plan:
+def plan_of(net: MLP, rule: Rule, width: int, values: int, heads: int, chunk: int) -> Plan:
     return Plan(
-        width, chunk, heads, rule.momentum, rule.forget, net.norm, net.residual, rule.loss == "squared",
+        width, values, chunk, heads, rule.momentum, rule.forget, net.norm, net.residual, rule.loss == "squared",
         rule.anchor == "token", rule.decay_first, precision(),
     )  # fmt: skip
 
@@ -121,7 +123,7 @@ def options(name: str, constants: dict[str, Any], hopper: bool) -> dict[str, int
     if name in SEQUENTIAL:
         warps = 8 if norm else max(4, constants["BV"] // 16)
         return {"num_warps": warps, "num_stages": 2 if hopper and not norm and not constants.get("HELD") else 1}
-    return {"num_warps": 8 if norm or wide or max(constants["BC"], constants["BD"]) > 64 else 4, "num_stages": 1}
+    return {"num_warps": 8 if norm or wide or max(constants["BC"], constants["BD"], constants["BV"]) > 64 else 4, "num_stages": 1}
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
@@ -132,10 +134,10 @@ def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list
     """The kernels of one call, and of its backward if it trains, as they are launched on a chip; nothing runs."""
     plan = plan._replace(chip=arch)
     with FakeTensorMode(), torch.device("cpu"), noting() as noted:
-        q, k, v = (torch.empty(1, plan.chunk, 1, plan.width, dtype=op) for _ in range(3))
+        q, k, v = (torch.empty(1, plan.chunk, 1, width, dtype=op) for width in (plan.width, plan.width, plan.values))
         step, momentum, keep = (torch.empty(1, plan.chunk, 1) for _ in range(3))
         gates = Gates(step, momentum if plan.momentum else None, keep if plan.forget else None)
-        J, totals = torch.empty(1, 1 + plan.momentum, plan.width, plan.width), torch.empty(1, dtype=torch.int32)
+        J, totals = torch.empty(1, 1 + plan.momentum, plan.width, plan.values), torch.empty(1, dtype=torch.int32)
         y, surprise, end, _, *kept = _forward(plan, q, k, v, gates, J, totals, train)
         if train:
             _backward(plan, (q, k, v, totals, *kept), gates, y, surprise, end)
@@ -146,31 +148,33 @@ def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list
 def _forward(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J: Tensor, totals: Tensor, train: bool
 ) -> tuple[Tensor, ...]:
-    """q, k, v ``[r L heads d]``, gates ``[r L heads]``, J ``[m p d d]``, totals ``[r]``; what backward needs comes last."""
+    """q, k ``[r L heads d]``, v ``[r L heads e]``, gates ``[r L heads]``, J ``[m p d e]``, totals ``[r]``; what backward needs
+    comes last.
+    """
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J.dtype, q.dtype, power(plan.chunk)
     empty = lambda *shape, dtype=op: torch.empty(shape, dtype=dtype, device=q.device)
-    like = lambda wanted: torch.empty_like(q) if wanted else empty(0)
+    like = lambda x, wanted: torch.empty_like(x) if wanted else empty(0)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     P, co, fold = empty(m, n, C, C), empty(m, n, 4, C, dtype=acc), empty(m, n, 4, dtype=acc)
     _launch("coef_kernel", (n * m,), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op))
     inverse = empty(*((m, n, C, C) if plan.solves else (0,)))
-    U, known, R = like(plan.solves), like(plan.solves), like(plan.solves and plan.momentum)
+    U, known, R = like(k, plan.solves), like(v, plan.solves), like(k, plan.solves and plan.momentum)
     if plan.solves:
         _launch(
             "linear_solve", (n * m,), k, v, log_gates[2], P, co, inverse, U, R, known, L, n, heads,
             **plan.tiles("linear_solve", acc, op),
         )  # fmt: skip
-    starts, end, errors = empty(m, n, *J.shape[1:]), torch.empty_like(J), torch.empty_like(k)
+    starts, end, errors = empty(m, n, *J.shape[1:]), torch.empty_like(J), torch.empty_like(v)
     columns = plan.block(op) if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
     _launch(
-        "linear_state", (m, -(-plan.width // columns)), k, v, U, R, known, J, end, starts, co, fold, errors, L, n, heads,
+        "linear_state", (m, -(-plan.values // columns)), k, v, U, R, known, J, end, starts, co, fold, errors, L, n, heads,
         **plan.tiles("linear_state", acc, op, BV=columns),
     )  # fmt: skip
     keep = train and plan.norm
-    y, surprise, bad = torch.empty_like(q), empty(rows, L, heads, dtype=acc), empty(m, n, dtype=torch.int32)
-    values, answers = like(keep or (train and not plan.squared)), like(keep)
+    y, surprise, bad = torch.empty_like(v), empty(rows, L, heads, dtype=acc), empty(m, n, dtype=torch.int32)
+    values, answers = like(v, keep or (train and not plan.squared)), like(v, keep)
     rstds, spreads = (empty(*((rows, L, heads) if keep else (0,)), dtype=acc) for _ in range(2))
     _launch(
         "linear_read", (n * m,),
@@ -188,7 +192,7 @@ def _backward(
     n, m = -(-L // plan.chunk), rows * heads
     acc, op = co.dtype, q.dtype
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
-    g_q, g_k, g_v, g_D = (torch.empty_like(q) for _ in range(4))
+    g_q, g_k, g_v, g_D = (torch.empty_like(x) for x in (q, k, v, v))
     g_P, g_co, g_fold, g_J = (torch.empty_like(x) for x in (P, co, fold, starts))
     came = torch.empty((m, n), dtype=acc, device=q.device)
     _launch(
@@ -200,11 +204,11 @@ def _backward(
     came_end = g_end.abs().flatten(1).sum(1)
     g_first, g_ends = torch.empty_like(g_end), torch.empty_like(starts)
     columns = plan.block(op) if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
-    whole = side(plan.width, op, plan.chip)
+    whole = side(plan.values, op, plan.chip)
     over = torch.zeros((m, whole // columns), dtype=torch.int32, device=q.device)
     for held, block in ((False, columns), (True, whole)):
         _launch(
-            "linear_carry", (m, -(-plan.width // block)),
+            "linear_carry", (m, -(-plan.values // block)),
             k, v, U, R, co, fold, values, rstds, g_J, came, came_end, g_end, g_first, g_ends, over, L, n, heads,
             **plan.tiles("linear_carry", acc, op, BV=block, HELD=held, PROGRAMS=whole // columns),
         )  # fmt: skip
@@ -225,7 +229,7 @@ def _backward(
 
 _INPUTS = f"Tensor q, Tensor k, Tensor v, {GATES}, Tensor J, Tensor totals"
 _PLAN = (
-    "int width, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool squared, bool token, "
+    "int width, int values, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool squared, bool token, "
     "bool scaled, str precision, int chip"
 )
 _OUTPUTS, _KEPT, _GRADS = 4, 12, 7

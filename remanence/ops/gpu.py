@@ -21,8 +21,10 @@ PIECE = 256
 Plan = fused.Plan | fused_linear.Plan
 
 
-def unsupported(net: Net, rule: Rule, width: int, chunk: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a call cannot run here, in words; None if it can."""
+def unsupported(
+    net: Net, rule: Rule, width: int, values: int, chunk: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why a call with keys and values of these widths cannot run here, in words; None if it can."""
     if not isinstance(net, MLP) or net.depth > 2 or net.bias:
         return "the kernels know MLP memories of depth 1 and depth 2 without bias"
     if net.depth == 1:
@@ -30,8 +32,8 @@ def unsupported(net: Net, rule: Rule, width: int, chunk: int, dtype: torch.dtype
             return "the kernels know, for depth 1, the squared and the dot loss, and decay_first only anchored at the token"
     elif rule.anchor != "chunk" or rule.decay_first or rule.loss != "squared":
         return "the kernels know the squared loss, anchored at the chunk's start, without decay_first"
-    if not 1 <= width <= WIDEST:
-        return f"the kernels know head widths up to {WIDEST}, got {width}"
+    if not 1 <= min(width, values) <= max(width, values) <= WIDEST:
+        return f"the kernels know head widths up to {WIDEST}, got {max(width, values)}"
     if not 1 <= chunk <= WIDEST:
         return f"the kernels know chunks up to {WIDEST}, got {chunk}"
     if kernels() is None:
@@ -43,9 +45,10 @@ def unsupported(net: Net, rule: Rule, width: int, chunk: int, dtype: torch.dtype
     return "the kernels compute in float32, got float64" if dtype == torch.float64 else None
 
 
-def plan_of(net: MLP, rule: Rule, width: int, heads: int, chunk: int) -> Plan:
-    made = fused_linear.plan_of if net.depth == 1 else fused.plan_of
-    return made(net, rule, width, heads, chunk)
+def plan_of(net: MLP, rule: Rule, width: int, values: int, heads: int, chunk: int) -> Plan:
+    if net.depth == 1:
+        return fused_linear.plan_of(net, rule, width, values, heads, chunk)
+    return fused.plan_of(net, rule, width, heads, chunk)
 
 
 def fits(plan: Plan, op: torch.dtype, device: torch.device, train: bool) -> str | None:
@@ -80,7 +83,7 @@ def memorize(
     aligned: bool = False,
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The arguments are those of `remanence.ops.memorize`, already checked, q, k and v in the dtype they came in."""
-    reason = unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device)
+    reason = unsupported(net, rule, q.shape[-1], v.shape[-1], chunk, q.dtype, q.device)
     if reason is not None or not isinstance(net, MLP):
         raise ValueError(f"backend: 'triton' cannot run this call: {reason}")
     exact = state.k.dtype
@@ -93,7 +96,7 @@ def memorize(
     inputs = [*[x.contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
     start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
     train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *start))
-    plan = plan_of(net, rule, width, heads, chunk)
+    plan = plan_of(net, rule, width, v.shape[-1], heads, chunk)
     reason = fits(plan, op, q.device, train)
     if reason is not None:
         raise ValueError(f"backend: 'triton' cannot run this call: {reason}")

@@ -68,21 +68,25 @@ class MLP:
         """Whether the answer is linear in the weights, so that the token-exact rule can run in parallel."""
         return self.depth == 1 and not self.norm
 
-    def widths(self, width: int) -> list[int]:
-        """The width after each layer, the input's first."""
-        return [width, *[max(1, round(self.expansion * width))] * (self.depth - 1), width]
+    @property
+    def rectangular(self) -> bool:
+        """Whether values may have another width than keys."""
+        return self.linear and not self.residual
 
-    def shapes(self, width: int) -> list[tuple[int, int]]:
+    def widths(self, width: int, values: int | None = None) -> list[int]:
+        """The width after each layer, the input's first; values are as wide as keys unless given."""
+        return [width, *[max(1, round(self.expansion * width))] * (self.depth - 1), width if values is None else values]
+
+    def shapes(self, width: int, values: int | None = None) -> list[tuple[int, int]]:
         """The shape of each layer's weight, one head's."""
-        widths = self.widths(width)
-        return [(a + self.bias, b) for a, b in pairwise(widths)]
+        return [(a + self.bias, b) for a, b in pairwise(self.widths(width, values))]
 
-    def init(self, heads: int, width: int, generator: torch.Generator | None = None) -> Weights:
+    def init(self, heads: int, width: int, generator: torch.Generator | None = None, *, values: int | None = None) -> Weights:
         """Normal, such that each layer keeps its input's scale: variance 1 / inputs, and 4 / inputs after an activation, which
         halves what is small. Anything that shrinks from layer to layer would meet LN at up to 1/sqrt(eps) times the gradient.
         """
         weights = []
-        for layer, (rows, columns) in enumerate(self.shapes(width)):
+        for layer, (rows, columns) in enumerate(self.shapes(width, values)):
             inputs = rows - self.bias
             weight = torch.randn(heads, rows, columns, generator=generator) * ((2.0 if layer else 1.0) / math.sqrt(inputs))
             if self.bias:

@@ -34,22 +34,24 @@ def start(
     rule: Rule = RULES["titans"],
     chunk: int = 16,
     width: int | None = None,
+    keys: int | None = None,
     momentum: Weights | None = None,
 ) -> MemoryState:
     """The state before anything was read: `rows` copies of the per-head initial weights ``[h ...]``, nothing else.
 
-    `width` is the head width; it is read off the last layer's columns unless a net of your own has other shapes. `momentum`, per
-    row ``[r h ...]``, is zero unless given.
+    `width` is the head width; it is read off the last layer's columns unless a net of your own has other shapes. `keys` is the
+    keys' width where it is another than the values', as a matrix allows. `momentum`, per row ``[r h ...]``, is zero unless given.
     """
     check_chunk(chunk)
     check_start(weights, momentum, rows, rule)
     width = weights[-1].shape[-1] if width is None else width
-    return fresh(weights, momentum, rows, chunk=chunk, width=width, has_momentum=rule.momentum, forget=rule.forget)
+    keys = width if keys is None else keys
+    return fresh(weights, momentum, rows, chunk=chunk, keys=keys, values=width, has_momentum=rule.momentum, forget=rule.forget)
 
 
 def memorize(
-    q: Float[Tensor, "b t h e"],
-    k: Float[Tensor, "b t h e"],
+    q: Float[Tensor, "b t h f"],
+    k: Float[Tensor, "b t h f"],
     v: Float[Tensor, "b t h e"],
     gates: Gates,
     state: MemoryState,
@@ -70,7 +72,8 @@ def memorize(
     operands as they are, and adds up in float32).
 
     Args:
-        q, k, v: queries, keys, values. Keys should be normalised: the step size is relative to their squared length.
+        q, k, v: queries, keys, values. Keys should be normalised: the step size is relative to their squared length. Values
+            have the keys' width, or any where the net is a matrix (`NETS["linear"]`); answers have the values'.
         gates: log step size, log momentum, log of what is kept, ``[b t h]`` each; see `Gates`.
         state: from `start` or from the call before. One row per batch row, or per document if packed.
         net: what the memory is: `MLP(...)`, an entry of `NETS`, or any object with ``init`` and ``apply``.
@@ -95,9 +98,9 @@ def memorize(
     if check:
         check_values(q, k, v, gates)
     train = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *gates.tensors(), *state.layers))
-    backend = _choose(backend, q, net, rule, chunk, train)
+    backend = _choose(backend, q, v, net, rule, chunk, train)
     if q.shape[1] == 0:
-        return q, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)
+        return v, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)
     exact = state.k.dtype
     operands = (q, k, v) if backend == "triton" else (q.to(exact), k.to(exact), v.to(exact))
     known = {"aligned": aligned} if backend == "triton" else {}
@@ -107,7 +110,7 @@ def memorize(
 
 
 def recall(
-    q: Float[Tensor, "b t h e"],
+    q: Float[Tensor, "b t h f"],
     state: MemoryState,
     *,
     net: Net = NETS["titans"],
@@ -129,7 +132,7 @@ def settle(state: MemoryState, *, net: Net = NETS["titans"], rule: Rule = RULES[
 
 
 def ask(
-    q: Float[Tensor, "b t h e"],
+    q: Float[Tensor, "b t h f"],
     weights: Weights,
     *,
     net: Net = NETS["titans"],
@@ -139,7 +142,7 @@ def ask(
     rows = weights[0].shape[0]
     borders = check_offsets(offsets, q.shape[0], q.shape[1], rows)
     if q.shape[1] == 0:
-        return q
+        return q.new_zeros(*q.shape[:3], weights[-1].shape[-1]) if isinstance(net, MLP) else q
     with torch.autocast(q.device.type, enabled=False):
         asked, index = to_rows(q.to(weights[0].dtype), borders)
         y = vmap(vmap(net.apply, in_dims=(0, 1), out_dims=1))(weights, asked)
@@ -149,11 +152,12 @@ def ask(
 _said: set[str] = set()
 
 
-def _choose(backend: str, q: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str:
+def _choose(backend: str, q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str:
     if backend == "auto":
         backend, why = "chunked", ""
         if q.device.type == "cuda":
-            reason = gpu.unsupported(net, rule, q.shape[-1], chunk, q.dtype, q.device) or _lacking(q, net, rule, chunk, train)
+            reason = gpu.unsupported(net, rule, q.shape[-1], v.shape[-1], chunk, q.dtype, q.device)
+            reason = reason or _lacking(q, v, net, rule, chunk, train)
             backend, why = ("triton", "") if reason is None else ("chunked", f": {reason}")
         said = f"memory operator: backend {backend}{why}"
         if not torch.compiler.is_compiling() and said not in _said:
@@ -164,12 +168,12 @@ def _choose(backend: str, q: Tensor, net: Net, rule: Rule, chunk: int, train: bo
     return backend
 
 
-def _lacking(q: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str | None:
+def _lacking(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str | None:
     """What the GPU lacks for the kernels, which it should have: said once, since the call is slower without them."""
     if not isinstance(net, MLP):
         return None
     op = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    reason = gpu.fits(gpu.plan_of(net, rule, q.shape[-1], q.shape[-2], chunk), op, q.device, train)
+    reason = gpu.fits(gpu.plan_of(net, rule, q.shape[-1], v.shape[-1], q.shape[-2], chunk), op, q.device, train)
     if reason is not None and reason not in _said:
         _said.add(reason)
         log.warning("memory operator: backend chunked, without the kernels: %s", reason)

@@ -66,7 +66,7 @@ def memorize(
         torch.full_like(gates.log_step, -torch.inf) if gates.log_momentum is None else gates.log_momentum,
         torch.zeros_like(gates.log_step) if gates.log_keep is None else gates.log_keep,
     )
-    answers, surprises = torch.zeros_like(queries), torch.zeros_like(gates.log_step)
+    answers, surprises = queries.new_zeros(*queries.shape[:3], v.shape[-1]), torch.zeros_like(gates.log_step)
     rows = []
     for row, total in enumerate(layout.totals):
         end, change = tuple(weight[row] for weight in state.weights), tuple(past[row] for past in momentum)

@@ -171,20 +171,20 @@ class MemoryState(_MemoryState, TensorTuple):
 
 
 def fresh(
-    weights: Weights, momentum: Weights | None, rows: int, *, chunk: int, width: int, has_momentum: bool, forget: bool
+    weights: Weights, momentum: Weights | None, rows: int, *, chunk: int, keys: int, values: int, has_momentum: bool, forget: bool
 ) -> MemoryState:
     """The state of `rows` documents of which nothing has been read, from per-head initial weights ``[h ...]``."""
     first = weights[0]
     heads = first.shape[0]
-    tail = first.new_zeros(rows, chunk - 1, heads, width)
+    tail = lambda width: first.new_zeros(rows, chunk - 1, heads, width)
     gate = first.new_zeros(rows, chunk - 1, heads)
     parts = [[weight.expand(rows, *weight.shape) for weight in weights]]
     if has_momentum:
         parts.append(list(momentum) if momentum else [torch.zeros_like(weight) for weight in parts[0]])
     return MemoryState(
         layers=tuple(torch.stack(layer, 2) for layer in zip(*parts, strict=True)),
-        k=tail,
-        v=tail,
+        k=tail(keys),
+        v=tail(values),
         gates=Gates(gate, gate if has_momentum else None, gate if forget else None),
         position=torch.zeros(rows, dtype=torch.int64, device=first.device),
         diverged=torch.zeros(rows, dtype=torch.bool, device=first.device),

@@ -19,6 +19,7 @@ class Case:
     batch: int = 2
     heads: int = 2
     width: int = 4
+    values: int | None = None
     extreme: str = "none"
     step: float = -1.0
     rate: float = 0.3
@@ -31,7 +32,8 @@ class Case:
         torch.manual_seed(seed)
         shape = (self.batch, self.tokens, self.heads)
         rows = self.batch if self.offsets is None else len(self.offsets) - 1
-        q, k, v = (torch.randn(*shape, self.width, dtype=self.dtype) for _ in range(3))
+        wide = {} if self.values is None else {"values": self.values}
+        q, k, v = (torch.randn(*shape, width, dtype=self.dtype) for width in (self.width, self.width, self.values or self.width))
         k = F.normalize(k, dim=-1)
         log_step = F.logsigmoid(torch.randn(shape, dtype=self.dtype) + self.step)
         log_momentum = F.logsigmoid(torch.randn(shape, dtype=self.dtype))
@@ -44,7 +46,7 @@ class Case:
         elif self.extreme == "no step":
             log_step = log_step.masked_fill(some, -torch.inf)
         gates = [log_step, *[log_momentum] * self.rule.momentum, *[log_keep] * self.rule.forget]
-        weights = [weight.to(self.dtype) for weight in self.net.init(self.heads, self.width)]
+        weights = [weight.to(self.dtype) for weight in self.net.init(self.heads, self.width, **wide)]
         momentum = [0.1 * torch.randn(rows, *weight.shape, dtype=self.dtype) for weight in weights] if self.rule.momentum else []
         self.depth = len(weights)
         return [x.detach().requires_grad_() for x in (q, k, v, *gates, *weights, *momentum)]
@@ -58,7 +60,8 @@ class Case:
             log_keep = rest.pop(0) if self.rule.forget else None
             weights, momentum = tuple(rest[: self.depth]), tuple(rest[self.depth :])
             rows = self.batch if self.offsets is None else len(self.offsets) - 1
-            state = start(weights, rows, rule=self.rule, chunk=self.chunk, width=self.width, momentum=momentum or None)
+            width, keys = self.values or self.width, self.width
+            state = start(weights, rows, rule=self.rule, chunk=self.chunk, width=width, keys=keys, momentum=momentum or None)
             gates = Gates(log_step, log_momentum, log_keep)
             y, new, surprise = memorize(
                 q, k, v, gates, state, net=self.net, rule=self.rule, chunk=self.chunk, offsets=self.offsets, backend=backend,

@@ -91,7 +91,7 @@ def test_every_kernel_is_among_the_launches():
 def test_no_narrow_tiles_on_hopper(width, dtype):
     """From tiles of less than 128 bytes a row, Triton 3.6 builds kernels there that are wrong (test_kernels_gpu.py saw it)."""
     for depth in (1, 2):
-        made = gpu.plan_of(MLP(depth=depth), RULES["titans"], width, 1, 64)
+        made = gpu.plan_of(MLP(depth=depth), RULES["titans"], width, width, 1, 64)
         written = (fused if depth == 2 else fused_linear).launches(made, dtype, 90)
         sides = [launch.constants[name] for launch in written for name in ("BD", "BH", "BV") if name in launch.constants]
         assert sides and min(sides) * dtype.itemsize >= 128

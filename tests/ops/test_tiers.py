@@ -50,6 +50,30 @@ def test_chunked_equals_reference(setting):
     assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(), tolerance=1e-10)
 
 
+RECTANGULAR = pairwise(
+    kind=["batch", "exact", "decayed", "dot"],
+    values=[3, 6],
+    bias=[False, True],
+    momentum=[True, False],
+    chunk=[3, 16],
+    extreme=["none", "clear", "no step"],
+)
+
+
+@pytest.mark.parametrize("s", RECTANGULAR, ids=lambda s: "-".join(map(str, s.values())))
+def test_values_may_have_another_width_than_the_keys_of_a_matrix(s):
+    settings = {
+        "batch": {},
+        "exact": {"anchor": "token"},
+        "decayed": {"anchor": "token", "decay_first": True},
+        "dot": {"loss": "dot"},
+    }
+    net = MLP(depth=1, norm=False, residual=False, bias=s["bias"])
+    rule = Rule(momentum=s["momentum"], **settings[s["kind"]])
+    case = Case(net=net, rule=rule, chunk=s["chunk"], width=5, values=s["values"], extreme=s["extreme"], step=-3.0)
+    assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(), tolerance=1e-10)
+
+
 EXACT = pairwise(
     residual=[False, True],
     bias=[False, True],

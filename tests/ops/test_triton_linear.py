@@ -55,6 +55,15 @@ def test_triton_equals_chunked(s):
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
 
 
+@pytest.mark.usefixtures("_narrow")
+@pytest.mark.parametrize("values", [3, 16, 40])
+@pytest.mark.parametrize("kind", ["batch", "exact", "decayed", "decayed dot"])
+def test_values_may_have_another_width_than_the_keys_of_a_matrix(kind, values):
+    rule = Rule(momentum=kind != "decayed", **KINDS[kind][1])
+    case = Case(net=NETS["linear"], rule=rule, chunk=16, tokens=34, batch=1, heads=2, width=20, values=values)
+    assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
+
+
 @pytest.mark.parametrize("name", ["titans", "delta", "gated_delta", "linear_attention"])
 def test_packed_documents(name):
     case = Case(net=NETS["linear"], rule=RULES[name], tokens=11, batch=1, heads=1, offsets=[0, 2, 2, 11])
@@ -160,7 +169,7 @@ def test_the_compiler_sees_one_operator(settings):
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64).mul_(0.3).requires_grad_()
     gates = [make(1, 8, 1).detach().abs().neg().requires_grad_() for _ in range(3)]
     leaves = [*[make(1, 8, 1, 4) for _ in range(3)], *gates, make(1, 2, 4, 4)]
-    plan = fused_linear.Plan(4, 4, 1, True, True, *settings, "ieee")
+    plan = fused_linear.Plan(4, 4, 4, 1, True, True, *settings, "ieee")
     totals = torch.tensor([8], dtype=torch.int32)
 
     def loss(q, *rest):

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""A memory of one layer, forwards: x W, with x added or not, through a LayerNorm or not.
+"""A memory of one layer, forwards: x W, with x added or not, through a LayerNorm or not. Keys are D wide, values E; without x
+and LayerNorm these may differ.
 
     linear_solve      the token-exact rule's triangular systems            every chunk at once
     linear_state      W, S over the chunks, keys only; the errors D        one program per (row, head), or per some of its columns
@@ -93,14 +94,13 @@ def _invert(A, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 @kernel
 def linear_solve(
     k, v, log_keep, P, co, inverse, U, R, known, L, n, HEADS,
-    D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """With T = (I + (K K^T) P~)^-1 (inverse): U = T (a~ K), R = T (r~ K), known = -T target, so that D = U W + R S + known."""
     i, m = which(n)
     base = m.to(tl.int64) * n + i
-    BLOCKS: tl.constexpr = (D + BV - 1) // BV
     SIZE: tl.constexpr = min(BC, 64)
     t, u = tl.arange(0, BC), tl.arange(0, SIZE)
     first = ((m // HEADS).to(tl.int64) * L + i * CHUNK) * HEADS + m % HEADS
@@ -124,47 +124,49 @@ def linear_solve(
         T = X.to(OP)
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     a, r, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
-    for j in tl.range(BLOCKS, num_stages=1):
+    for j in tl.range((D + BV - 1) // BV, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
         K = load_columns(k, at, live, cols, D)
         store_columns(U, dot(T, (a * scale)[:, None] * K, OP, PRECISION), at, live, cols, D)
         if MOMENTUM:
             store_columns(R, dot(T, (r * scale)[:, None] * K, OP, PRECISION), at, live, cols, D)
-        target = load_columns(v, at, live, cols, D).to(ACC)
+    for j in tl.range((E + BV - 1) // BV, num_stages=1):
+        cols = j * BV + tl.arange(0, BV)
+        target = load_columns(v, at, live, cols, E).to(ACC)
         if RESIDUAL:
-            target -= K
-        store_columns(known, -dot(T, target, OP, PRECISION), at, live, cols, D)
+            target -= load_columns(k, at, live, cols, D)
+        store_columns(known, -dot(T, target, OP, PRECISION), at, live, cols, E)
 
 
 @kernel
 def linear_state(
     k, v, U, R, known, J, end, starts, co, fold, errors, L, n, HEADS,
-    D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     cols, d, t = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
-    SIZE: tl.constexpr = D * D
-    EVEN: tl.constexpr = D == BD
-    W = tl.trans(load(J + m * PARTS * SIZE, d, cols, D, D, EVEN))
+    SIZE: tl.constexpr = D * E
+    EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
+    W = tl.trans(load(J + m * PARTS * SIZE, d, cols, D, E, EVEN))
     if MOMENTUM:
-        S = tl.trans(load(J + (m * PARTS + 1) * SIZE, d, cols, D, D, EVEN))
+        S = tl.trans(load(J + (m * PARTS + 1) * SIZE, d, cols, D, E, EVEN))
     for i in range(n):
         base = m * n + i
         at, live = tokens(m, i, L, HEADS, CHUNK, BC)
         K = load_tokens(k, at, live, D, BD)
-        store(starts + base * PARTS * SIZE, W, cols, d, D, D, EVEN)
+        store(starts + base * PARTS * SIZE, W, cols, d, E, D, EVEN)
         if MOMENTUM:
-            store(starts + (base * PARTS + 1) * SIZE, S, cols, d, D, D, EVEN)
+            store(starts + (base * PARTS + 1) * SIZE, S, cols, d, E, D, EVEN)
         if TOKEN and SQUARED:
-            error = tl.trans(load_columns(known, at, live, cols, D)).to(ACC)
+            error = tl.trans(load_columns(known, at, live, cols, E)).to(ACC)
             error += dot(W, tl.trans(load_tokens(U, at, live, D, BD)), OP, PRECISION)
             if MOMENTUM:
                 error += dot(S, tl.trans(load_tokens(R, at, live, D, BD)), OP, PRECISION)
         else:
-            slope = -tl.trans(load_columns(v, at, live, cols, D)).to(ACC)
+            slope = -tl.trans(load_columns(v, at, live, cols, E)).to(ACC)
             if SQUARED and RESIDUAL:
                 slope += tl.trans(load_columns(k, at, live, cols, D))
             if NORM:
@@ -177,22 +179,22 @@ def linear_state(
                 error = slope + dot(W, tl.trans(K), OP, PRECISION)
             else:
                 error = slope
-        store_columns(errors, tl.trans(error), at, live, cols, D)
+        store_columns(errors, tl.trans(error), at, live, cols, E)
         c = tl.load(co + base * 4 * BC + 2 * BC + t)[None, :]
         W = tl.load(fold + base * 4) * W - dot(error * c, K, OP, PRECISION)
         if MOMENTUM:
             s = tl.load(co + base * 4 * BC + 3 * BC + t)[None, :]
             W += tl.load(fold + base * 4 + 1) * S
             S = tl.load(fold + base * 4 + 2) * S - dot(error * s, K, OP, PRECISION)
-    store(end + m * PARTS * SIZE, tl.trans(W), d, cols, D, D, EVEN)
+    store(end + m * PARTS * SIZE, tl.trans(W), d, cols, D, E, EVEN)
     if MOMENTUM:
-        store(end + (m * PARTS + 1) * SIZE, tl.trans(S), d, cols, D, D, EVEN)
+        store(end + (m * PARTS + 1) * SIZE, tl.trans(S), d, cols, D, E, EVEN)
 
 
 @kernel
 def linear_read(
     q, k, v, log_keep, starts, P, co, errors, values, rstds, answers, spreads, y, surprise, bad, L, n, HEADS,
-    D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
     SCALED: tl.constexpr, TRAIN: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -204,9 +206,9 @@ def linear_read(
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
-    SIZE: tl.constexpr = D * D
-    BLOCKS: tl.constexpr = (D + BV - 1) // BV
-    EVEN: tl.constexpr = D == BD
+    SIZE: tl.constexpr = D * E
+    BLOCKS: tl.constexpr = (E + BV - 1) // BV
+    EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
     starts += base * PARTS * SIZE
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     Q, K = load_tokens(q, at, live, D, BD), load_tokens(k, at, live, D, BD)
@@ -222,11 +224,11 @@ def linear_read(
     wrong = tl.zeros([BC], tl.int32)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        W = tl.trans(load(starts, cols, d, D, D, EVEN))
-        error = load_columns(errors, at, live, cols, D)
+        W = tl.trans(load(starts, cols, d, E, D, EVEN))
+        error = load_columns(errors, at, live, cols, E)
         out = a * dot(Q, W, OP, PRECISION) - dot(blend, error, OP, PRECISION)
         if MOMENTUM:
-            S = tl.trans(load(starts + SIZE, cols, d, D, D, EVEN))
+            S = tl.trans(load(starts + SIZE, cols, d, E, D, EVEN))
             out += r * dot(Q, S, OP, PRECISION)
         if SQUARED and not NORM:
             told += 0.5 * tl.sum(error.to(ACC) * error, 1)
@@ -241,10 +243,10 @@ def linear_read(
                 if TRAIN:
                     tl.store(rstds + at, rstd, mask=live)
             if TRAIN:
-                store_columns(values, prediction, at, live, cols, D)
+                store_columns(values, prediction, at, live, cols, E)
             if RESIDUAL:
                 prediction += load_columns(k, at, live, cols, D)
-            V = load_columns(v, at, live, cols, D).to(ACC)
+            V = load_columns(v, at, live, cols, E).to(ACC)
             if SQUARED:
                 told += 0.5 * tl.sum((prediction - V) * (prediction - V), 1)
             else:
@@ -252,11 +254,11 @@ def linear_read(
         if NORM:
             out, rstd = norm(out, D, BD)
             if TRAIN:
-                store_columns(answers, out, at, live, cols, D)
+                store_columns(answers, out, at, live, cols, E)
                 tl.store(spreads + at, rstd, mask=live)
         if RESIDUAL:
             out += load_columns(q, at, live, cols, D)
-        store_columns(y, out, at, live, cols, D)
+        store_columns(y, out, at, live, cols, E)
         wrong = tl.maximum(wrong, tl.max(tl.where(live[:, None] & ~(tl.abs(out) < float("inf")), 1, 0), 1))
     tl.store(surprise + at, told, mask=live)
     tl.store(bad + base, tl.max(wrong, 0))

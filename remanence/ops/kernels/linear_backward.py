@@ -35,7 +35,7 @@ from remanence.ops.kernels.tools import (
 def linear_read_backward(
     q, k, v, log_keep, U, R, starts, P, co, errors, values, rstds, answers, spreads, g_y, g_surprise,
     g_q, g_k, g_P, g_co, g_D, g_J, came, L, n, HEADS,
-    D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
     SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -44,9 +44,9 @@ def linear_read_backward(
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
-    SIZE: tl.constexpr = D * D
-    BLOCKS: tl.constexpr = (D + BV - 1) // BV
-    EVEN: tl.constexpr = D == BD
+    SIZE: tl.constexpr = D * E
+    BLOCKS: tl.constexpr = (E + BV - 1) // BV
+    EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
     starts += base * PARTS * SIZE
     g_J += base * PARTS * SIZE
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
@@ -61,11 +61,11 @@ def linear_read_backward(
     came_in = tl.zeros([BC], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        g_out = load_columns(g_y, at, live, cols, D).to(ACC)
+        g_out = load_columns(g_y, at, live, cols, E).to(ACC)
         came_in += tl.sum(tl.abs(g_out), 1)
         if NORM:
-            g_out = pull(g_out, load_columns(answers, at, live, cols, D).to(ACC), spread, D, BD)
-        g_blend -= dot(g_out, tl.trans(load_columns(errors, at, live, cols, D)), OP, PRECISION)
+            g_out = pull(g_out, load_columns(answers, at, live, cols, E).to(ACC), spread, D, BD)
+        g_blend -= dot(g_out, tl.trans(load_columns(errors, at, live, cols, E)), OP, PRECISION)
     tl.store(g_P + square, (g_blend * dot(Q, tl.trans(K), OP, PRECISION)).to(g_P.dtype.element_ty))
     g_scores = (g_blend * tl.load(P + square)).to(OP)
     store_tokens(g_k, dot(tl.trans(g_scores), Q, OP, PRECISION), at, live, D, BD)
@@ -78,15 +78,15 @@ def linear_read_backward(
         g_r = tl.zeros([BC], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        g_out = load_columns(g_y, at, live, cols, D)
+        g_out = load_columns(g_y, at, live, cols, E)
         if NORM:
-            g_out = pull(g_out.to(ACC), load_columns(answers, at, live, cols, D).to(ACC), spread, D, BD)
+            g_out = pull(g_out.to(ACC), load_columns(answers, at, live, cols, E).to(ACC), spread, D, BD)
         g_out = g_out.to(OP)
-        back = dot(g_out, load(starts, cols, d, D, D, EVEN), OP, PRECISION)
+        back = dot(g_out, load(starts, cols, d, E, D, EVEN), OP, PRECISION)
         g_a += tl.sum(back * Q, 1)
         g_query += a * back
         if MOMENTUM:
-            back = dot(g_out, load(starts + SIZE, cols, d, D, D, EVEN), OP, PRECISION)
+            back = dot(g_out, load(starts + SIZE, cols, d, E, D, EVEN), OP, PRECISION)
             g_r += tl.sum(back * Q, 1)
             g_query += r * back
     store_tokens(g_q, g_query, at, live, D, BD)
@@ -100,18 +100,18 @@ def linear_read_backward(
         a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        g_out = load_columns(g_y, at, live, cols, D)
+        g_out = load_columns(g_y, at, live, cols, E)
         if NORM:
-            g_out = pull(g_out.to(ACC), load_columns(answers, at, live, cols, D).to(ACC), spread, D, BD)
+            g_out = pull(g_out.to(ACC), load_columns(answers, at, live, cols, E).to(ACC), spread, D, BD)
         g_out = g_out.to(OP)
         g_error = -dot(blend, g_out, OP, PRECISION)
         if SQUARED and not NORM:
-            g_error += w[:, None] * load_columns(errors, at, live, cols, D)
-        store_columns(g_D, g_error, at, live, cols, D)
+            g_error += w[:, None] * load_columns(errors, at, live, cols, E)
+        store_columns(g_D, g_error, at, live, cols, E)
         # To the start: through the answers, and through what is known of D's gradient already.
         if NORM:
-            value = load_columns(values, at, live, cols, D).to(ACC)
-            slope = -load_columns(v, at, live, cols, D).to(ACC)
+            value = load_columns(values, at, live, cols, E).to(ACC)
+            slope = -load_columns(v, at, live, cols, E).to(ACC)
             if SQUARED:
                 slope += value
                 if RESIDUAL:
@@ -119,7 +119,7 @@ def linear_read_backward(
             rstd = tl.load(rstds + at, mask=live, other=0.0)
             _, g_error = pull_backward(g_error, slope, value, rstd, w, SQUARED, D, BD)
         elif not SQUARED:
-            g_error = -w[:, None] * load_columns(v, at, live, cols, D)
+            g_error = -w[:, None] * load_columns(v, at, live, cols, E)
         turned, g_turned = tl.trans(g_error.to(OP)), tl.trans(g_out)
         G = dot(g_turned, a * Q, OP, PRECISION)
         if TOKEN and SQUARED:
@@ -128,14 +128,14 @@ def linear_read_backward(
             G += dot(turned, (a_met * scale)[:, None] * K, OP, PRECISION)
         else:
             G += dot(turned, K, OP, PRECISION)
-        store(g_J, G, cols, d, D, D, EVEN)
+        store(g_J, G, cols, d, E, D, EVEN)
         if MOMENTUM:
             G = dot(g_turned, r * Q, OP, PRECISION)
             if TOKEN and SQUARED:
                 G += dot(turned, load_tokens(R, at, live, D, BD), OP, PRECISION)
             elif TOKEN:
                 G += dot(turned, (r_met * scale)[:, None] * K, OP, PRECISION)
-            store(g_J + SIZE, G, cols, d, D, D, EVEN)
+            store(g_J + SIZE, G, cols, d, E, D, EVEN)
     reach = tl.maximum(tl.max(tl.max(tl.abs(Q).to(ACC), 1), 0), 1.0)
     tl.store(came + base, tl.sum(came_in, 0) * reach + tl.sum(tl.abs(w), 0))
 
@@ -143,7 +143,7 @@ def linear_read_backward(
 @kernel
 def linear_carry(
     k, v, U, R, co, fold, values, rstds, g_J, came, came_end, g_end, g_first, g_ends, over, L, n, HEADS,
-    D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
     HELD: tl.constexpr, PROGRAMS: tl.constexpr, REACH: tl.constexpr, END: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -160,28 +160,28 @@ def linear_carry(
             return
     cols, d, t = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
-    SIZE: tl.constexpr = D * D
-    EVEN: tl.constexpr = D == BD
-    G = tl.trans(load(g_end + m * PARTS * SIZE, d, cols, D, D, EVEN))
+    SIZE: tl.constexpr = D * E
+    EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
+    G = tl.trans(load(g_end + m * PARTS * SIZE, d, cols, D, E, EVEN))
     if MOMENTUM:
-        H = tl.trans(load(g_end + (m * PARTS + 1) * SIZE, d, cols, D, D, EVEN))
+        H = tl.trans(load(g_end + (m * PARTS + 1) * SIZE, d, cols, D, E, EVEN))
     total = tl.load(came_end + m)
     beyond = tl.zeros([BV], ACC)
     for back_from in range(n):
         i = n - 1 - back_from
         base = m * n + i
         at, live = tokens(m, i, L, HEADS, CHUNK, BC)
-        store(g_ends + base * PARTS * SIZE, G, cols, d, D, D, EVEN)
+        store(g_ends + base * PARTS * SIZE, G, cols, d, E, D, EVEN)
         if MOMENTUM:
-            store(g_ends + (base * PARTS + 1) * SIZE, H, cols, d, D, D, EVEN)
+            store(g_ends + (base * PARTS + 1) * SIZE, H, cols, d, E, D, EVEN)
         if SQUARED or NORM:  # otherwise no error knows the state
             K = load_tokens(k, at, live, D, BD)
             g_error = dot(G, tl.trans(K), OP, PRECISION) * -tl.load(co + base * 4 * BC + 2 * BC + t)[None, :]
             if MOMENTUM:
                 g_error -= dot(H, tl.trans(K), OP, PRECISION) * tl.load(co + base * 4 * BC + 3 * BC + t)[None, :]
             if NORM:
-                value = load_columns(values, at, live, cols, D).to(ACC)
-                slope = -load_columns(v, at, live, cols, D).to(ACC)
+                value = load_columns(values, at, live, cols, E).to(ACC)
+                slope = -load_columns(v, at, live, cols, E).to(ACC)
                 if SQUARED:
                     slope += value
                     if RESIDUAL:
@@ -192,8 +192,8 @@ def linear_carry(
             g_error = g_error.to(OP)
         if MOMENTUM:
             H = tl.load(fold + base * 4 + 2) * H + tl.load(fold + base * 4 + 1) * G
-            H += load(g_J + (base * PARTS + 1) * SIZE, cols, d, D, D, EVEN)
-        G = tl.load(fold + base * 4) * G + load(g_J + base * PARTS * SIZE, cols, d, D, D, EVEN)
+            H += load(g_J + (base * PARTS + 1) * SIZE, cols, d, E, D, EVEN)
+        G = tl.load(fold + base * 4) * G + load(g_J + base * PARTS * SIZE, cols, d, E, D, EVEN)
         if TOKEN and SQUARED:
             G += dot(g_error, load_tokens(U, at, live, D, BD), OP, PRECISION)
             if MOMENTUM:
@@ -211,9 +211,9 @@ def linear_carry(
                 H *= factor
         else:
             beyond = tl.maximum(beyond, tl.max(size, 1) - tl.minimum(total * REACH, END))
-    store(g_first + m * PARTS * SIZE, tl.trans(G), d, cols, D, D, EVEN)
+    store(g_first + m * PARTS * SIZE, tl.trans(G), d, cols, D, E, EVEN)
     if MOMENTUM:
-        store(g_first + (m * PARTS + 1) * SIZE, tl.trans(H), d, cols, D, D, EVEN)
+        store(g_first + (m * PARTS + 1) * SIZE, tl.trans(H), d, cols, D, E, EVEN)
     if not HELD:
         tl.store(over + m * PROGRAMS + tl.program_id(1), (tl.max(beyond, 0) > 0).to(tl.int32))
 
@@ -222,7 +222,7 @@ def linear_carry(
 def linear_keys_backward(
     k, v, log_keep, starts, P, co, inverse, errors, values, rstds, g_surprise, g_D, g_ends,
     g_k, g_v, g_P, g_co, g_fold, g_scale, L, n, HEADS,
-    D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
     SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -235,9 +235,9 @@ def linear_keys_backward(
     base = m.to(tl.int64) * n + i
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
-    SIZE: tl.constexpr = D * D
-    BLOCKS: tl.constexpr = (D + BV - 1) // BV
-    EVEN: tl.constexpr = D == BD
+    SIZE: tl.constexpr = D * E
+    BLOCKS: tl.constexpr = (E + BV - 1) // BV
+    EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
     starts += base * PARTS * SIZE
     g_ends += base * PARTS * SIZE
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
@@ -261,18 +261,18 @@ def linear_keys_backward(
     # First what reaches the keys through D, then what reaches them through the fold: each with few sums under way.
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        g_error = load_columns(g_D, at, live, cols, D).to(ACC)
-        g_error -= c * dot(K, tl.trans(load(g_ends, cols, d, D, D, EVEN)), OP, PRECISION)
+        g_error = load_columns(g_D, at, live, cols, E).to(ACC)
+        g_error -= c * dot(K, tl.trans(load(g_ends, cols, d, E, D, EVEN)), OP, PRECISION)
         if MOMENTUM:
-            g_error -= s * dot(K, tl.trans(load(g_ends + SIZE, cols, d, D, D, EVEN)), OP, PRECISION)
+            g_error -= s * dot(K, tl.trans(load(g_ends + SIZE, cols, d, E, D, EVEN)), OP, PRECISION)
         if SQUARED and not NORM:
             g_out = g_error
             if TOKEN:
                 g_out = dot(T, g_error, OP, PRECISION)
             g_value = -g_out
         else:
-            slope = -load_columns(v, at, live, cols, D).to(ACC)
-            value = load_columns(values, at, live, cols, D).to(ACC)
+            slope = -load_columns(v, at, live, cols, E).to(ACC)
+            value = load_columns(values, at, live, cols, E).to(ACC)
             loss_slope = value  # of the surprise, in v, up to its sign
             if RESIDUAL:
                 loss_slope += load_columns(k, at, live, cols, D)
@@ -287,17 +287,17 @@ def linear_keys_backward(
             g_value = -g_error - w[:, None] * loss_slope
             if TOKEN:
                 g_value += dot(met, g_out, OP, PRECISION)
-        store_columns(g_v, g_value, at, live, cols, D)
+        store_columns(g_v, g_value, at, live, cols, E)
         g_out = g_out.to(OP)
-        back = dot(g_out, load(starts, cols, d, D, D, EVEN), OP, PRECISION)
+        back = dot(g_out, load(starts, cols, d, E, D, EVEN), OP, PRECISION)
         if TOKEN:
             g_a += tl.sum(back * K, 1)
             g_key += (a_met * scale)[:, None] * back
             if MOMENTUM:
-                back = dot(g_out, load(starts + SIZE, cols, d, D, D, EVEN), OP, PRECISION)
+                back = dot(g_out, load(starts + SIZE, cols, d, E, D, EVEN), OP, PRECISION)
                 g_r += tl.sum(back * K, 1)
                 g_key += (r_met * scale)[:, None] * back
-            g_met -= dot(g_out, tl.trans(load_columns(errors, at, live, cols, D)), OP, PRECISION)
+            g_met -= dot(g_out, tl.trans(load_columns(errors, at, live, cols, E)), OP, PRECISION)
         else:
             g_key += back
     if TOKEN:
@@ -328,16 +328,16 @@ def linear_keys_backward(
         carry, past = tl.sum(g_c, 0), tl.sum(g_c, 0)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        error = load_columns(errors, at, live, cols, D)
-        G = load(g_ends, cols, d, D, D, EVEN)
-        keep += tl.sum(tl.sum(load(starts, cols, d, D, D, EVEN).to(ACC) * G, 1), 0)
+        error = load_columns(errors, at, live, cols, E)
+        G = load(g_ends, cols, d, E, D, EVEN)
+        keep += tl.sum(tl.sum(load(starts, cols, d, E, D, EVEN).to(ACC) * G, 1), 0)
         back = dot(error, G, OP, PRECISION)
         g_c -= tl.sum(back * K, 1)
         g_key -= c * back
         if MOMENTUM:
-            S = load(starts + SIZE, cols, d, D, D, EVEN).to(ACC)
+            S = load(starts + SIZE, cols, d, E, D, EVEN).to(ACC)
             carry += tl.sum(tl.sum(S * G, 1), 0)
-            G = load(g_ends + SIZE, cols, d, D, D, EVEN)
+            G = load(g_ends + SIZE, cols, d, E, D, EVEN)
             past += tl.sum(tl.sum(S * G, 1), 0)
             back = dot(error, G, OP, PRECISION)
             g_s -= tl.sum(back * K, 1)
