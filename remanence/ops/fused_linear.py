@@ -229,8 +229,8 @@ def _backward(
 
 _INPUTS = f"Tensor q, Tensor k, Tensor v, {GATES}, Tensor J, Tensor totals"
 _PLAN = (
-    "int width, int values, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool squared, bool token, "
-    "bool scaled, str precision, int chip"
+    "int width, int values, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool squared, "
+    "bool token, bool scaled, str precision, int chip"
 )
 _OUTPUTS, _KEPT, _GRADS = 4, 12, 7
 

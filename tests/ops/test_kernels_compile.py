@@ -114,7 +114,7 @@ def test_auto_says_it_once_and_goes_on_without_the_kernels(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Chip)
     q = type("Query", (), {"device": torch.device("cuda"), "shape": (1, 32, 1, 16), "dtype": torch.bfloat16})
     with torch.no_grad():
-        chosen = [operator._choose("auto", q, MLP(expansion=1.0), RULES["titans"], 16, False) for _ in range(2)]
+        chosen = [operator._choose("auto", q, q, MLP(expansion=1.0), RULES["titans"], 16, False) for _ in range(2)]
     assert chosen == ["chunked", "chunked"]
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == 1 and "shared memory" in warned[0]
