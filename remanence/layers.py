@@ -1,5 +1,5 @@
-"""Small parts that more than one room uses: normalisation, feed-forward, rotary angles, the short convolution, gates that keep
-their bias.
+"""Small parts that more than one room uses: normalisation, feed-forward, rotary angles, the short convolution, features of keys,
+gates that keep their bias.
 """
 
 from __future__ import annotations
@@ -147,6 +147,48 @@ class ShortConv(nn.Module):
         assert self.weight is not None
         weight = self.weight.to(x.dtype)[:, None, None]
         return F.conv2d(x.mT.unsqueeze(2), weight, groups=self.width).squeeze(2).mT
+
+
+class Features(nn.Module):
+    """Unit keys to unit features, per head: the slow layers of a deep memory, which training moves and no text does.
+
+    A key goes through `depth` gated layers (SwiGLU's first half), each back to length 1, and stands beside what comes out: a
+    linear memory of both is one of a function of the key. `mix` is the logit of the features' share of the squared length.
+    Fallen below 1e-3, features fade to zero instead.
+    """
+
+    def __init__(self, heads: int, width: int, count: int, depth: int = 1) -> None:
+        super().__init__()
+        self.heads, self.width, self.count, self.depth = heads, width, count, depth
+        for index in range(depth):
+            shape = (heads, count if index else width, 2 * count)
+            self.register_parameter(f"weight{index}", nn.Parameter(torch.empty(shape)))
+        self.mix = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [getattr(self, f"weight{index}") for index in range(self.depth)]
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.mix)
+        with torch.no_grad():
+            for weight in self.weights:
+                device = "meta" if weight.is_meta else "cpu"  # the same numbers on every device
+                weight.copy_(torch.randn(weight.shape, device=device) / math.sqrt(weight.shape[1]))
+
+    def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h both"]:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        key = y = x.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            for weight in self.weights:
+                product = torch.einsum("bthi,hio->btho", y.to(x.dtype), weight.to(x.dtype)).to(dtype)
+                gate, up = (math.sqrt(weight.shape[1]) * product).chunk(2, -1)
+                y = F.silu(gate) * up
+                y = y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)
+        # Roots by way of logs: where a share is 0, the root of a sigmoid has no gradient.
+        of_key, of_features = (torch.exp(0.5 * F.logsigmoid(logit.to(dtype)))[:, None] for logit in (-self.mix, self.mix))
+        return torch.cat([key * of_key, y * of_features], -1).to(x.dtype)
 
 
 class GateProjection(nn.Module):
