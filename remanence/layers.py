@@ -178,6 +178,8 @@ class Features(nn.Module):
                 weight.copy_(torch.randn(weight.shape, device=device) / math.sqrt(weight.shape[1]))
 
     def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h both"]:
+        if self.depth == 1 and layer.fits(x, width=self.width, features=self.count):
+            return layer.lift(x, self.weights[0], self.mix)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         key = y = x.to(dtype)
         with torch.autocast(x.device.type, enabled=False):

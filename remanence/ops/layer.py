@@ -1,4 +1,4 @@
-"""What a layer does around its memory, on a GPU: convolution, gates, and the gated normalisation, each as one kernel.
+"""What a layer does around its memory, on a GPU: convolution, gates, features, and the gated normalisation, each as one kernel.
 
 The functions are those of `remanence.layers` on torch; which of the two runs is asked of `fits`. Operators of torch's own, opaque
 to its compiler: no graph breaks at them. Differentiable once.
@@ -7,6 +7,7 @@ to its compiler: no graph breaks at them. Differentiable once.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
@@ -14,18 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remanence.ops import launch
+from remanence.ops.resources import Launch, note, noting
 
 AUTO = True
 """Whether CUDA tensors take the kernels."""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # not imported before it is needed
-WIDEST, MOST_TAPS, MOST_GATES = 256, 8, 128
+WIDEST, MOST_TAPS, MOST_GATES, MOST_FEATURES = 256, 8, 128, 128
 
-PARTS = {"short_conv": 128, "gates": 32, "gated_norm": 1024}
-"""Programs (per head; per block of the input's channels; in all) that backward's sums over tokens are split between."""
+PARTS = {"short_conv": 128, "gates": 32, "gated_norm": 1024, "lift": 512}
+"""Programs (per head; per block of the input's channels; in all; in all) that backward's sums over tokens are split between."""
 
 TILE = {
     "short_conv_kernel": 2048,
@@ -39,6 +41,12 @@ TILE = {
 GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
 """Tokens and channels of the input at hand; half of each for more than 64 gates."""
 
+LIFT_TILE = {"lift_kernel": (64, 32, 16), "lift_backward": (32, 32, 16), "lift_weights": (32, 32, 32)}
+"""Tokens at hand, by `_burden`: with more of them the compiler ran out of registers."""
+
+LIFT_HELD = {"lift_kernel": 2, "lift_backward": 1}
+"""The burden from which on the weights are not at hand throughout, for want of registers and shared memory (of 99 KiB)."""
+
 
 @cache
 def kernels() -> ModuleType:
@@ -48,9 +56,13 @@ def kernels() -> ModuleType:
     return layer
 
 
-def fits(x: Tensor, *, width: int = 1, taps: int = 1, gates: int = 1) -> bool:
-    """Whether x can take the kernels, with heads so wide, so many taps, and so many gates of all heads together."""
+def fits(x: Tensor, *, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0) -> bool:
+    """Whether x can take the kernels, with heads so wide, so many taps, so many gates of all heads together, and so many
+    features of each key.
+    """
     if not (AUTO and HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0):
+        return False
+    if features and max(width, features) > MOST_FEATURES:
         return False
     return width <= WIDEST and 1 <= taps <= MOST_TAPS and gates <= MOST_GATES
 
@@ -76,6 +88,13 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return gated_norm_forward(x, gate, weight, eps)
 
 
+def lift(x: Tensor, weight: Tensor, mix: Tensor) -> Tensor:
+    """``[b t h width]`` to ``[b t h width+count]``: x, and beside it the features that a gated layer with `weight`
+    ``[h width 2*count]`` makes of it, at length 1; in shares by the logits `mix` ``[h]``, so that of a unit x the whole is unit.
+    """
+    return lift_forward(x, weight, mix)
+
+
 def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
@@ -84,12 +103,13 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _launch(name: str, grid: tuple[Any, ...], *tensors: Any, stages: int = 1, **constants: Any) -> None:
-    if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only
-        return
+def _launch(name: str, grid: tuple[Any, ...], *tensors: Any, warps: int = 4, stages: int = 1, **constants: Any) -> None:
     constants["ACC"] = launch.triton_type(_wide(tensors[0]))
+    if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only, `lift_launches` for the kernels' names
+        note(name, tensors, {**constants, "warps": warps, "stages": stages})
+        return
     with torch.cuda.device_of(tensors[0]):
-        getattr(kernels(), name)[grid](*tensors, **constants, num_warps=4, num_stages=stages)
+        getattr(kernels(), name)[grid](*tensors, **constants, num_warps=warps, num_stages=stages)
 
 
 def _split(tiles: Any, parts: int) -> tuple[Any, Any]:
@@ -198,6 +218,64 @@ def _gated_norm_backward(g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, e
     return g_x, g_gate, g_weight.sum(0).to(weight.dtype)
 
 
+def _burden(x: Tensor, weight: Tensor) -> int:
+    """0 for bfloat16, with up to 64 channels and features; 1 more where either is wider, and 1 more for float32."""
+    return int(max(weight.shape[1], weight.shape[2] // 2) > 64) + int(x.dtype.itemsize > 2)
+
+
+def _lift_tiles(name: str, x: Tensor, weight: Tensor, chip: int) -> dict[str, Any]:
+    heads, width, side = weight.shape
+    burden = _burden(x, weight)
+    constants: dict[str, Any] = {"HEADS": heads, "D": width, "BD": launch.side(width, x.dtype, chip)}
+    constants |= {"BT": LIFT_TILE[name][burden], "OP": launch.triton_type(x.dtype), "PRECISION": launch.precision()}
+    if name == "lift_weights":
+        return constants | {"SIDE": side, "BN": 64, "warps": 4, "stages": 3}
+    constants |= {"COUNT": side // 2, "BC": launch.side(side // 2, x.dtype, chip), "SCALE": math.sqrt(width)}
+    return constants | {"HELD": burden < LIFT_HELD[name], "warps": 8 if burden else 4}
+
+
+def _lift_split(n: Any, tile: int, heads: int) -> tuple[Any, Any]:
+    return _split(-(-n // tile), max(1, PARTS["lift"] // heads))
+
+
+def _lift(x: Tensor, weight: Tensor, mix: Tensor, chip: int | None = None) -> Tensor:
+    x, weight, mix = (tensor.contiguous() for tensor in (x, weight, mix))
+    rows, tokens, heads, width = x.shape
+    y = torch.empty((rows, tokens, heads, width + weight.shape[2] // 2), dtype=x.dtype, device=x.device)
+    constants = _lift_tiles("lift_kernel", x, weight, launch.arch(x.device) if chip is None else chip)
+    parts, steps = _lift_split(rows * tokens, constants["BT"], heads)
+    _launch("lift_kernel", (heads * parts,), x, weight, mix, y, rows * tokens, steps, **constants)
+    return y
+
+
+def _lift_backward(g_y: Tensor, x: Tensor, weight: Tensor, mix: Tensor, chip: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    g_y, x, weight, mix = (tensor.contiguous() for tensor in (g_y, x, weight, mix))
+    n, heads, chip = x.shape[0] * x.shape[1], x.shape[2], launch.arch(x.device) if chip is None else chip
+    constants = _lift_tiles("lift_backward", x, weight, chip)
+    parts, steps = _lift_split(n, constants["BT"], heads)
+    like: dict[str, Any] = {"dtype": _wide(x), "device": x.device}
+    g_x, g_mix = torch.empty_like(x), torch.empty((parts, heads), **like)
+    held = constants["HELD"]
+    g_z = torch.empty((0 if held else n, heads, weight.shape[2]), dtype=x.dtype, device=x.device)
+    g_weight = torch.empty((parts if held else 0, *weight.shape), **like)
+    _launch("lift_backward", (heads * parts,), x, weight, mix, g_y, g_x, g_z, g_weight, g_mix, n, steps, **constants)
+    if not held:
+        constants = _lift_tiles("lift_weights", x, weight, chip)
+        parts, steps = _lift_split(n, constants["BT"], heads)
+        g_weight = torch.empty((parts, *weight.shape), **like)
+        grid = (parts * heads * -(-weight.shape[2] // constants["BN"]),)
+        _launch("lift_weights", grid, x, g_z, g_weight, n, steps, **constants)
+    return g_x, g_weight.sum(0).to(weight.dtype), g_mix.sum(0).to(mix.dtype)
+
+
+def lift_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int) -> list[Launch]:
+    """The kernels of `lift` and its gradient as they are launched on a chip; nothing runs."""
+    with FakeTensorMode(), torch.device("cpu"), noting() as noted:
+        x, weight, mix = torch.empty(1, 8192, heads, width, dtype=op), torch.empty(heads, width, 2 * count), torch.empty(heads)
+        _lift_backward(_lift(x, weight, mix, arch), x, weight, mix, arch)
+    return [Launch(name, types, constants, constants.pop("warps"), constants.pop("stages")) for name, types, constants in noted]
+
+
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.constants = inputs[3:]
@@ -244,4 +322,13 @@ gated_norm_backward = launch.operator(
 )
 gated_norm_forward = launch.operator(
     "gated_norm", _gated_norm, f"({_NORM}, Tensor weight, float eps) -> Tensor", _through(gated_norm_backward), _keep_inputs
+)
+lift_backward = launch.operator(
+    "lift_backward",
+    _lift_backward,
+    "(Tensor g_y, Tensor x, Tensor weight, Tensor mix) -> (Tensor, Tensor, Tensor)",
+    launch.once,
+)
+lift_forward = launch.operator(
+    "lift", _lift, "(Tensor x, Tensor weight, Tensor mix) -> Tensor", _through(lift_backward), _keep_inputs
 )

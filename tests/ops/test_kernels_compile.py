@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from remanence.ops import MLP, RULES, fused, fused_linear, gpu, nearest, operator, resources
+from remanence.ops import MLP, RULES, fused, fused_linear, gpu, layer, nearest, operator, resources
 from remanence.ops.launch import PRECISION, kernels
 
 pytestmark = [
@@ -77,6 +77,31 @@ def test_the_search_fits(case):
 @pytest.mark.parametrize("case", [case for case in SEARCHES if case not in QUICK_SEARCHES], ids=str)
 def test_the_search_fits_everywhere(case):
     check_search(*case)
+
+
+LIFTS = list(itertools.product(ARCHS, (16, 64, 128), (16, 64, 128), DTYPES))
+QUICK_LIFTS = [(90, 64, 64, "bf16"), (86, 128, 128, "fp32"), (80, 64, 64, "fp32"), (89, 128, 128, "bf16")]
+
+
+def check_lift(arch, width, count, dtype):
+    launches = layer.lift_launches(8, width, count, DTYPES[dtype], arch)
+    held = dtype == "bf16" and max(width, count) <= 64
+    assert [launch.name for launch in launches] == ["lift_kernel", "lift_backward"] + ["lift_weights"] * (not held)
+    reason = resources.lacking(layer.kernels(), launches, arch, resources.SHARED[arch] * 1024)
+    assert reason is None, reason
+    sides = [launch.constants[name] for launch in launches for name in ("BD", "BC", "BN") if name in launch.constants]
+    assert arch < 90 or min(sides) * DTYPES[dtype].itemsize >= 128
+
+
+@pytest.mark.parametrize("case", QUICK_LIFTS, ids=str)
+def test_features_fit(case):
+    check_lift(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in LIFTS if case not in QUICK_LIFTS], ids=str)
+def test_features_fit_everywhere(case):
+    check_lift(*case)
 
 
 def test_every_kernel_is_among_the_launches():

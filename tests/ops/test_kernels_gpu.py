@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from plain import plain
 
-from remanence.ops import MLP, RULES, Gates, fused, memorize, start
+from remanence.layers import Features
+from remanence.ops import MLP, RULES, Gates, fused, layer, memorize, start
 from remanence.ops.nearest import nearest
 
 pytestmark = [
@@ -136,3 +137,31 @@ def test_the_search_is_right_on_this_chip(tokens, size, k, width, dtype):
         want, slots = (x[:, :k] for x in scores.sort(dim=-1, descending=True, stable=True))
         assert torch.equal(score[row, :, head], want)
         assert torch.equal(index[row, :, head], slots.masked_fill(want == -torch.inf, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("width", "count"), [(64, 64), (64, 128), (128, 64), (128, 128), (32, 32), (16, 48), (100, 20)])
+@pytest.mark.parametrize("tokens", [1, 700, 20_000])
+def test_features_are_right_on_this_chip(tokens, width, count, dtype, monkeypatch):
+    features = Features(16, width, count).cuda()
+    torch.nn.init.normal_(features.mix)
+    x = F.normalize(torch.randn(2, tokens, 16, width, device="cuda"), dim=-1).to(dtype)
+    upstream = torch.randn(2, tokens, 16, width + count, device="cuda").to(dtype)
+    used = []
+    launched = layer._launch
+    monkeypatch.setattr(layer, "_launch", lambda name, *args, **how: (used.append(name), launched(name, *args, **how))[1])
+
+    def results(kernels, dtype=dtype):
+        monkeypatch.setattr(layer, "AUTO", kernels)
+        given = x.detach().to(dtype, copy=True).requires_grad_()
+        y = features.to(dtype if dtype == torch.float64 else torch.float32)(given)
+        return [y.detach(), *torch.autograd.grad(y, [given, features.weight0, features.mix], upstream.to(dtype))]
+
+    first, second = results(True), results(True)
+    assert {"lift_kernel", "lift_backward"} <= set(used)
+    usual, true = results(False), results(False, torch.float64)
+    for name, exact, a, b, again in zip(["y", "dx", "dW", "dmix"], true, usual, first, second, strict=True):
+        assert a.dtype == b.dtype and torch.equal(b, again), name
+        # A share's gradient is one sum per head, of which either side's rounding may happen to cancel.
+        slack = 2e-7 if dtype == torch.float32 else 2e-3 if name == "dmix" else 0.0
+        assert apart(exact, b) <= 2.0 * apart(exact, a) + slack, name

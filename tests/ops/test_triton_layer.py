@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from remanence import NeuralMemory
-from remanence.layers import GateProjection, RMSNorm, ShortConv
+from remanence.layers import Features, GateProjection, RMSNorm, ShortConv
 from remanence.ops import layer
 from remanence.testing import assert_close, assert_same_function, distance, tensors
 
@@ -30,6 +30,11 @@ def torch_gates(x, weight, bias, heads, flipped):
 
 def torch_norm(x, gate, weight, eps):
     return with_parameters(RMSNorm(x.shape[-1], eps), weight=weight).gated(x, gate)
+
+
+def torch_lift(x, weight, mix):
+    heads, width, both = weight.shape
+    return with_parameters(Features(heads, width, both // 2), weight0=weight, mix=mix)(x)
 
 
 def with_parameters(module, **values):
@@ -56,6 +61,19 @@ GATES = {  # rows, tokens, channels, heads, flipped
     "many gates": (1, 40, 64, 40, (False, False, True)),
 }
 NORMS = {"many tiles": (2, 40, 3, 64), "odd": (2, 37, 2, 12), "one token": (1, 1, 1, 5), "wide": (1, 5, 2, 200)}
+LIFTS = {  # rows, tokens, heads, width, count
+    "many tiles": (2, 70, 2, 64, 64),
+    "odd": (2, 37, 3, 12, 20),
+    "one token": (1, 1, 1, 5, 3),
+    "wide keys": (1, 40, 1, 100, 7),
+    "wide features": (3, 11, 2, 16, 128),
+}
+
+
+def lift_leaves(rows, tokens, heads, width, count):
+    x = F.normalize(torch.randn(rows, tokens, heads, width, dtype=torch.float64), dim=-1).requires_grad_()
+    weight = (torch.randn(heads, width, 2 * count, dtype=torch.float64) / width**0.5).requires_grad_()
+    return [x, weight, randn(heads)]
 
 
 def cases():
@@ -69,9 +87,11 @@ def cases():
     for name, (rows, tokens, heads, width) in NORMS.items():
         leaves = [randn(rows, tokens, heads, width), randn(rows, tokens, heads * width), randn(width)]
         yield f"norm, {name}", torch_norm, layer.gated_norm, leaves, (1e-6,)
+    for name, sizes in LIFTS.items():
+        yield f"lift, {name}", torch_lift, layer.lift, lift_leaves(*sizes), ()
 
 
-@pytest.fixture(params=range(len(CONVS) + len(GATES) + len(NORMS)))
+@pytest.fixture(params=range(len(CONVS) + len(GATES) + len(NORMS) + len(LIFTS)))
 def case(request):
     torch.manual_seed(0)
     return list(cases())[request.param][1:]
@@ -99,11 +119,44 @@ def test_as_exact_as_torch_and_twice_the_same(case, dtype):
     theirs, first, second = (gradients(function, moved, constants) for function in (plain, ours, ours))
     for index, (exact, a, b, again) in enumerate(zip(true, theirs, first, second, strict=True)):
         assert a.dtype == b.dtype, f"result {index}"
-        # The interpreter cuts off instead of rounding; what a convolution's past gets has been through the inputs' dtype, too.
-        cut = b.dtype if index != 2 else dtype
+        # The interpreter cuts off instead of rounding; what a convolution's past and features' parameters get has been through
+        # the inputs' dtype, too.
+        cut = dtype if index == 2 or (plain is torch_lift and index == 3) else b.dtype
         slack = 1e-7 if cut == torch.float32 else torch.finfo(cut).eps
         assert distance(exact, b.double()) <= 2 * distance(exact, a.double()) + slack, f"result {index}"
         assert torch.equal(b, again), f"result {index}"
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("name", LIFTS)
+def test_features_whether_the_weights_are_at_hand_or_not(name, held, monkeypatch):
+    """And with several tiles for each program."""
+    for kernel in layer.LIFT_HELD:
+        monkeypatch.setitem(layer.LIFT_HELD, kernel, 3 if held else 0)
+    monkeypatch.setitem(layer.PARTS, "lift", 4)
+    assert_same_function(torch_lift, layer.lift, lift_leaves(*LIFTS[name]), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_with_their_features_are_unit(dtype):
+    x, weight, mix = (leaf.detach() for leaf in lift_leaves(2, 37, 3, 12, 20))
+    y = layer.lift(F.normalize(x, dim=-1).to(dtype), weight.float(), mix.float())
+    assert y.dtype == dtype and distance(torch.ones(2, 37, 3), y.float().norm(dim=-1)) < (
+        1e-6 if dtype == torch.float32 else 1e-2
+    )
+
+
+def test_shares_at_their_ends():
+    """Where a sigmoid is 0 or 1 to the last digit, or its exponential overflows, numbers and gradients stay torch's."""
+    x, weight, _ = lift_leaves(1, 9, 6, 8, 8)
+    mix = torch.tensor([-150.0, -80.0, -20.0, 20.0, 80.0, 150.0])
+    leaves = [x.detach().float().requires_grad_(), weight.detach().float().requires_grad_(), mix.requires_grad_()]
+    theirs, ours = (gradients(function, leaves, ()) for function in (torch_lift, layer.lift))
+    for a, b in zip(theirs, ours, strict=True):
+        assert bool(b.isfinite().all())
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(theirs[-1], ours[-1], rtol=1e-3, atol=0)
+    assert bool((ours[-1] != 0).all())
 
 
 def test_gates_that_are_nearly_open_or_shut_keep_their_digits():
@@ -121,13 +174,15 @@ def test_the_compiler_sees_one_operator():
     def loss(x):
         y = layer.short_conv(1.5 * x, past, conv, 2, True)
         first, second, third = layer.log_gates(x, gates, bias, 2, [False, True, False])
-        return (layer.gated_norm(y, x, gain, 1e-6).square().sum() + (first * second).sum() + third.sin().sum()).log()
+        lifted = layer.lift(y, wide, mix).sin().sum()
+        return (layer.gated_norm(y, x, gain, 1e-6).square().sum() + (first * second).sum() + third.sin().sum()).log() + lifted
 
-    x = randn(2, 5, 8)
+    x, wide, mix = randn(2, 5, 8), randn(2, 4, 6), randn(2)
     torch.library.opcheck(layer.short_conv_forward, (x, past, conv, 2, True))
     torch.library.opcheck(layer.gates_forward, (x, gates, bias, 2, 2))
     torch.library.opcheck(layer.gated_norm_forward, (x.unflatten(-1, (2, 4)), randn(2, 5, 8), gain, 1e-6))
-    leaves = [x, past, conv, gates, bias, gain]
+    torch.library.opcheck(layer.lift_forward, (x.unflatten(-1, (2, 4)), wide, mix))
+    leaves = [x, past, conv, gates, bias, gain, wide, mix]
     true = torch.autograd.grad(loss(x), leaves)
     for backend in ("eager", "aot_eager"):
         found = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(x), leaves)
@@ -178,3 +233,5 @@ def test_what_they_cannot_run_stays_with_torch():
         for refused in (x.double(), x[:0]):
             assert not layer.fits(refused)
         assert not layer.fits(x, width=512) and not layer.fits(x, taps=9) and not layer.fits(x, gates=200)
+        assert layer.fits(x, width=128, features=128)
+        assert not layer.fits(x, width=129, features=1) and not layer.fits(x, features=129)

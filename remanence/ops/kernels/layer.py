@@ -4,6 +4,7 @@
     short_conv_kernel     causal depthwise convolution, SiLU, and unit length per head
     gates_kernel          logits of the input at unit mean square, and their log-sigmoids
     gated_norm_kernel     RMSNorm per head times SiLU of another tensor
+    lift_kernel           unit keys beside the unit features that a gated layer makes of them
 
 Backward computes again what forward did not write. Sums over tokens (the weights' gradients) are taken per program and added up
 by torch: no atomics, so that two runs agree bit for bit.
@@ -14,10 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from remanence.ops.kernels.tools import activate, activate_with_slope
+from remanence.ops.kernels.tools import activate, activate_with_slope, dot, dot_onto
 
 UNIT_EPS = tl.constexpr(1e-12)
 GATE_EPS = tl.constexpr(1e-6)
+FEATURE_EPS = tl.constexpr(1e-6)
 
 # One build for every length.
 kernel = triton.jit(do_not_specialize=["L", "n", "steps"])
@@ -247,3 +249,115 @@ def gated_norm_backward(
         g *= w
         _put(g_x, (g - a * (tl.sum(g * a, 1) / D)[:, None]) * shrink, t, t < n, cols, D, BD, D)
     tl.store(g_weight + tl.program_id(0).to(tl.int64) * D + cols, tl.sum(sums, 0), mask=cols < D)
+
+
+@triton.jit
+def _shares(mix, ACC: tl.constexpr):
+    """The roots of 1 - sigmoid and of sigmoid, from exponents that are never above 0: nothing overflows on the way to them."""
+    logit = tl.load(mix).to(ACC)
+    u = tl.exp(-0.5 * tl.abs(logit))
+    larger = tl.rsqrt(1.0 + u * u)
+    smaller = u * larger
+    return tl.where(logit > 0.0, smaller, larger), tl.where(logit > 0.0, larger, smaller)
+
+
+@triton.jit
+def _halves(weight, cols, features, D: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, OP: tl.constexpr):
+    gate = _tile(weight, cols, cols < D, features, COUNT, BC, 2 * COUNT, OP)
+    return gate, _tile(weight + COUNT, cols, cols < D, features, COUNT, BC, 2 * COUNT, OP)
+
+
+@kernel
+def lift_kernel(
+    x, weight, mix, y, n, steps,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+    SCALE: tl.constexpr, HELD: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One head's tiles of tokens in turn, the weights at hand for all of them if HELD."""
+    head, part = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
+    cols, features = tl.arange(0, BD), tl.arange(0, BC)
+    w, out = weight + head * D * 2 * COUNT, y + head * (D + COUNT)
+    of_key, of_value = _shares(mix + head, ACC)
+    if HELD:
+        w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)
+    for step in range(steps):
+        t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
+        a = _tile(x + head * D, t, t < n, cols, D, BD, HEADS * D, OP)
+        if not HELD:
+            w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)
+        value = activate(SCALE * dot(a, w_gate, OP, PRECISION), False) * (SCALE * dot(a, w_up, OP, PRECISION))
+        value *= (of_value * tl.rsqrt(tl.sum(value * value, 1) + FEATURE_EPS))[:, None]
+        _put(out, a.to(ACC) * of_key, t, t < n, cols, D, BD, HEADS * (D + COUNT))
+        _put(out + D, value, t, t < n, features, COUNT, BC, HEADS * (D + COUNT))
+
+
+@kernel
+def lift_backward(
+    x, weight, mix, g_y, g_x, g_z, g_weight, g_mix, n, steps,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+    SCALE: tl.constexpr, HELD: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The weights and their gradient are at hand throughout if HELD. Else the chip has no room for them: the former are fetched
+    for every tile, and the products' own gradient g_z is written, of which `lift_weights` makes the latter.
+    """
+    head, part = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
+    cols, features = tl.arange(0, BD), tl.arange(0, BC)
+    w, upstream = weight + head * D * 2 * COUNT, g_y + head * (D + COUNT)
+    of_key, of_value = _shares(mix + head, ACC)
+    along_key, along_value = tl.zeros([BT], ACC), tl.zeros([BT], ACC)
+    if HELD:
+        w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)
+        g_w_gate, g_w_up = tl.zeros([BD, BC], ACC), tl.zeros([BD, BC], ACC)
+    for step in range(steps):
+        t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
+        a = _tile(x + head * D, t, t < n, cols, D, BD, HEADS * D, OP)
+        if not HELD:
+            w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)
+        opened, slope = activate_with_slope(SCALE * dot(a, w_gate, OP, PRECISION), False)
+        up = SCALE * dot(a, w_up, OP, PRECISION)
+        value = opened * up
+        shrink = tl.rsqrt(tl.sum(value * value, 1) + FEATURE_EPS)
+        value *= shrink[:, None]
+        g = _tile(upstream + D, t, t < n, features, COUNT, BC, HEADS * (D + COUNT), ACC)
+        along = tl.sum(g * value, 1)
+        along_value += along
+        g = (g - value * along[:, None]) * (SCALE * of_value * shrink)[:, None]
+        g_gate, g_up = (g * up * slope).to(OP), (g * opened).to(OP)
+        if HELD:
+            g_w_gate = dot_onto(g_w_gate, tl.trans(a), g_gate, OP, PRECISION)
+            g_w_up = dot_onto(g_w_up, tl.trans(a), g_up, OP, PRECISION)
+        else:
+            _put(g_z + head * 2 * COUNT, g_gate, t, t < n, features, COUNT, BC, HEADS * 2 * COUNT)
+            _put(g_z + head * 2 * COUNT + COUNT, g_up, t, t < n, features, COUNT, BC, HEADS * 2 * COUNT)
+            w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)  # anew, or they would be held in between
+        g = _tile(upstream, t, t < n, cols, D, BD, HEADS * (D + COUNT), ACC)
+        along_key += tl.sum(g * a.to(ACC), 1)
+        g = dot_onto(g * of_key, g_gate, tl.trans(w_gate), OP, PRECISION)
+        g = dot_onto(g, g_up, tl.trans(w_up), OP, PRECISION)
+        _put(g_x + head * D, g, t, t < n, cols, D, BD, HEADS * D)
+    place = part.to(tl.int64) * HEADS + head
+    if HELD:
+        out = g_weight + place * D * 2 * COUNT
+        _put(out, g_w_gate, cols, cols < D, features, COUNT, BC, 2 * COUNT)
+        _put(out + COUNT, g_w_up, cols, cols < D, features, COUNT, BC, 2 * COUNT)
+    tl.store(g_mix + place, 0.5 * of_key * of_value * (of_key * tl.sum(along_value) - of_value * tl.sum(along_key)))
+
+
+@kernel
+def lift_weights(
+    x, g_z, g_weight, n, steps,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIDE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    OP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """SIDE is both halves' width, BN a block of it."""
+    BLOCKS: tl.constexpr = (SIDE + BN - 1) // BN
+    EVEN: tl.constexpr = SIDE if SIDE % BN == 0 else 0
+    head, block, part = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS % BLOCKS, tl.program_id(0) // (HEADS * BLOCKS)
+    cols, some = tl.arange(0, BD), block * BN + tl.arange(0, BN)
+    g_w = tl.zeros([BD, BN], ACC)
+    for step in range(steps):
+        t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
+        a = _tile(x + head * D, t, t < n, cols, D, BD, HEADS * D, OP)
+        g = _tile(g_z + head * SIDE, t, t < n, some, SIDE, EVEN, HEADS * SIDE, OP)
+        g_w = dot_onto(g_w, tl.trans(a), g, OP, PRECISION)
+    _put(g_weight + (part.to(tl.int64) * HEADS + head) * D * SIDE, g_w, cols, cols < D, some, SIDE, EVEN, SIDE)
