@@ -334,6 +334,12 @@ def attention_of(config: ModelConfig) -> Attention:
 # A matrix for a memory, and gates that start half open: a single linear layer does not run away.
 LINEAR: dict[str, Any] = {"net": "linear", "depth": None, "expansion": None, "activation": None, "bias": None, "step_bias": 0.0}
 
+
+def _ttt(config: ModelConfig) -> LMM:
+    """TTT writes a whole net: Titans', where the model's own memories write their last layer alone."""
+    return LMM(config, rule="ttt", **({"net": "titans", "step_bias": None} if config.memory.net == "deep" else {}))
+
+
 BLOCKS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "mac": MAC,
     "mag": MAG,
@@ -345,7 +351,7 @@ BLOCKS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "linear_attention": partial(LMM, rule="linear_attention", **LINEAR),
     "delta": partial(LMM, rule="delta", **LINEAR),
     "gated_delta": partial(LMM, rule="gated_delta", **LINEAR),
-    "ttt": partial(LMM, rule="ttt"),
+    "ttt": _ttt,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
-from math import isfinite
+from math import gcd, isfinite
 from typing import Any, Literal, TypeVar
 
 Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
@@ -42,6 +42,8 @@ def change(config: Config, given: Mapping[str, Any]) -> Config:
         for part in ("memory", "knn"):
             if isinstance(given.get(part), Mapping):
                 given = {**given, part: change(getattr(config, part), given[part])}
+    if isinstance(config, MemoryConfig) and given.get("net", config.net) != config.net:
+        given = {**dict.fromkeys(FOLLOWS), **given}
     return replace(config, **given)
 
 
@@ -55,13 +57,21 @@ def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
+PAPER: dict[str, Any] = {"rule": "titans", "chunk": 16, "forget_bias": -10.0}
+DEEP: dict[str, Any] = {"rule": "gated_delta", "chunk": 64, "forget_bias": -6.0, "step_bias": 0.0}
+"""What a memory's net brings along, unless given."""
+
+FOLLOWS = ("depth", "expansion", "activation", "bias", "rule", "anchor", "chunk", "step_bias", "forget_bias")
+"""The fields that are begun anew where another net is chosen."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """One neural memory layer.
 
-    The net, the rule and the chunk decide which function the memory computes; the defaults are the NeurIPS paper's (two
-    layers, expansion 4, GELU, ``x + LN(...)``, chunk 16). The gates' biases are the ones that trained stably when measured:
-    docs/paper.md.
+    The net, the rule and the chunk decide which function the memory computes. The default is the one that trains best of those
+    measured (docs/results/dynamics.md): two layers of which the last is written, token-exact. ``net="titans"`` is the paper's
+    to the letter, with what belongs to it: two layers, expansion 4, GELU, ``x + LN(...)``, momentum, chunk 16.
 
     Attributes:
         dim: width of the model the layer stands in.
@@ -69,31 +79,35 @@ class MemoryConfig:
         head_dim: width of each. Default: dim / heads.
         net: name of an entry of `remanence.ops.NETS`, yours included.
         depth, expansion, activation, bias: changes to that entry, where given.
-        rule: name of an entry of `remanence.ops.RULES`.
+        rule: name of an entry of `remanence.ops.RULES`. Default: "gated_delta" for the net "deep", else "titans".
         anchor: change to that entry. Default: "token" (exact) for a net linear in its weights, else the rule's own.
-        chunk: tokens that share the gradient's anchor.
+        chunk: tokens that share the gradient's anchor, or, where the rule is token-exact, tokens that are computed together.
+            Default: 64 for the net "deep", else 16.
         conv: kernel of the causal depthwise convolution on q, k and v; 0 for none.
         step_bias, momentum_bias, forget_bias: where the gates start, before the sigmoid. Default of the first: a step of about
-            1 / (10 depth), as every layer of the net adds its own.
+            1 / (10 depth), as every layer of the net adds its own, and of a half for the net "deep"; of the last -10 and -6.
     """
 
     dim: int
     heads: int | None = None
     head_dim: int | None = None
-    net: str = "titans"
+    net: str = "deep"
     depth: int | None = None
     expansion: float | None = None
     activation: Literal["gelu", "silu"] | None = None
     bias: bool | None = None
-    rule: str = "titans"
+    rule: str = None  # type: ignore[assignment]  # never None once made: the defaults that follow the net
     anchor: Literal["chunk", "token"] | None = None
-    chunk: int = 16
+    chunk: int = None  # type: ignore[assignment]
     conv: int = 4
     step_bias: float | None = None
     momentum_bias: float = 0.0
-    forget_bias: float = -10.0
+    forget_bias: float = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        for name, value in (DEEP if self.net == "deep" else PAPER).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         _whole(1, dim=self.dim, heads=self.heads, head_dim=self.head_dim, chunk=self.chunk, depth=self.depth)
         _whole(0, conv=self.conv)
         if self.heads is not None and self.head_dim is None and self.dim % self.heads:
@@ -221,7 +235,10 @@ class ModelConfig:
             raise ValueError(f"tie: expected True or False, got {self.tie!r}")
         memory = {} if self.memory is None else self.memory
         if isinstance(memory, Mapping):
-            memory = build(MemoryConfig, {"dim": self.dim, **memory})
+            own = {"dim": self.dim, **memory}
+            if own.get("chunk") is None and own.get("net", "deep") == "deep":
+                own["chunk"] = gcd(DEEP["chunk"], self.segment)  # token-exact: any is the same function
+            memory = build(MemoryConfig, own)
         if not isinstance(memory, MemoryConfig):
             raise ValueError(f"memory: expected a MemoryConfig, or its fields in a dict, got {type(memory).__name__}")
         if memory.dim != self.dim:

@@ -167,13 +167,14 @@ class Remembering:
         if self.fused:
             parts = ((layer.q_proj, layer.q_conv), (layer.k_proj, layer.k_conv), (layer.v_proj, layer.v_conv))
             q, k, v = self._convolve(x, parts, self.conv, now)
+            q, k = (layer.lift(each.unsqueeze(1))[:, 0] for each in (q, k))
             gates = layer.log_gates(x)
         else:
             q, k, v, gates, conv = layer.prepare(x, self.conv)
             decode.keep(self.conv, conv, now.active)
             q, k, v = q[:, 0], k[:, 0], v[:, 0]
         answers, _ = self.running.step(q, k, v, gates.map(lambda gate: gate[:, 0]), now.active)
-        return layer.output(x, answers.unsqueeze(1).to(x.dtype))
+        return layer.output(x, q.unsqueeze(1), answers.unsqueeze(1).to(x.dtype))
 
     def ask(self, x: Tensor, weights: Weights, past: Tensor, now: Now) -> Tensor:
         """What given weights answer; the history is the caller's, and goes on."""
@@ -183,7 +184,8 @@ class Remembering:
             decode.keep((past,), (new,), now.active)
             return y
         (q,) = self._convolve(x, ((layer.q_proj, layer.q_conv),), (past,), now)
-        return layer.output(x, ask(q.unsqueeze(1), weights, net=layer.net))
+        q = layer.lift(q.unsqueeze(1))
+        return layer.output(x, q, ask(q, weights, net=layer.net))
 
     def _convolve(self, x: Tensor, parts: Any, pasts: tuple[Tensor, ...], now: Now) -> list[Tensor]:
         xs = [projection(x)[:, 0] for projection, _ in parts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import log
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from remanence.config import MemoryConfig, build, change, known
-from remanence.layers import GateProjection, RMSNorm, ShortConv
-from remanence.ops import MLP, NETS, RULES, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
+from remanence.layers import Features, GateProjection, RMSNorm, ShortConv
+from remanence.ops import MLP, NETS, RULES, Deep, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
 from remanence.ops.state import TensorTuple, Weights, take_back
@@ -49,17 +49,17 @@ class Trace(NamedTuple):
     gates: Gates
 
 
-def net_of(config: MemoryConfig) -> Net:
+def net_of(config: MemoryConfig) -> Net | Deep:
     """The entry of NETS that a configuration names, with its changes."""
     known("net", config.net, NETS)
     net = NETS[config.net]
+    own = [field.name for field in fields(net)] if isinstance(net, (MLP, Deep)) else []
     changes = {name: getattr(config, name) for name in ("depth", "expansion", "activation", "bias")}
     changes = {name: value for name, value in changes.items() if value is not None}
-    if changes and not isinstance(net, MLP):
-        raise ValueError(
-            f"{next(iter(changes))}: expected None, as the net {config.net!r} is not an MLP, got {next(iter(changes.values()))!r}"
-        )
-    return replace(net, **changes) if isinstance(net, MLP) else net
+    for name, value in changes.items():
+        if name not in own:
+            raise ValueError(f"{name}: expected None, as the net {config.net!r} has no {name}, got {value!r}")
+    return replace(net, **changes) if changes else net
 
 
 def rule_of(config: MemoryConfig, net: Net) -> Rule:
@@ -77,11 +77,13 @@ def rule_of(config: MemoryConfig, net: Net) -> Rule:
 
 
 class InitialMemory(nn.Module):
-    """The learned weights every document's memory starts from, per head. A module of its own, so that it can be reset as one."""
+    """The learned weights every document's memory starts from, per head; of a deep memory, those that stand beside what is
+    written and are never forgotten. A module of its own, so that it can be reset as one.
+    """
 
-    def __init__(self, net: Net, heads: int, width: int) -> None:
+    def __init__(self, net: Net, heads: int, width: int, **more: int) -> None:
         super().__init__()
-        self._made_by = (net, heads, width)  # in a tuple, so that a net that is a module is not registered here too
+        self._made_by = (net, heads, width, more)  # in a tuple, so that a net that is a module is not registered here too
         device = torch.empty(0).device
         with torch.device("meta" if device.type == "meta" else "cpu"):  # the same numbers on every device
             drawn = self._draw()
@@ -89,8 +91,8 @@ class InitialMemory(nn.Module):
             self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
 
     def _draw(self) -> tuple[Tensor, ...]:
-        net, heads, width = self._made_by
-        return net.init(heads, width)
+        net, heads, width, more = self._made_by
+        return net.init(heads, width, **more)  # type: ignore[arg-type]  # a matrix takes its values' width, too
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -101,10 +103,10 @@ class InitialMemory(nn.Module):
 class NeuralMemory(nn.Module):
     """``y, state = NeuralMemory(dim=512, heads=8)(x, state)``: reads x into its memory, and answers from it.
 
-    x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length. Gates from x, per token and head. The memory
-    writes k -> v and is asked q; its answers are normalised, gated by x and projected back. The state is returned, never kept
-    in the module: pass None at a document's start and what you got afterwards, in calls of any length. Rows of a batch never
-    meet.
+    x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length, and lifted to features by a deep memory's first
+    layers. Gates from x, per token and head. The memory writes k -> v and is asked q; its answers are normalised, gated by x and
+    projected back. The state is returned, never kept in the module: pass None at a document's start and what you got afterwards,
+    in calls of any length. Rows of a batch never meet.
 
     Build it from fields (those of `MemoryConfig`) or from a config, or both: ``NeuralMemory(config, chunk=64)``.
 
@@ -119,18 +121,23 @@ class NeuralMemory(nn.Module):
             raise ValueError(f"config: expected a MemoryConfig, or fields by name (dim=512, heads=8), got {config!r}")
         self.config = change(config, fields) if config is not None else build(MemoryConfig, fields)
         c = self.config
-        self.net = net_of(c)
+        net = net_of(c)
+        self.deep = isinstance(net, Deep)
+        self.net: Net = net.fast if isinstance(net, Deep) else net  # what is written
         self.rule = rule_of(c, self.net)
         self.heads, self.head_dim = c.shape
+        more = net.features(self.head_dim) if isinstance(net, Deep) else 0
+        self.key_dim = self.head_dim + more
+        self.features = Features(self.heads, self.head_dim, more, net.depth - 1) if isinstance(net, Deep) and more else None
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(c.dim, c.inner, bias=False) for _ in range(4))
         self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv, c.chunk - 1) for _ in range(3))
-        step_bias = -log(10 * getattr(self.net, "depth", 2)) if c.step_bias is None else c.step_bias
+        step_bias = -log(10 * getattr(net, "depth", 2)) if c.step_bias is None else c.step_bias
         biases = {"step": step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
         self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * self.rule.forget]
         self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
         self.norm = RMSNorm(self.head_dim)
         self.o_proj = nn.Linear(c.inner, c.dim, bias=False)
-        self.initial = InitialMemory(self.net, self.heads, self.head_dim)
+        self.initial = InitialMemory(self.net, self.heads, self.key_dim, **({"values": self.head_dim} if self.deep else {}))
         self.checks = True  # on a CPU, that x is finite; a model made of such layers sees it in its loss and its state
         self.watch: Callable[[Tensor, Tensor], None] | None = None  # shown every call's values and answers; see remanence.lens
 
@@ -140,7 +147,9 @@ class NeuralMemory(nn.Module):
     def start(self, rows: int, dtype: torch.dtype = torch.float32) -> NeuralMemoryState:
         """The state of `rows` documents of which nothing has been read. float32 unless the model runs in float64."""
         weights = tuple(weight.to(dtype) for weight in self.initial.parameters())
-        memory = start(weights, rows, rule=self.rule, chunk=self.config.chunk, width=self.head_dim)
+        if self.deep:
+            weights = tuple(torch.zeros_like(weight) for weight in weights)
+        memory = start(weights, rows, rule=self.rule, chunk=self.config.chunk, width=self.head_dim, keys=self.key_dim)
         q, k, v = (conv.start(rows, weights[0].detach()) for conv in (self.q_conv, self.k_conv, self.v_conv))
         return NeuralMemoryState(memory, (q, k, v))
 
@@ -193,8 +202,8 @@ class NeuralMemory(nn.Module):
         )
         if self.watch is not None:
             self.watch(v, answers)
-        y = self.output(x, answers)
-        if carried and torch.is_grad_enabled():
+        y = self.output(x, q, answers)
+        if carried and not self.deep and torch.is_grad_enabled():
             # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.
             y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(y.dtype)
         return Trace(y, NeuralMemoryState(memory, conv), surprise, gates)
@@ -238,19 +247,31 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
         """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's own."""
         q, past = self.q_conv.activated(self.q_proj(x), past, borders, self.heads, at_length_one=True)
-        return self.output(x, ask(q, weights, net=self.net, offsets=borders)), past
+        q = self.lift(q)
+        return self.output(x, q, ask(q, weights, net=self.net, offsets=borders)), past
 
     def prepare(
         self, x: Float[Tensor, "b t d"], conv: tuple[Tensor, Tensor, Tensor], borders: list[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Gates, tuple[Tensor, Tensor, Tensor]]:
-        """What the memory gets of x: queries, keys and values ``[b t h e]``, log gates; and the convolutions' new histories."""
+        """What the memory gets of x: queries and keys ``[b t h f]``, values ``[b t h e]``, log gates; and the convolutions' new
+        histories.
+        """
         q, past_q = self.q_conv.activated(self.q_proj(x), conv[0], borders, self.heads, at_length_one=True)
         k, past_k = self.k_conv.activated(self.k_proj(x), conv[1], borders, self.heads, at_length_one=True)
         v, past_v = self.v_conv.activated(self.v_proj(x), conv[2], borders, self.heads)
-        return q, k, v, self.log_gates(x), (past_q, past_k, past_v)
+        return self.lift(q), self.lift(k), v, self.log_gates(x), (past_q, past_k, past_v)
 
-    def output(self, x: Float[Tensor, "b t d"], answers: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t d"]:
-        """From the memory's answers to the layer's: normalised, gated by x, projected back."""
+    def lift(self, x: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t h f"]:
+        """Keys or queries as the memory is given them: features, if it is deep."""
+        return x if self.features is None else self.features(x)
+
+    def output(
+        self, x: Float[Tensor, "b t d"], q: Float[Tensor, "b t h f"], answers: Float[Tensor, "b t h e"]
+    ) -> Float[Tensor, "b t d"]:
+        """From the memory's answers to the layer's: what training left beside them, normalised, gated by x, projected back."""
+        if self.deep:
+            (left,) = self.initial.parameters()
+            answers = answers + torch.einsum("bthf,hfe->bthe", q, left.to(q.dtype))
         return self.o_proj(self.norm.gated(answers, self.g_proj(x)))
 
     def log_gates(self, x: Tensor) -> Gates:

@@ -1,6 +1,6 @@
 """The memory operator: one function, several backends, one signature."""
 
-from remanence.ops.nets import MLP, NETS, Net
+from remanence.ops.nets import MLP, NETS, Deep, Net
 from remanence.ops.operator import BACKENDS, ask, memorize, recall, settle, start
 from remanence.ops.rules import LOSSES, RULES, Rule
 from remanence.ops.state import Gates, MemoryState
@@ -11,6 +11,7 @@ __all__ = [
     "MLP",
     "NETS",
     "RULES",
+    "Deep",
     "Gates",
     "MemoryState",
     "Net",

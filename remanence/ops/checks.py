@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from remanence.ops.nets import MLP, Net
+from remanence.ops.nets import MLP, Deep, Net
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates, MemoryState
 
@@ -58,6 +58,8 @@ def check_offsets(offsets: Tensor | Sequence[int] | None, batch: int, tokens: in
 
 
 def check_kinds(net: object, rule: object) -> None:
+    if isinstance(net, Deep):
+        raise ValueError("net: expected what is written of a deep memory (net.fast, with features for keys), got the whole of it")
     if not isinstance(net, Net):
         raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")
     if not isinstance(rule, Rule):

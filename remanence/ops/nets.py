@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +105,39 @@ class MLP:
         return x + y if self.residual else y
 
 
+@dataclass(frozen=True, kw_only=True)
+class Deep:
+    """A deep memory that is steady by design: ``phi(x) (A + W)``, of which reading writes W alone.
+
+    phi are the first layers, learned in training: the unit key beside unit SwiGLU features of it, at length 1 together. W, the
+    last layer, starts at zero and forgets towards zero; A is what training left there, which surprise never sees and nothing
+    forgets. With the rule ``gated_delta`` a write is then ``gamma (I - beta phi' phi) W + beta phi' v``: for any text and any
+    gates neither a difference of states nor its adjoint ever grows.
+
+    A layer's, not the operator's, which is given features for keys and the net `fast`. depth 1: the features are the key itself.
+    """
+
+    depth: int = 2
+    expansion: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= 4:
+            raise ValueError(f"depth: expected 1, 2, 3 or 4 layers, got {self.depth!r}")
+        if not 1 < self.expansion < math.inf:
+            raise ValueError(
+                f"expansion: expected above 1 for the net 'deep', whose features hold the key, got {self.expansion!r}"
+            )
+
+    @property
+    def fast(self) -> MLP:
+        """What is written: a matrix."""
+        return MLP(depth=1, norm=False, residual=False)
+
+    def features(self, width: int) -> int:
+        """How many features stand beside a key of this width."""
+        return max(1, round((self.expansion - 1) * width)) if self.depth > 1 else 0
+
+
 def shrink(x: Tensor) -> Tensor:
     """1 for every row up to 1e12, less beyond: LayerNorm does not see a row's scale, and float32 squares overflow at 1e19."""
     return (1e12 / x.detach().abs().amax(-1, keepdim=True)).clamp(max=1.0)
@@ -119,7 +152,8 @@ def normalise(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
-NETS: dict[str, MLP] = {
+NETS: dict[str, Any] = {
+    "deep": Deep(),
     "titans": MLP(),
     "residual": MLP(norm=False),
     "linear": MLP(depth=1, norm=False, residual=False),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from math import cos, isfinite, pi
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from remanence.config import ModelConfig, known, preset
+from remanence.config import FOLLOWS, ModelConfig, known, preset
 
 
 def _check(config: Any) -> None:
@@ -213,6 +213,9 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
         inside[last] = _parse(get_type_hints(type(owner))[last], text, dotted)
     if "model.dim" in changes and "model.memory.dim" not in changes:
         del data["model"]["memory"]["dim"]  # it follows the model's
+    if changes.get("model.memory.net", config.model.memory.net) != config.model.memory.net:
+        given = {dotted.removeprefix("model.memory.") for dotted in changes}
+        data["model"]["memory"].update(dict.fromkeys(name for name in FOLLOWS if name not in given))
     return TrainConfig.from_dict(data)
 
 

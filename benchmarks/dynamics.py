@@ -1,0 +1,260 @@
+"""Does a memory train on real text, and does it stay worth reading with? Byte models of equal parameters on books.
+
+    python benchmarks/dynamics.py BOOKS --runs deep gated_delta matrix matrix128 --lrs 1e-3 2e-3 4e-3 --steps 1000 --out rows.json
+
+BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. The models are LMMs (memory and
+feed-forward, no attention), trained on the books of the split train with their memories carried from piece to piece, then read
+on held-out books (--split): bits per byte by octave of positions with the memory carried (on) and begun anew every 256 tokens
+(fresh), each a mean over separate streams with the standard error of the difference. A run that is in the file already is not
+run again, so that the same command goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from remanence import Model, ModelConfig
+from remanence.model import matched
+
+RUNS: dict[str, dict[str, Any]] = {  # the memory's configuration; all but the last two have a path that is never forgotten
+    "deep": {},
+    "matrix": {"depth": 1, "rule": "titans"},  # token-exact, with momentum as printed
+    "gated_delta": {"depth": 1},
+    "matrix128": {"depth": 1, "head_dim": 128},  # as large a state as deep's
+    "deep3": {"depth": 3},
+    "deep-x3": {"expansion": 3.0},
+    "deep-chunk16": {"chunk": 16},
+    "deep-chunk128": {"chunk": 128},
+    "titans": {"net": "titans", "expansion": 2.0, "chunk": 64},
+    "bare": {"net": "linear", "rule": "gated_delta", "step_bias": 0.0, "forget_bias": -6.0, "chunk": 64},
+}
+SEGMENT, RESTART = 256, 1 / 48
+
+
+def load(folder: str, split: str) -> list[torch.Tensor]:
+    index = json.loads((Path(folder) / "index.json").read_text())
+    names = [book["file"] for book in index if book["split"] == split]
+    return [torch.frombuffer(bytearray(lzma.open(Path(folder) / name).read()), dtype=torch.uint8) for name in names]
+
+
+def streams(books: list[torch.Tensor], length: int, most: int) -> torch.Tensor:
+    """Separate stretches of the books, none of which overlap."""
+    cut = [book[at : at + length + 1] for book in books for at in range(0, len(book) - length, length + 1)]
+    return torch.stack(cut[:most])
+
+
+def replaced(rows: torch.Tensor, new: Any, old: Any) -> Any:
+    """A state with some rows from another, decided on the device."""
+    if isinstance(new, torch.Tensor):
+        return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)
+    if new is None:
+        return None
+    parts = [replaced(rows, a, b) for a, b in zip(new, old, strict=True)]
+    return type(new)(*parts) if hasattr(new, "_fields") else tuple(parts)
+
+
+def captured(step: Any, device: str) -> Any:
+    """A function of no arguments that works in place, as a CUDA graph where there is one."""
+    if device != "cuda":
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def knows_borders(model: Model) -> Model:
+    """Pieces here are whole chunks, so that every row stands at a chunk's border in every call."""
+    for block in model.blocks:
+        memory = block.mixer.memory
+        memory.forward = partial(memory.forward, aligned=True)
+    return model
+
+
+class Training:
+    """Books in order, rows that begin anew now and then, the memory carried; one step is one CUDA graph."""
+
+    def __init__(
+        self, model: Model, books: list[torch.Tensor], rows: int, length: int, steps: int, lr: float, seed: int, device: str
+    ):
+        self.model, self.length, self.steps, self.lr, self.device = model, length, steps, lr, device
+        self.text = torch.cat(books).to(device)
+        draw = torch.Generator().manual_seed(seed + 1)
+        sizes = torch.tensor([len(book) for book in books], dtype=torch.float)
+        ends = torch.tensor([len(book) for book in books]).cumsum(0).tolist()
+        plan, new = torch.empty(steps, rows, dtype=torch.long), torch.zeros(steps, rows, dtype=torch.bool)
+        place: list[list[int]] = [[0, 0] for _ in range(rows)]
+        for step in range(steps):
+            for row in range(rows):
+                if place[row][0] + length + 1 >= place[row][1] or float(torch.rand((), generator=draw)) < RESTART:
+                    book = int(torch.multinomial(sizes, 1, generator=draw))
+                    at = int(torch.randint(0, len(books[book]) - length - 2, (1,), generator=draw))
+                    place[row] = [ends[book] - len(books[book]) + at, ends[book]]
+                    new[step, row] = True
+                plan[step, row] = place[row][0]
+                place[row][0] += length
+        self.plan, self.new = plan.to(device), new.to(device)
+        parameters = list(model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.rate = torch.zeros((), device=device)
+        on_gpu = device == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
+        with torch.no_grad():
+            self.state = model.start(rows).clone()
+        self.at, self.fresh = self.plan[0].clone(), self.new[0].clone()
+        self.loss, self.norm = torch.zeros((), device=device), torch.zeros((), device=device)
+
+    def step(self) -> None:
+        span = torch.arange(self.length + 1, device=self.device)
+        x = self.text[self.at.unsqueeze(1) + span].long()
+        state = replaced(self.fresh, self.model.start(len(x)), self.state)
+        with torch.autocast(self.device, torch.bfloat16, cache_enabled=False):
+            logits, after = self.model(x[:, :-1], state)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())
+        loss.backward()
+        self.norm.copy_(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        for old, new in zip(self.state.tensors(), after.detach().tensors(), strict=True):
+            old.copy_(new)
+        self.loss.copy_(loss.detach())
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses in bits and gradient norms, of every step."""
+        losses, norms = [], []
+        weights = [p.detach().clone() for p in self.model.parameters()]
+        replay = captured(self.step, self.device)  # its rate is 0, yet what it warmed up with is undone
+        with torch.no_grad():
+            for parameter, weight in zip(self.model.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+            for kept in self.optimizer.state.values():
+                for tensor in kept.values():
+                    tensor.zero_()
+        for step in range(self.steps):
+            self.at.copy_(self.plan[step])
+            self.fresh.copy_(self.new[step] if step else torch.ones_like(self.new[0]))
+            warm, cosine = min(1, (step + 1) / 60), 0.5 * (1 + math.cos(math.pi * step / self.steps))
+            self.rate.fill_(self.lr * warm * (0.1 + 0.9 * cosine))
+            replay()
+            losses.append(self.loss.clone())
+            norms.append(self.norm.clone())
+        return torch.stack(losses).cpu() / math.log(2), torch.stack(norms).cpu()
+
+
+@torch.no_grad()
+def measure(model: Model, x: torch.Tensor, device: str, piece: int) -> dict[str, Any]:
+    """Per octave of positions: bits on, bits fresh, and the difference's standard error over the streams."""
+    x = x.to(device)
+    rows, length = x.shape[0], x.shape[1] - 1
+    bits: dict[str, torch.Tensor] = {}
+    for mode, size in (("on", piece), ("fresh", SEGMENT if device == "cuda" else 64)):
+        state, nothing = model.start(rows).clone(), model.start(rows)
+        at, out = torch.zeros((), dtype=torch.long, device=device), torch.zeros(rows, size, device=device)
+
+        def step(
+            mode: str = mode, size: int = size, state: Any = state, nothing: Any = nothing, at: Any = at, out: Any = out
+        ) -> None:
+            here = x[:, at + torch.arange(size + 1, device=device)].long()
+            begun = state
+            if mode == "fresh":  # the convolutions go on
+                begun = state._replace(
+                    blocks=tuple(new._replace(conv=old.conv) for new, old in zip(nothing.blocks, state.blocks, strict=True))
+                )
+            with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+                logits, after = model(here[:, :-1], begun)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), here[:, 1:].flatten(), reduction="none")
+            out.copy_(loss.view(rows, size) / math.log(2))
+            for old, new in zip(state.tensors(), after.tensors(), strict=True):
+                old.copy_(new)
+
+        replay, found = captured(step, device), []
+        for tensor, new in zip(state.tensors(), nothing.tensors(), strict=True):
+            tensor.copy_(new)
+        for first in range(0, length - size + 1, size):
+            at.fill_(first)
+            replay()
+            found.append(out.clone())
+        bits[mode] = torch.cat(found, 1).cpu()
+    table, first = {}, 0
+    while first < length:
+        last = min(length, max(1024, 2 * first))
+        on, fresh = (bits[mode][:, first:last].double().mean(1) for mode in ("on", "fresh"))
+        gap = on - fresh
+        table[last] = [round(v.item(), 4) for v in (on.mean(), fresh.mean(), gap.mean(), gap.std() / math.sqrt(rows))]
+        first = last
+    return table
+
+
+def one(name: str, lr: float, seed: int, args: argparse.Namespace, device: str) -> dict[str, Any]:
+    small = device == "cpu"
+    dim, depth, rows, length = (128, 2, 8, 256) if small else (512, 6, 16, 2048)
+    torch.manual_seed(seed)
+    base = ModelConfig(vocabulary=256, dim=dim, depth=depth, heads=dim // 64, pattern=("lmm",), segment=SEGMENT, persistent=0)
+    memory = {"head_dim": 64, **RUNS[name]}
+    config = matched(ModelConfig(**{**base.to_dict(), "memory": memory}))
+    model = knows_borders(Model(config).to(device))
+    began = time.time()
+    losses, norms = Training(model, load(args.books, "train"), rows, length, args.steps, lr, seed, device).run()
+    took = time.time() - began
+    x = streams(load(args.books, args.split), args.length, args.streams)
+    weights = model.start(1).tensors()
+    state = sum(t.numel() for t in weights if t.dim() == 6) or sum(t.numel() for t in weights if t.dim() == 5)
+    return {
+        "run": name, "lr": lr, "seed": seed, "steps": args.steps, "split": args.split, "streams": len(x),
+        "parameters": sum(p.numel() for p in model.parameters()), "state": state // depth, "bytes": args.steps * rows * length,
+        "train": round(losses[-50:].mean().item(), 4), "curve": [round(b, 3) for b in losses.unfold(0, 25, 25).mean(1).tolist()],
+        "norm": [round(norms.quantile(p).item(), 3) for p in (0.5, 0.95, 1.0)], "seconds": round(took),
+        "positions": measure(model, x, device, length), "seconds_all": round(time.time() - began),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("books")
+    parser.add_argument("--runs", nargs="+", default=["deep", "gated_delta"], choices=list(RUNS))
+    parser.add_argument("--lrs", nargs="+", type=float, default=[2e-3])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--split", default="validation")
+    parser.add_argument("--length", type=int, default=262144, help="tokens of each held-out stream")
+    parser.add_argument("--streams", type=int, default=8, help="at most so many of them")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so long")
+    parser.add_argument("--out", type=Path, default=Path("dynamics.json"))
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    began = time.time()
+    rows = json.loads(args.out.read_text()) if args.out.exists() else []
+    done = {(row["run"], row["lr"], row["seed"], row["steps"], row["split"]) for row in rows}
+    for seed in args.seeds:
+        for name in args.runs:
+            for lr in args.lrs:
+                if (name, lr, seed, args.steps, args.split) in done or time.time() - began > args.seconds:
+                    continue
+                row = one(name, lr, seed, args, device)
+                rows.append(row)
+                args.out.write_text(json.dumps(rows, indent=1))
+                shown = {key: value for key, value in row.items() if key not in ("curve", "positions", "split", "bytes")}
+                print(json.dumps(shown), " ".join(f"{p}:{v}" for p, v in row["positions"].items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
