@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from remanence.config import ModelConfig, preset
+from remanence.files import aligned
 from remanence.model import Model, State, Trace, describe
 
 try:
@@ -301,6 +302,9 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
             pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
         (model, found), where = loaded, pretrained_model_name_or_path
+        for parameter in model.parameters():  # which transformers leaves in the file, too
+            if type(parameter.data) is Tensor:  # others, as quantised or shared ones, see to themselves where they lie
+                parameter.data = aligned(parameter.data)
         if model.model.log_unigrams is not None:  # transformers trains all that it loads
             model.model.log_unigrams.requires_grad_(False)
         for name in sorted(found["missing_keys"]):

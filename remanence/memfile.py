@@ -96,7 +96,7 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
 def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A file's header and tensors: checked as a file, brought to the present schema, not yet fitted to a model."""
     path = Path(path)
-    stored = read_tensors(path)
+    stored = read_tensors(path, mapped=LARGE)
     if stored.metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a memory file, got a safetensors file of another kind")
     header = dict(stored.metadata)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from remanence.blocks import Block, Cuts, Seen
 from remanence.config import MODES, Mode, ModelConfig, change, known
-from remanence.files import read_json, read_tensors, write_json, write_tensors
+from remanence.files import aligned, read_json, read_tensors, write_json, write_tensors
 from remanence.knn import Aside, Knn, KnnState
 from remanence.layers import RMSNorm
 from remanence.memory.policies import POLICIES, Tokens
@@ -330,7 +330,9 @@ class Model(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Model:
-        """The model that `save` (or ``save_pretrained`` of `remanence.hf`) wrote, in the dtype it was saved in or another."""
+        """The model that `save` (or ``save_pretrained`` of `remanence.hf`) wrote, in the dtype it was saved in or another: in the
+        same one it computes the same to the last bit.
+        """
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             raise ValueError(f"model: expected a folder with config.json and model.safetensors, got {folder}")
@@ -350,20 +352,23 @@ class Model(nn.Module):
             if name not in wanted:
                 raise ValueError(f"{folder / 'model.safetensors'}: a tensor {name!r} that a model of this configuration has not")
         model = model.to_empty(device="cpu")
+        found = {name: aligned(tensor.to(device, dtype or tensor.dtype)) for name, tensor in found.items()}
         model.load_state_dict(found, strict=False, assign=True)
         return model.to(device=device, dtype=dtype)
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, in one file or, as Hugging Face saves large models, in several with an index."""
+    """All tensors of a folder, in one file or, as Hugging Face saves large models, in several with an index; left in the files,
+    so that a large model need not lie in memory twice on its way to another dtype or device.
+    """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return read_tensors(folder / "model.safetensors").tensors
+        return read_tensors(folder / "model.safetensors", mapped=0).tensors
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ValueError(f"{index}: expected a weight_map from tensors to files, got {type(places).__name__}")
     names = {Path(name).name for name in places.values()}
-    return {name: tensor for part in sorted(names) for name, tensor in read_tensors(folder / part).tensors.items()}
+    return {name: tensor for part in sorted(names) for name, tensor in read_tensors(folder / part, mapped=0).tensors.items()}
 
 
 def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -76,7 +76,10 @@ class Layout:
         """What is left open at each row's end, ``[r length ...]`` to ``[r c-1 ...]``."""
         if self.uniform:
             complete = self.totals[0] // self.chunk * self.chunk
-            return _pad(x[:, complete : self.totals[0]], self.chunk - 1)
+            left = x[:, complete : self.totals[0]]
+            # Never a view: a state would keep all of a call's rows, and go on with other roundings than after it was saved.
+            whole = left.shape[1] == self.chunk - 1
+            return left.clone(memory_format=torch.contiguous_format) if whole else _pad(left, self.chunk - 1)
         index = torch.full((len(self.tails), self.chunk - 1), -1)
         for row, total in enumerate(self.totals):
             complete = total // self.chunk * self.chunk

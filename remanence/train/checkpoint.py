@@ -139,7 +139,8 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
                 reader = dcp.HuggingFaceStorageReader(str(path / PARTS))
                 dcp.load(into, storage_reader=reader, no_dist=world.size == 1)
         return
-    found = read_tensors(path / "model.safetensors").tensors | read_tensors(path / "optimizer.safetensors").tensors
+    parts = (read_tensors(path / name, mapped=0).tensors for name in ("model.safetensors", "optimizer.safetensors"))
+    found = {name: tensor for part in parts for name, tensor in part.items()}  # left in the files, as they are copied from there
     for name, tensor in into.items():
         if name not in found or found[name].shape != tensor.shape:
             came = list(found[name].shape) if name in found else "none"
