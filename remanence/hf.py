@@ -303,7 +303,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         )
         (model, found), where = loaded, pretrained_model_name_or_path
         for parameter in model.parameters():  # which transformers leaves in the file, too
-            if type(parameter.data) is Tensor:  # others, as quantised or shared ones, see to themselves where they lie
+            if type(parameter.data) is Tensor:  # others, as quantised or sharded ones, see to themselves where they lie
                 parameter.data = aligned(parameter.data)
         if model.model.log_unigrams is not None:  # transformers trains all that it loads
             model.model.log_unigrams.requires_grad_(False)
