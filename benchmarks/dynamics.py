@@ -27,14 +27,16 @@ from remanence import Model, ModelConfig
 from remanence.model import matched
 
 RUNS: dict[str, dict[str, Any]] = {  # the memory's configuration; all but the last two have a path that is never forgotten
-    "deep": {},
+    "deep": {"head_dim": 128},
+    "deep64": {},
     "matrix": {"depth": 1, "rule": "titans"},  # token-exact, with momentum as printed
     "gated_delta": {"depth": 1},
     "matrix128": {"depth": 1, "head_dim": 128},  # as large a state as deep's
-    "deep3": {"depth": 3},
-    "deep-x3": {"expansion": 3.0},
-    "deep-chunk16": {"chunk": 16},
-    "deep-chunk128": {"chunk": 128},
+    "matrix128-momentum": {"depth": 1, "head_dim": 128, "rule": "titans"},
+    "deep3": {"head_dim": 128, "depth": 3},
+    "deep-x2": {"head_dim": 128, "expansion": 2.0},
+    "deep-chunk16": {"head_dim": 128, "chunk": 16},
+    "deep-chunk128": {"head_dim": 128, "chunk": 128},
     "titans": {"net": "titans", "expansion": 2.0, "chunk": 64},
     "bare": {"net": "linear", "rule": "gated_delta", "step_bias": 0.0, "forget_bias": -6.0, "chunk": 64},
 }

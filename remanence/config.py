@@ -75,7 +75,8 @@ class MemoryConfig:
 
     Attributes:
         dim: width of the model the layer stands in.
-        heads: independent memories side by side. Default: the divisor of dim that makes a head nearest to 64 wide.
+        heads: independent memories side by side. Default: the divisor of dim that makes a head nearest to 128 wide for the net
+            "deep", else to 64.
         head_dim: width of each. Default: dim / heads.
         net: name of an entry of `remanence.ops.NETS`, yours included.
         depth, expansion, activation, bias: changes to that entry, where given.
@@ -133,7 +134,8 @@ class MemoryConfig:
         if self.head_dim is not None:
             return max(1, self.dim // self.head_dim), self.head_dim
         divisors = [heads for heads in range(1, self.dim + 1) if self.dim % heads == 0]
-        heads = min(divisors, key=lambda heads: abs(self.dim // heads - 64))
+        wanted = 128 if self.net == "deep" else 64
+        heads = min(divisors, key=lambda heads: abs(self.dim // heads - wanted))
         return heads, self.dim // heads
 
     @property
@@ -275,8 +277,8 @@ class ModelConfig:
 # tokens, chunk 16). Its table 5 gives the four larger sizes; `tiny` and `small` are ours, for a CPU.
 _SMALL = {"window": 128, "segment": 128, "persistent": 16}
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {"dim": 128, "depth": 2, "heads": 4, **_SMALL, "memory": {"head_dim": 32, "expansion": 2.0}},
-    "small": {"dim": 256, "depth": 6, "heads": 4, **_SMALL, "memory": {"expansion": 2.0}},
+    "tiny": {"dim": 128, "depth": 2, "heads": 4, **_SMALL, "memory": {"head_dim": 32}},
+    "small": {"dim": 256, "depth": 6, "heads": 4, **_SMALL, "memory": {"head_dim": 64}},
     "170m": {"dim": 768, "depth": 12, "heads": 16},
     "340m": {"dim": 1024, "depth": 24, "heads": 16},
     "760m": {"dim": 1536, "depth": 24, "heads": 16},

@@ -150,47 +150,39 @@ class ShortConv(nn.Module):
 
 
 class Features(nn.Module):
-    """Unit keys to unit features, per head: the slow layers of a deep memory, which training moves and no text does.
+    """Unit keys to unit features of the same width, per head: the slow layers of a deep memory, which training moves and no text.
 
-    A key goes through `depth` gated layers (SwiGLU's first half), each back to length 1, and stands beside what comes out: a
-    linear memory of both is one of a function of the key. `mix` is the logit of the features' share of the squared length.
-    Fallen below 1e-3, features fade to zero instead.
+    Each layer adds gated features (SwiGLU's, `hidden` of them at length 1, projected back) to what it was given, and brings the
+    sum back to length 1. The way back starts at zero: an untrained deep memory is a matrix.
     """
 
-    def __init__(self, heads: int, width: int, count: int, depth: int = 1) -> None:
+    def __init__(self, heads: int, width: int, hidden: int, depth: int = 1) -> None:
         super().__init__()
-        self.heads, self.width, self.count, self.depth = heads, width, count, depth
+        self.heads, self.width, self.hidden, self.depth = heads, width, hidden, depth
         for index in range(depth):
-            shape = (heads, count if index else width, 2 * count)
-            self.register_parameter(f"weight{index}", nn.Parameter(torch.empty(shape)))
-        self.mix = nn.Parameter(torch.empty(heads))
+            self.register_parameter(f"up{index}", nn.Parameter(torch.empty(heads, width, 2 * hidden)))
+            self.register_parameter(f"down{index}", nn.Parameter(torch.empty(heads, hidden, width)))
         self.reset_parameters()
 
     @property
-    def weights(self) -> list[Tensor]:
-        return [getattr(self, f"weight{index}") for index in range(self.depth)]
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(getattr(self, f"up{index}"), getattr(self, f"down{index}")) for index in range(self.depth)]
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.mix)
         with torch.no_grad():
-            for weight in self.weights:
-                device = "meta" if weight.is_meta else "cpu"  # the same numbers on every device
-                weight.copy_(torch.randn(weight.shape, device=device) / math.sqrt(weight.shape[1]))
+            for up, down in self.layers:
+                device = "meta" if up.is_meta else "cpu"  # the same numbers on every device
+                up.copy_(torch.randn(up.shape, device=device) / math.sqrt(self.width))
+                down.zero_()
 
-    def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h both"]:
-        if self.depth == 1 and layer.fits(x, width=self.width, features=self.count):
-            return layer.lift(x, self.weights[0], self.mix)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        key = y = x.to(dtype)
+    def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h width"]:
+        dtype = x.dtype
         with torch.autocast(x.device.type, enabled=False):
-            for weight in self.weights:
-                product = torch.einsum("bthi,hio->btho", y.to(x.dtype), weight.to(x.dtype)).to(dtype)
-                gate, up = (math.sqrt(weight.shape[1]) * product).chunk(2, -1)
-                y = F.silu(gate) * up
-                y = y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)
-        # Roots by way of logs: where a share is 0, the root of a sigmoid has no gradient.
-        of_key, of_features = (torch.exp(0.5 * F.logsigmoid(logit.to(dtype)))[:, None] for logit in (-self.mix, self.mix))
-        return torch.cat([key * of_key, y * of_features], -1).to(x.dtype)
+            for up, down in self.layers:
+                gate, value = (math.sqrt(self.width) * torch.einsum("bthi,hio->btho", x, up.to(dtype))).chunk(2, -1)
+                added = torch.einsum("btho,hoi->bthi", unit(F.silu(gate) * value), down.to(dtype))
+                x = unit(x + added)
+        return x
 
 
 class GateProjection(nn.Module):

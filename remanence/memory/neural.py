@@ -81,9 +81,9 @@ class InitialMemory(nn.Module):
     written and are never forgotten. A module of its own, so that it can be reset as one.
     """
 
-    def __init__(self, net: Net, heads: int, width: int, **more: int) -> None:
+    def __init__(self, net: Net, heads: int, width: int) -> None:
         super().__init__()
-        self._made_by = (net, heads, width, more)  # in a tuple, so that a net that is a module is not registered here too
+        self._made_by = (net, heads, width)  # in a tuple, so that a net that is a module is not registered here too
         device = torch.empty(0).device
         with torch.device("meta" if device.type == "meta" else "cpu"):  # the same numbers on every device
             drawn = self._draw()
@@ -91,8 +91,8 @@ class InitialMemory(nn.Module):
             self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
 
     def _draw(self) -> tuple[Tensor, ...]:
-        net, heads, width, more = self._made_by
-        return net.init(heads, width, **more)  # type: ignore[arg-type]  # a matrix takes its values' width, too
+        net, heads, width = self._made_by
+        return net.init(heads, width)
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -126,9 +126,9 @@ class NeuralMemory(nn.Module):
         self.net: Net = net.fast if isinstance(net, Deep) else net  # what is written
         self.rule = rule_of(c, self.net)
         self.heads, self.head_dim = c.shape
-        more = net.features(self.head_dim) if isinstance(net, Deep) else 0
-        self.key_dim = self.head_dim + more
-        self.features = Features(self.heads, self.head_dim, more, net.depth - 1) if isinstance(net, Deep) and more else None
+        self.features: Features | None = None
+        if isinstance(net, Deep) and net.depth > 1:
+            self.features = Features(self.heads, self.head_dim, net.hidden(self.head_dim), net.depth - 1)
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(c.dim, c.inner, bias=False) for _ in range(4))
         self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv, c.chunk - 1) for _ in range(3))
         step_bias = -log(10 * getattr(net, "depth", 2)) if c.step_bias is None else c.step_bias
@@ -137,7 +137,7 @@ class NeuralMemory(nn.Module):
         self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
         self.norm = RMSNorm(self.head_dim)
         self.o_proj = nn.Linear(c.inner, c.dim, bias=False)
-        self.initial = InitialMemory(self.net, self.heads, self.key_dim, **({"values": self.head_dim} if self.deep else {}))
+        self.initial = InitialMemory(self.net, self.heads, self.head_dim)
         self.checks = True  # on a CPU, that x is finite; a model made of such layers sees it in its loss and its state
         self.watch: Callable[[Tensor, Tensor], None] | None = None  # shown every call's values and answers; see remanence.lens
 
@@ -149,7 +149,7 @@ class NeuralMemory(nn.Module):
         weights = tuple(weight.to(dtype) for weight in self.initial.parameters())
         if self.deep:
             weights = tuple(torch.zeros_like(weight) for weight in weights)
-        memory = start(weights, rows, rule=self.rule, chunk=self.config.chunk, width=self.head_dim, keys=self.key_dim)
+        memory = start(weights, rows, rule=self.rule, chunk=self.config.chunk, width=self.head_dim)
         q, k, v = (conv.start(rows, weights[0].detach()) for conv in (self.q_conv, self.k_conv, self.v_conv))
         return NeuralMemoryState(memory, (q, k, v))
 

@@ -109,33 +109,31 @@ class MLP:
 class Deep:
     """A deep memory that is steady by design: ``phi(x) (A + W)``, of which reading writes W alone.
 
-    phi are the first layers, learned in training: the unit key beside unit SwiGLU features of it, at length 1 together. W, the
-    last layer, starts at zero and forgets towards zero; A is what training left there, which surprise never sees and nothing
+    phi are the first layers, learned in training: each adds SwiGLU features to the unit key and brings it back to length 1. W,
+    the last layer, starts at zero and forgets towards zero; A is what training left there, which surprise never sees and nothing
     forgets. With the rule ``gated_delta`` a write is then ``gamma (I - beta phi' phi) W + beta phi' v``: for any text and any
     gates neither a difference of states nor its adjoint ever grows.
 
-    A layer's, not the operator's, which is given features for keys and the net `fast`. depth 1: the features are the key itself.
+    A layer's, not the operator's, which is given phi(k) for keys and the net `fast`. depth 1: phi(x) is x, a matrix.
     """
 
     depth: int = 2
-    expansion: float = 2.0
+    expansion: float = 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= 4:
             raise ValueError(f"depth: expected 1, 2, 3 or 4 layers, got {self.depth!r}")
-        if not 1 < self.expansion < math.inf:
-            raise ValueError(
-                f"expansion: expected above 1 for the net 'deep', whose features hold the key, got {self.expansion!r}"
-            )
+        if not 0 < self.expansion < math.inf:
+            raise ValueError(f"expansion: expected a positive number, got {self.expansion!r}")
 
     @property
     def fast(self) -> MLP:
         """What is written: a matrix."""
         return MLP(depth=1, norm=False, residual=False)
 
-    def features(self, width: int) -> int:
-        """How many features stand beside a key of this width."""
-        return max(1, round((self.expansion - 1) * width)) if self.depth > 1 else 0
+    def hidden(self, width: int) -> int:
+        """Gated features in each of the first layers."""
+        return max(1, round(self.expansion * width))
 
 
 def shrink(x: Tensor) -> Tensor:
