@@ -21,7 +21,7 @@ from remanence.ops.rules import Rule, coefficients
 from remanence.ops.state import Gates, MemoryState, Weights
 
 BLOCK = 64
-"""Of the kernel, along the hidden axis; half of it for heads wider, or chunks longer, than 64."""
+"""Of the kernels, along the hidden axis or a matrix's columns; half of it for heads wider, or chunks longer, than 64."""
 
 WARPS = 8
 
@@ -31,6 +31,14 @@ def unsupported(net: Net, rule: Rule) -> str | None:
     if isinstance(net, MLP) and isinstance(rule.loss, str):
         return None
     return "only MLP memories with a loss of ours have the closed form that decoding goes by"
+
+
+def written(net: MLP, rule: Rule) -> bool:
+    """Whether there is a kernel that reads one token into such a memory."""
+    if net.bias or not isinstance(rule.loss, str):
+        return False
+    two = net.depth == 2 and rule.loss == "squared" and rule.anchor == "chunk" and not rule.decay_first
+    return net.linear or two
 
 
 def put(buffer: Tensor, slot: Tensor, new: Tensor, active: Tensor) -> None:
@@ -89,6 +97,7 @@ class Running:
             raise ValueError(f"net: expected a memory that can be written in place, got {type(net).__name__}: {reason}")
         self.net, self.rule, self.chunk = net, rule, state.chunk
         self.rows, self.heads, self.width = state.k.shape[0], *state.k.shape[2:]
+        self.values = state.v.shape[-1]
         # One slot more than a tail has: the token that completes the chunk.
         k, self.v, self.gates = self._slots(state.k), self._slots(state.v), state.gates.map(self._slots)
         self.layers = tuple(layer.detach().flatten(0, 1).clone(memory_format=torch.contiguous_format) for layer in state.layers)
@@ -96,13 +105,16 @@ class Running:
         self.inputs, self.errors = self._tail(k, self.v)
         self.step = self._fused if self._choose(backend) == "triton" else self._plain
 
+    @property
+    def _fits(self) -> bool:
+        return fits(self.v, max(self.width, self.values))
+
     def _choose(self, backend: str) -> str:
-        known = self.net.depth == 2 and not self.net.bias and self.chunk <= launch.WIDEST
-        known = known and self.rule.loss == "squared" and self.rule.anchor == "chunk" and not self.rule.decay_first
-        known = known and fits(self.v, self.width)
+        known = written(self.net, self.rule) and self.chunk <= launch.WIDEST and self._fits
         if backend == "triton" and not known:
             raise ValueError(
-                f"backend: 'triton' decodes two layers anchored at the chunk's start, on CUDA, got {self.net} and {self.rule}"
+                "backend: 'triton' decodes two layers anchored at the chunk's start, or one without LayerNorm; no bias, and on "
+                f"CUDA; got {self.net} and {self.rule}"
             )
         return ("triton" if known else "plain") if backend == "auto" else backend
 
@@ -124,7 +136,7 @@ class Running:
 
     def adopt(self, weights: Weights, rows: Tensor) -> None:
         """Copy `self.weights` to these, in place, in the rows told ``[r]``."""
-        if not fits(self.v, self.width):
+        if not self._fits:
             keep(weights, self.weights, rows)
             return
         for layer, weight in zip(self.layers, weights, strict=True):
@@ -187,26 +199,32 @@ class Running:
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor) -> tuple[Tensor, Tensor]:
         """`_plain` as one kernel. Answers and surprise of rows that are not active are 0."""
-        y, surprise = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(gates.log_step)
+        y = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
+        surprise = torch.empty_like(gates.log_step)
         absent = self.gates.log_step
         kept = [absent if gate is None else gate for gate in self.gates]
         new = [gates.log_step if gate is None else gate.contiguous() for gate in gates]
-        hidden, power = self.layers[0].shape[-1], launch.power
-        block = BLOCK >> (self.width > 64) + (self.chunk > 64)
-        constants: dict[str, Any] = {
-            "HEADS": self.heads, "CHUNK": self.chunk, "BC": power(self.chunk), "D": self.width, "BD": power(self.width),
-            "HIDDEN": hidden, "BH": min(power(hidden), block), "MOMENTUM": self.rule.momentum,
-            "FORGET": self.rule.forget, "NORM": self.net.norm, "RESIDUAL": self.net.residual,
-            "GELU": self.net.activation == "gelu", "ACC": launch.triton_type(self.v.dtype),
-        }  # fmt: skip
         launch.launch(
-            "decode_kernel", (self.rows * self.heads,),
+            "decode_kernel" if self.net.depth == 2 else "decode_linear_kernel", (self.rows * self.heads,),
             q.contiguous(), k.contiguous(), v.contiguous(), *new, *self.layers, *self.inputs, *self.errors, self.v, *kept,
             self.position, active.view(torch.uint8), y, surprise, self.diverged.view(torch.uint8),
-            **constants, options={"num_warps": WARPS, "num_stages": 1},
+            **self._constants(), options={"num_warps": WARPS, "num_stages": 1},
         )  # fmt: skip
         self.position += active  # not in the kernel, whose programs read it
         return y, surprise
+
+    def _constants(self) -> dict[str, Any]:
+        """What the kernel is built for."""
+        net, rule, power, columns = self.net, self.rule, launch.power, self.layers[0].shape[-1]
+        block = min(power(columns), BLOCK >> (self.width > 64) + (self.chunk > 64))
+        constants: dict[str, Any] = {
+            "HEADS": self.heads, "CHUNK": self.chunk, "BC": power(self.chunk), "D": self.width, "BD": power(self.width),
+            "MOMENTUM": rule.momentum, "FORGET": rule.forget, "RESIDUAL": net.residual, "ACC": launch.triton_type(self.v.dtype),
+        }  # fmt: skip
+        if net.depth == 2:
+            return constants | {"HIDDEN": columns, "BH": block, "NORM": net.norm, "GELU": net.activation == "gelu"}
+        exact, squared = rule.anchor == "token", rule.loss == "squared"
+        return constants | {"E": columns, "BV": block, "SQUARED": squared, "TOKEN": exact, "SCALED": rule.decay_first}
 
     @property
     def state(self) -> MemoryState:

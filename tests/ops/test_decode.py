@@ -8,11 +8,17 @@ import torch
 from cases import Case, pairwise
 
 from remanence.layers import ShortConv, unit
-from remanence.ops import MLP, Gates, Rule, decode, memorize, settle, start
+from remanence.ops import MLP, NETS, RULES, Gates, Rule, decode, memorize, settle, start
 from remanence.ops.state import where
 from remanence.testing import assert_close
 
 inside = pytest.mark.interpreted
+TOKEN_EXACT = {
+    "titans": Rule(anchor="token"),
+    "delta": RULES["delta"],
+    "gated_delta": RULES["gated_delta"],
+    "gated_delta with momentum": Rule(decay_first=True, anchor="token"),
+}
 
 
 def walk(case, backend, steps):
@@ -23,7 +29,8 @@ def walk(case, backend, steps):
     gates = Gates(**dict(zip(names, rest, strict=False)))
     weights, momentum = rest[len(names) :][: case.depth], rest[len(names) + case.depth :]
     keywords = {"net": case.net, "rule": case.rule, "chunk": case.chunk, "backend": "chunked"}
-    state = start(tuple(weights), 3, rule=case.rule, chunk=case.chunk, width=case.width, momentum=tuple(momentum) or None)
+    widths = {"width": case.values or case.width, "keys": case.width}
+    state = start(tuple(weights), 3, rule=case.rule, chunk=case.chunk, **widths, momentum=tuple(momentum) or None)
 
     def read(state, part):
         return memorize(q[:, part], k[:, part], v[:, part], gates.map(lambda gate: gate[:, part]), state, **keywords)
@@ -38,11 +45,18 @@ def walk(case, backend, steps):
         y, surprise = running.step(q[:, t], k[:, t], v[:, t], gates.map(lambda gate, t=t: gate[:, t]), active)
         assert_close(answers[active, 0], y[active], 1e-10, "answers")
         assert_close(surprises[active, 0], surprise[active], 1e-10, "surprise")
+        if backend == "triton":
+            assert not y[~active].any() and not surprise[~active].any()
         state = where(active.tolist(), new, state)
         assert_close(settle(state, net=case.net, rule=case.rule), running.settled(), 1e-10, "weights")
         if t % 5 == 0:
             assert_close(state, running.state, 1e-10, "state")
     assert_close(state, running.state, 1e-10, "state")
+    rows, weights = torch.tensor([True, False, True]), tuple(torch.zeros_like(weight) for weight in running.weights)
+    running.adopt(weights, rows)
+    for weight, held in zip(weights, running.weights, strict=True):
+        assert_close(held[rows], weight[rows], 0.0)
+        assert not weight[~rows].any()
     assert_close(untouched, decode.Running(untouched, case.net, case.rule, backend).state, 0.0)
 
 
@@ -81,6 +95,13 @@ def test_token_exact(s):
     walk(Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"]), "plain", 14)
 
 
+@pytest.mark.parametrize("widths", [(6, 3), (3, 6)], ids=str)
+@pytest.mark.parametrize("name", ["gated_delta", "linear_attention"])
+def test_values_of_another_width(name, widths):
+    case = Case(net=NETS["linear"], rule=RULES[name], width=widths[0], values=widths[1])
+    walk(case, "plain", 10)
+
+
 def test_a_deep_net_of_chunks_of_one():
     walk(Case(rule=Rule(anchor="token"), chunk=1), "plain", 6)
 
@@ -114,6 +135,44 @@ def test_whole_tiles():
 
 
 @inside
+@pytest.mark.parametrize(
+    "s",
+    pairwise(
+        anchor=["token", "chunk"],
+        forget=["first", "yes", "no"],
+        momentum=[True, False],
+        values=[None, "residual", 3, 21],
+        loss=["squared", "dot"],
+        chunk=[4, 1, 3],
+        block=[16, 64],
+        extreme=["none", "clear", "no past", "no step"],
+    ),
+    ids=lambda s: "-".join(map(str, s.values())),
+)
+def test_the_kernel_of_a_matrix(s, monkeypatch):
+    monkeypatch.setattr(decode, "BLOCK", s["block"])
+    residual = s["values"] == "residual"
+    net = MLP(depth=1, norm=False, residual=residual)
+    forget = {"forget": s["forget"] != "no", "decay_first": s["forget"] == "first"}
+    rule = Rule(momentum=s["momentum"], loss=s["loss"], anchor=s["anchor"], **forget)
+    values = None if residual else s["values"]
+    walk(Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"], values=values, heads=1), "triton", 9)
+
+
+@inside
+@pytest.mark.parametrize(
+    "s",
+    pairwise(rule=list(TOKEN_EXACT), widths=[(5, 18), (18, 5), (16, 16)], extreme=["none", "clear", "no past", "no step"]),
+    ids=lambda s: "-".join(map(str, s.values())),
+)
+def test_the_token_exact_rules_of_a_matrix(s, monkeypatch):
+    """More columns than a block has, and whole tiles, among them; over more than one chunk's border."""
+    monkeypatch.setattr(decode, "BLOCK", 16)
+    (width, values), rule = s["widths"], TOKEN_EXACT[s["rule"]]
+    walk(Case(net=NETS["linear"], rule=rule, width=width, values=values, extreme=s["extreme"]), "triton", 9)
+
+
+@inside
 @pytest.mark.parametrize(("kernel", "slack", "width"), [(4, 3, 5), (1, 0, 4), (3, 0, 16), (2, 15, 4)])
 def test_the_convolutions(kernel, slack, width):
     """One kernel is the layers' three convolutions, SiLU and unit length."""
@@ -135,9 +194,10 @@ def test_the_convolutions(kernel, slack, width):
         assert_close(asked, kept[0], 0.0)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("backend", ["plain", pytest.param("triton", marks=inside)])
-def test_divergence_raises_the_flag(backend):
-    net = MLP(norm=False)
+def test_divergence_raises_the_flag(backend, depth):
+    net = MLP(depth=depth, norm=False)
     state = start(net.init(1, 4), 2, chunk=4)
     running = decode.Running(state, net, Rule(), backend)
     q, k, v = torch.randn(3, 2, 1, 4)
@@ -147,6 +207,23 @@ def test_divergence_raises_the_flag(backend):
         y, _ = running.step(q, 0.1 * k, v, gates, torch.tensor([True, True]))
     assert running.state.diverged.tolist() == [True, False]
     assert y[1].isfinite().all()
+
+
+@inside
+def test_auto_takes_the_kernels():
+    """A matrix by every rule, and two layers; what no kernel knows is refused by name and runs without."""
+    for net, rule in [(NETS["linear"], rule) for rule in RULES.values()] + [(MLP(), Rule())]:
+        running = decode.Running(start(net.init(1, 4), 1, rule=rule), net, rule)
+        assert running.step == running._fused
+    net = MLP(depth=1)  # its LayerNorm needs all columns at once
+    state = start(net.init(1, 4), 1)
+    running = decode.Running(state, net, Rule())
+    assert running.step == running._plain
+    with pytest.raises(ValueError, match="backend: 'triton' decodes two layers"):
+        decode.Running(state, net, Rule(), "triton")
+    wide = start(NETS["linear"].init(1, 4, values=129), 1, keys=4)
+    running = decode.Running(wide, NETS["linear"], Rule())
+    assert running.step == running._plain
 
 
 def test_a_net_without_a_closed_form_is_refused():

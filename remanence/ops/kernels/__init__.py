@@ -18,12 +18,12 @@ One chunk's tokens are a tile of C rows; a program is one (row, head), or one of
 What is linear stays split: what reading contributes (parallel) and what comes from later chunks (sequential) are added up in
 `carry_kernel`, so that nothing but the state's own recurrence waits. Operands of products have the inputs' dtype (OP), sums and
 the state are float32 (float64 under the interpreter, where the algebra is tested). linear.py and linear_backward.py do the same
-for one layer, on the same coefficients.
+for one layer, on the same coefficients, and decode_linear_kernel for one token of it.
 """
 
 from remanence.ops.kernels.carry import carry_kernel, carry_stream, keys_backward
 from remanence.ops.kernels.coef import coef_backward, coef_kernel
-from remanence.ops.kernels.decode import adopt_kernel, convolve_kernel, decode_kernel
+from remanence.ops.kernels.decode import adopt_kernel, convolve_kernel, decode_kernel, decode_linear_kernel
 from remanence.ops.kernels.linear import linear_read, linear_solve, linear_state
 from remanence.ops.kernels.linear_backward import linear_carry, linear_keys_backward, linear_read_backward
 from remanence.ops.kernels.nearest import peaks_kernel, rescore_kernel
@@ -39,6 +39,7 @@ __all__ = [
     "coef_kernel",
     "convolve_kernel",
     "decode_kernel",
+    "decode_linear_kernel",
     "keys_backward",
     "linear_carry",
     "linear_keys_backward",

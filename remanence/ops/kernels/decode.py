@@ -1,5 +1,7 @@
 # mypy: ignore-errors
-"""One token of a two-layer memory, in place: answered, kept in the open chunk's tail, and folded where it completes the chunk."""
+"""One token of a memory of one or two layers, in place: answered, kept in the open chunk's tail, and folded where it completes
+the chunk.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,15 @@ def _tail(ptr, new, t, cols, slot, WIDTH: tl.constexpr):
 def _gates(ptr, new, t, slot, other):
     tl.store(ptr + slot, new)
     return tl.where(t == slot, new, tl.load(ptr + t, mask=t < slot, other=other))
+
+
+@triton.jit
+def _since(ptr, new, t, slot, last):
+    """The product of the gates over (j, last] for every slot j, 0 for those behind it. One scan, where all rows of them would be
+    the kernel's largest tile. The last is the slot, whose gate is new, or the one before.
+    """
+    following = tl.where(t + 1 == slot, new, tl.load(ptr + t + 1, mask=t + 1 < slot, other=0.0))
+    return tl.where(t <= last, tl.cumprod(tl.where(t < last, tl.exp(following), 1.0), 0, reverse=True), 0.0)
 
 
 @triton.jit
@@ -147,6 +158,119 @@ def decode_kernel(
                 if MOMENTUM:
                     store(J1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
                     store(J2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+
+
+@triton.jit
+def decode_linear_kernel(
+    q, k, v, log_step, log_momentum, log_keep, J, X, errors, V, steps, momenta, keeps,
+    position, active, y, surprise, diverged,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr,
+    BV: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr,
+    TOKEN: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The same for a matrix of D by E. A column of it needs no other column, so that one pass over blocks of them is enough: the
+    key's error, what the query then reads, and the fold, from weights that are loaded once.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    row = m // HEADS
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    BLOCKS: tl.constexpr = (E + BV - 1) // BV
+    if tl.load(active + row) == 0:
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BV + tl.arange(0, BV)
+            tl.store(y + m * E + f, tl.zeros([BV], ACC).to(y.dtype.element_ty), mask=f < E)
+        tl.store(surprise + m, 0.0)
+    else:
+        PARTS: tl.constexpr = 2 if MOMENTUM else 1
+        SIZE: tl.constexpr = D * E
+        EVEN: tl.constexpr = (D == BD) and (E == BV * BLOCKS)
+        J += m * PARTS * SIZE
+        slot = (tl.load(position + row) % CHUNK).to(tl.int32)
+        # The slot's row of the coefficients, a, r, P, and (met) what the key meets of them: those of one token earlier where the
+        # rule is token-exact, else the chunk's start; after the token's own decay where that comes first.
+        theta = tl.exp(_gates(steps + m * CHUNK, tl.load(log_step + m), t, slot, float("-inf")))
+        a, a_met, r_met = tl.full([], 1.0, ACC), tl.full([], 1.0, ACC), tl.full([], 0.0, ACC)
+        kept, kept_met = tl.where(t <= slot, 1.0, 0.0).to(ACC), tl.where(t < slot, 1.0, 0.0).to(ACC)
+        if FORGET:
+            new = tl.load(log_keep + m)
+            keep = _gates(keeps + m * CHUNK, new, t, slot, 0.0)
+            kept = _since(keeps + m * CHUNK, new, t, slot, slot)
+            a = tl.exp(tl.sum(keep, 0))
+            if TOKEN:
+                kept_met = _since(keeps + m * CHUNK, new, t, slot, slot - 1)
+                a_met = tl.exp(tl.sum(tl.where(t < slot, keep, 0.0), 0))
+        P, P_met = kept * theta, kept_met * theta
+        if MOMENTUM:
+            new = tl.load(log_momentum + m)
+            eta = _gates(momenta + m * CHUNK, new, t, slot, 0.0)
+            moved = _products(eta, BC, False)
+            past = tl.exp(tl.cumsum(eta, 0))
+            r = tl.sum(kept * past, 0)
+            P = tl.sum(moved * kept[None, :], 1) * theta
+            s = _since(momenta + m * CHUNK, new, t, slot, slot) * theta
+            last = tl.exp(tl.sum(eta, 0))
+            if TOKEN:
+                r_met = tl.sum(kept_met * past, 0)
+                P_met = tl.sum(moved * kept_met[None, :], 1) * theta
+        if SCALED:
+            scale = tl.exp(tl.load(log_keep + m))
+            a_met, r_met, P_met = a_met * scale, r_met * scale, P_met * scale
+        Q = tl.load(q + m * D + d, mask=d < D, other=0.0).to(ACC)
+        K = tl.load(k + m * D + d, mask=d < D, other=0.0).to(ACC)
+        Ks = _tail(X + m * CHUNK * D, K, t, d, slot, D)
+        asked = tl.sum(Ks * Q[None, :], 1) * P
+        met = tl.sum(Ks * K[None, :], 1) * P_met
+        again = tl.sum(tl.where(t == slot, asked, 0.0), 0)  # how much of its own write the token reads back
+        surprised = tl.zeros([], ACC)
+        wrong = tl.zeros([], tl.int32)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BV + tl.arange(0, BV)
+            at = (m * CHUNK + t)[:, None] * E + f[None, :]
+            old = tl.load(errors + at, mask=(t < slot)[:, None] & (f < E)[None, :], other=0.0)
+            W = load(J, d, f, D, E, EVEN)
+            said = a_met * tl.sum(K[:, None] * W, 0)
+            out = a * tl.sum(Q[:, None] * W, 0) - tl.sum(asked[:, None] * old, 0)
+            if MOMENTUM:
+                S = load(J + SIZE, d, f, D, E, EVEN)
+                out += r * tl.sum(Q[:, None] * S, 0)
+            if TOKEN:
+                said -= tl.sum(met[:, None] * old, 0)
+                if MOMENTUM:
+                    said += r_met * tl.sum(K[:, None] * S, 0)
+            if RESIDUAL:
+                said += tl.load(k + m * D + f, mask=f < D, other=0.0).to(ACC)
+                out += tl.load(q + m * D + f, mask=f < D, other=0.0).to(ACC)
+            value = tl.load(v + m * E + f, mask=f < E, other=0.0).to(ACC)
+            tl.store(V + (m * CHUNK + slot) * E + f, value, mask=f < E)
+            if SQUARED:
+                error = said - value
+                surprised += 0.5 * tl.sum(error * error, 0)
+            else:
+                error = -value
+                surprised += tl.sum(said * error, 0)
+            tl.store(errors + (m * CHUNK + slot) * E + f, error, mask=f < E)
+            out -= again * error
+            tl.store(y + m * E + f, out.to(y.dtype.element_ty), mask=f < E)
+            wrong = tl.maximum(wrong, tl.max(tl.where((f < E) & ~(tl.abs(out) < float("inf")), 1, 0), 0))
+            if slot == CHUNK - 1:
+                tl.debug_barrier()  # the tails are read back, and the state is written, by other threads than wrote and read them
+                W = a * W
+                if MOMENTUM:
+                    W += r * S
+                    S = last * S
+                for i in tl.range(CHUNK, num_stages=1):
+                    x = tl.load(X + (m * CHUNK + i) * D + d, mask=d < D, other=0.0)
+                    e = tl.load(errors + (m * CHUNK + i) * E + f, mask=f < E, other=0.0)
+                    written = x[:, None] * e[None, :]
+                    W -= tl.sum(tl.where(t == i, P, 0.0), 0) * written
+                    if MOMENTUM:
+                        S -= tl.sum(tl.where(t == i, s, 0.0), 0) * written
+                store(J, W, d, f, D, E, EVEN)
+                if MOMENTUM:
+                    store(J + SIZE, S, d, f, D, E, EVEN)
+        tl.store(surprise + m, surprised)
+        if (wrong > 0) | ~(tl.abs(surprised) < float("inf")):
+            tl.store(diverged + row, 1)
 
 
 @triton.jit
