@@ -22,7 +22,8 @@ from torch import Tensor
 SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory that one block may have, by compute capability (CUDA programming guide, technical specifications)."""
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+TYPES |= {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 class Launch(NamedTuple):

@@ -9,8 +9,24 @@ import os
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remanence.ops import MLP, RULES, fused, fused_linear, gpu, layer, nearest, operator, resources
+from remanence.ops import (
+    MLP,
+    NETS,
+    RULES,
+    Gates,
+    Rule,
+    decode,
+    fused,
+    fused_linear,
+    gpu,
+    layer,
+    nearest,
+    operator,
+    resources,
+    start,
+)
 from remanence.ops.launch import PRECISION, kernels
 
 pytestmark = [
@@ -102,6 +118,31 @@ def test_features_fit(case):
 @pytest.mark.parametrize("case", [case for case in LIFTS if case not in QUICK_LIFTS], ids=str)
 def test_features_fit_everywhere(case):
     check_lift(*case)
+
+
+DECODED = [
+    (90, NETS["titans"], Rule(), 64, 64, 64, "bf16"),
+    (90, NETS["linear"], RULES["gated_delta"], 128, 64, 64, "bf16"),
+    (80, NETS["linear"], Rule(anchor="token", decay_first=True), 128, 128, 128, "fp32"),
+    (86, MLP(depth=1, norm=False), Rule(loss="dot", forget=False), 20, 20, 5, "fp32"),
+    (89, NETS["linear"], RULES["delta"], 16, 96, 1, "bf16"),
+]
+
+
+@pytest.mark.parametrize("case", DECODED, ids=str)
+def test_one_token_fits(case, monkeypatch):
+    arch, net, rule, width, values, chunk, dtype = case
+    monkeypatch.setattr(decode, "fits", lambda *_: True)
+    with FakeTensorMode(), torch.device("cpu"), resources.noting() as noted:
+        state = start(net.init(1, width, values=values), 1, rule=rule, chunk=chunk, keys=width)
+        q, v = (torch.empty(1, 1, size, dtype=DTYPES[dtype]) for size in (width, values))
+        gate = torch.empty(1, 1)
+        gates = Gates(gate, gate if rule.momentum else None, gate if rule.forget else None)
+        decode.Running(state, net, rule, "triton").step(q, q, v, gates, torch.ones(1, dtype=torch.bool))
+    launches = [resources.Launch(*each, decode.WARPS, 1) for each in noted]
+    assert [launch.name for launch in launches] == ["decode_kernel" if net.depth == 2 else "decode_linear_kernel"]
+    reason = resources.lacking(kernels(), launches, arch, resources.SHARED[arch] * 1024)
+    assert reason is None, reason
 
 
 def test_every_kernel_is_among_the_launches():
