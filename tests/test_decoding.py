@@ -1,5 +1,6 @@
 """Decoding in place is the model: every block kind, rows anywhere in their chunks and segments, some of them waiting."""
 
+import importlib.util
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from remanence import Generation, Sampling, Session, decoding, generate
 from remanence.decoding import Decoder, unsupported
+from remanence.ops import decode
 from remanence.testing import assert_close
 
 VARIANTS = {name: pattern for name, pattern in VARIANTS.items() if name not in STORES}  # stores are not decoded in place
@@ -123,11 +125,34 @@ def test_float32(variant, monkeypatch):
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("variant", ["hybrid", "attention hybrid", "delta", "linear_attention"])
 @torch.no_grad()
-def test_with_kernels(monkeypatch):
-    """The kernels in their places: a memory, its convolutions, and MAC's weights at a segment's begin."""
-    subject = model("hybrid", depth=3)
+def test_with_kernels(variant, monkeypatch):
+    """The kernels in their places: a memory of one layer or two, its convolutions, and MAC's weights at a segment's begin."""
+    subject = model(variant)
     walk(subject, begun(subject), monkeypatch, steps=9, waits=True)
+
+
+@pytest.mark.interpreted
+@torch.no_grad()
+def test_matrices_asked_by_segments(monkeypatch):
+    subject = model("mac", memory={"net": "linear", "depth": None, "expansion": None})
+    assert all(step.memory.running.step == step.memory.running._fused for step in Decoder(subject, begun(subject)).steps)
+    walk(subject, begun(subject), monkeypatch, steps=9, waits=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("variant", ["gated_delta", "delta", "linear_attention", "lmm"])
+def test_kernels_are_launched_without_waiting(variant, monkeypatch):
+    """As a graph demands it; what they would compute is left out, since the interpreter does look at values."""
+    names = []
+    monkeypatch.setattr(decode, "fits", lambda *_: True)
+    monkeypatch.setattr(decode.launch, "launch", lambda name, *_, **__: names.append(name))
+    subject = model(variant)
+    decoder = Decoder(subject, subject.start(2))
+    with nothing_waits(monkeypatch):
+        decoder.step(tokens(2, 1)[:, 0])
+    assert names == ["convolve_kernel", "decode_kernel" if variant == "lmm" else "decode_linear_kernel"] * len(subject.blocks)
 
 
 def test_what_cannot_be_decoded_is_said():
