@@ -14,43 +14,62 @@ def keys(*shape, dtype=torch.float64):
     return F.normalize(torch.randn(*shape, dtype=dtype), dim=-1)
 
 
+def trained(*sizes):
+    """As if training had moved the way back from zero."""
+    features = Features(*sizes)
+    for _, down in features.layers:
+        torch.nn.init.normal_(down)
+    return features
+
+
 def written(features, x, head):
     """Of one key of a head, word by word."""
-    y = x
-    for weight in features.weights:
-        gate, up = (len(y) ** 0.5 * (y @ weight[head])).chunk(2)
-        y = gate * gate.sigmoid() * up
-        y = y / (y.square().sum() + 1e-6).sqrt()
-    share = features.mix[head].sigmoid()
-    return torch.cat([x * (1 - share).sqrt(), y * share.sqrt()])
+    for up, down in features.layers:
+        gate, value = (len(x) ** 0.5 * (x @ up[head])).chunk(2)
+        u = gate * gate.sigmoid() * value
+        x = x + (u / u.norm()) @ down[head]
+        x = x / x.norm()
+    return x
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_each_key_by_itself(depth):
-    features = Features(3, 5, 7, depth).double()
-    torch.nn.init.normal_(features.mix)
+    features = trained(3, 5, 7, depth).double()
     x = keys(2, 4, 3, 5)
     y = features(x)
-    assert y.shape == (2, 4, 3, 12)
-    assert distance(torch.ones(2, 4, 3, dtype=torch.float64), y.norm(dim=-1)) < 1e-4
+    assert y.shape == x.shape
+    assert distance(torch.ones(2, 4, 3, dtype=torch.float64), y.norm(dim=-1)) < 1e-10
     for row, token, head in ((0, 0, 0), (1, 3, 1), (1, 2, 2)):
-        assert distance(written(features, x[row, token, head], head), y[row, token, head]) < 1e-12
+        assert distance(written(features, x[row, token, head], head), y[row, token, head]) < 1e-10
 
 
 def test_gradients():
-    features = Features(2, 4, 3, 2).double()
+    features = trained(2, 4, 3, 2).double()
     x = keys(1, 3, 2, 4).requires_grad_()
     names, values = zip(*features.named_parameters(), strict=True)
     call = lambda x, *values: torch.func.functional_call(features, dict(zip(names, values, strict=True)), x)
     assert torch.autograd.gradcheck(call, (x, *values))
 
 
-def test_shares_of_nothing_keep_a_gradient():
-    """Down to where float32 ends; the root of a sigmoid that is 0 would give NaN."""
-    features = Features(2, 4, 4)
-    with torch.no_grad():
-        features.mix.copy_(torch.tensor([-1000.0, 1000.0]))
-    x = keys(1, 3, 2, 4, dtype=torch.float32).requires_grad_()
+def test_untrained_they_are_the_keys():
+    """Nothing is added yet, and the way back, at zero, has a gradient to leave it by."""
+    features = Features(2, 8, 16, 2).double()
+    x = keys(1, 6, 2, 8).requires_grad_()
+    y = features(x)
+    assert distance(x, y) < 1e-10
+    upstream = torch.randn_like(y)
+    found = dict(
+        zip(["x", *dict(features.named_parameters())], torch.autograd.grad(y, [x, *features.parameters()], upstream), strict=True)
+    )
+    along = (upstream * x).sum(-1, keepdim=True)
+    assert distance(upstream - along * x, found["x"]) < 1e-10
+    assert all(bool(found[f"down{layer}"].any()) and not bool(found[f"up{layer}"].any()) for layer in range(2))
+
+
+def test_keys_of_nothing_keep_a_gradient():
+    """The root of a length that is 0 would give NaN."""
+    features = trained(2, 4, 4)
+    x = torch.zeros(1, 3, 2, 4).requires_grad_()
     y = features(x)
     found = torch.autograd.grad(y.sin().sum(), [x, *features.parameters()])
     assert all(bool(part.isfinite().all()) for part in (y, *found))
@@ -58,7 +77,7 @@ def test_shares_of_nothing_keep_a_gradient():
 
 def test_autocast_changes_nothing():
     """Keys come in the dtype that products are to have."""
-    features = Features(2, 8, 16, 2)
+    features = trained(2, 8, 16, 2)
     for dtype in (torch.float32, torch.bfloat16):
         x = keys(1, 6, 2, 8, dtype=torch.float32).to(dtype)
         plain = features(x)
@@ -72,9 +91,9 @@ def test_the_same_numbers_wherever_they_are_drawn():
     with torch.device("meta"):
         later = Features(2, 8, 16, 2)
     assert all(parameter.is_meta for parameter in later.parameters())
-    later = later.to_empty(device=made.mix.device)
+    later = later.to_empty(device=made.up0.device)
     torch.manual_seed(5)
     later.reset_parameters()
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), later.parameters(), strict=True))
-    assert not bool(made.mix.any())
-    assert all(0.9 < float(weight.detach().std() * weight.shape[1] ** 0.5) < 1.1 for weight in made.weights)
+    assert not any(bool(down.any()) for _, down in made.layers)
+    assert all(0.9 < float(up.detach().std() * up.shape[1] ** 0.5) < 1.1 for up, _ in made.layers)
