@@ -177,6 +177,10 @@ class Features(nn.Module):
 
     def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h width"]:
         dtype = x.dtype
+        if layer.fits(x, width=self.width, features=self.hidden):
+            for up, down in self.layers:
+                x = layer.lift(x, up, down)
+            return x
         with torch.autocast(x.device.type, enabled=False):
             for up, down in self.layers:
                 gate, value = (math.sqrt(self.width) * torch.einsum("bthi,hio->btho", x, up.to(dtype))).chunk(2, -1)

@@ -1,4 +1,5 @@
-"""What a layer does around its memory, on a GPU: convolution, gates, features, and the gated normalisation, each as one kernel.
+"""What a layer does around its memory, on a GPU: convolution, gates, features, and the gated normalisation, each as one kernel
+(of the features, what stands between their products, which are torch's own).
 
 The functions are those of `remanence.layers` on torch; which of the two runs is asked of `fits`. Operators of torch's own, opaque
 to its compiler: no graph breaks at them. Differentiable once.
@@ -24,10 +25,10 @@ AUTO = True
 """Whether CUDA tensors take the kernels."""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # not imported before it is needed
-WIDEST, MOST_TAPS, MOST_GATES, MOST_FEATURES = 256, 8, 128, 128
+WIDEST, MOST_TAPS, MOST_GATES, MOST_FEATURES = 256, 8, 128, 512
 
-PARTS = {"short_conv": 128, "gates": 32, "gated_norm": 1024, "lift": 512}
-"""Programs (per head; per block of the input's channels; in all; in all) that backward's sums over tokens are split between."""
+PARTS = {"short_conv": 128, "gates": 32, "gated_norm": 1024}
+"""Programs (per head; per block of the input's channels; in all) that backward's sums over tokens are split between."""
 
 TILE = {
     "short_conv_kernel": 2048,
@@ -35,17 +36,20 @@ TILE = {
     "short_conv_turned": 2048,
     "gated_norm_kernel": 2048,
     "gated_norm_backward": 1024,
+    "lift_gated": 2048,
+    "lift_gated_backward": 1024,
+    "lift_added": 2048,
+    "lift_added_backward": 1024,
 }
 """Numbers a program has at hand of each tensor: 16 a thread, or 8 where many tensors are held at once."""
 
 GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
 """Tokens and channels of the input at hand; half of each for more than 64 gates."""
 
-LIFT_TILE = {"lift_kernel": (64, 32, 16), "lift_backward": (32, 32, 16), "lift_weights": (32, 32, 32)}
-"""Tokens at hand, by `_burden`: with more of them the compiler ran out of registers."""
-
-LIFT_HELD = {"lift_kernel": 2, "lift_backward": 1}
-"""The burden from which on the weights are not at hand throughout, for want of registers and shared memory (of 99 KiB)."""
+LIFT_PARTS, LIFT_PART = 16, 512
+"""Parts (at most) that a product over tokens is made in, and tokens of one (at least): one product per head would keep few of the
+chip's processors busy, and of a sum in bfloat16 leave no more digits than that has.
+"""
 
 
 @cache
@@ -62,9 +66,7 @@ def fits(x: Tensor, *, width: int = 1, taps: int = 1, gates: int = 1, features: 
     """
     if not (AUTO and HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0):
         return False
-    if features and max(width, features) > MOST_FEATURES:
-        return False
-    return width <= WIDEST and 1 <= taps <= MOST_TAPS and gates <= MOST_GATES
+    return width <= WIDEST and 1 <= taps <= MOST_TAPS and gates <= MOST_GATES and features <= MOST_FEATURES
 
 
 def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
@@ -88,11 +90,11 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return gated_norm_forward(x, gate, weight, eps)
 
 
-def lift(x: Tensor, weight: Tensor, mix: Tensor) -> Tensor:
-    """``[b t h width]`` to ``[b t h width+count]``: x, and beside it the features that a gated layer with `weight`
-    ``[h width 2*count]`` makes of it, at length 1; in shares by the logits `mix` ``[h]``, so that of a unit x the whole is unit.
+def lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """One layer of features: to x ``[b t h e]`` are added those that `up` ``[h e 2*o]`` makes of it, gated and at length 1, by
+    way of `down` ``[h o e]``, and the sum is brought to length 1.
     """
-    return lift_forward(x, weight, mix)
+    return lift_forward(x, up, down)
 
 
 def _power(size: int) -> int:
@@ -218,61 +220,83 @@ def _gated_norm_backward(g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, e
     return g_x, g_gate, g_weight.sum(0).to(weight.dtype)
 
 
-def _burden(x: Tensor, weight: Tensor) -> int:
-    """0 for bfloat16, with up to 64 channels and features; 1 more where either is wider, and 1 more for float32."""
-    return int(max(weight.shape[1], weight.shape[2] // 2) > 64) + int(x.dtype.itemsize > 2)
+def _lift_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants: Any) -> None:
+    size = constants["COUNT" if "COUNT" in constants else "D"]
+    constants |= {"BC" if "COUNT" in constants else "BD": _power(size), "BT": max(1, TILE[name] // _power(size))}
+    _launch(name, (-(-tokens // constants["BT"]), heads), *tensors, **constants)
 
 
-def _lift_tiles(name: str, x: Tensor, weight: Tensor, chip: int) -> dict[str, Any]:
-    heads, width, side = weight.shape
-    burden = _burden(x, weight)
-    constants: dict[str, Any] = {"HEADS": heads, "D": width, "BD": launch.side(width, x.dtype, chip)}
-    constants |= {"BT": LIFT_TILE[name][burden], "OP": launch.triton_type(x.dtype), "PRECISION": launch.precision()}
-    if name == "lift_weights":
-        return constants | {"SIDE": side, "BN": 64, "warps": 4, "stages": 3}
-    constants |= {"COUNT": side // 2, "BC": launch.side(side // 2, x.dtype, chip), "SCALE": math.sqrt(width)}
-    return constants | {"HELD": burden < LIFT_HELD[name], "warps": 8 if burden else 4}
+def _lift_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """By heads: the products z, the unit features of them (with room for so many tokens), and what these add to x."""
+    by_heads = x.flatten(0, 1).transpose(0, 1)
+    heads, n, width = by_heads.shape
+    z = torch.bmm(by_heads, up)
+    u = torch.empty((heads, room, down.shape[1]), dtype=x.dtype, device=x.device)
+    _lift_launch("lift_gated", room, heads, z, u, n, room, COUNT=down.shape[1], SCALE=math.sqrt(width))
+    return z, u, torch.bmm(u[:, :n], down)
 
 
-def _lift_split(n: Any, tile: int, heads: int) -> tuple[Any, Any]:
-    return _split(-(-n // tile), max(1, PARTS["lift"] // heads))
-
-
-def _lift(x: Tensor, weight: Tensor, mix: Tensor, chip: int | None = None) -> Tensor:
-    x, weight, mix = (tensor.contiguous() for tensor in (x, weight, mix))
+def _lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    x, up, down = x.contiguous(), up.to(x.dtype), down.to(x.dtype)
     rows, tokens, heads, width = x.shape
-    y = torch.empty((rows, tokens, heads, width + weight.shape[2] // 2), dtype=x.dtype, device=x.device)
-    constants = _lift_tiles("lift_kernel", x, weight, launch.arch(x.device) if chip is None else chip)
-    parts, steps = _lift_split(rows * tokens, constants["BT"], heads)
-    _launch("lift_kernel", (heads * parts,), x, weight, mix, y, rows * tokens, steps, **constants)
+    y, n = torch.empty_like(x), rows * tokens
+    with torch.autocast(x.device.type, enabled=False):  # x has the dtype that products are to have
+        _, _, added = _lift_products(x, up, down, n)
+    _lift_launch("lift_added", n, heads, x, added, y, n, HEADS=heads, D=width)
     return y
 
 
-def _lift_backward(g_y: Tensor, x: Tensor, weight: Tensor, mix: Tensor, chip: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    g_y, x, weight, mix = (tensor.contiguous() for tensor in (g_y, x, weight, mix))
-    n, heads, chip = x.shape[0] * x.shape[1], x.shape[2], launch.arch(x.device) if chip is None else chip
-    constants = _lift_tiles("lift_backward", x, weight, chip)
-    parts, steps = _lift_split(n, constants["BT"], heads)
-    like: dict[str, Any] = {"dtype": _wide(x), "device": x.device}
-    g_x, g_mix = torch.empty_like(x), torch.empty((parts, heads), **like)
-    held = constants["HELD"]
-    g_z = torch.empty((0 if held else n, heads, weight.shape[2]), dtype=x.dtype, device=x.device)
-    g_weight = torch.empty((parts if held else 0, *weight.shape), **like)
-    _launch("lift_backward", (heads * parts,), x, weight, mix, g_y, g_x, g_z, g_weight, g_mix, n, steps, **constants)
-    if not held:
-        constants = _lift_tiles("lift_weights", x, weight, chip)
-        parts, steps = _lift_split(n, constants["BT"], heads)
-        g_weight = torch.empty((parts, *weight.shape), **like)
-        grid = (parts * heads * -(-weight.shape[2] // constants["BN"]),)
-        _launch("lift_weights", grid, x, g_z, g_weight, n, steps, **constants)
-    return g_x, g_weight.sum(0).to(weight.dtype), g_mix.sum(0).to(mix.dtype)
+def _lift_room(n: int) -> tuple[int, int]:
+    """In how many parts products over n tokens are made, and of how many tokens all parts together, the last filled up."""
+    parts = min(LIFT_PARTS, -(-n // LIFT_PART))
+    return parts, parts * -(-n // parts)
 
 
-def lift_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int) -> list[Launch]:
-    """The kernels of `lift` and its gradient as they are launched on a chip; nothing runs."""
+def _over_tokens(a: Tensor, b: Tensor, parts: int) -> Tensor:
+    """``[h t i]`` and ``[h t o]`` to ``[h i o]``, parts of the tokens added up in float32 at least."""
+    a, b = (side.reshape(len(side) * parts, -1, side.shape[-1]) for side in (a, b))
+    return torch.bmm(a.mT, b).unflatten(0, (-1, parts)).sum(1, dtype=_wide(a))
+
+
+def _lift_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    g_y, x, narrow_up, narrow_down = g_y.contiguous(), x.contiguous(), up.to(x.dtype), down.to(x.dtype)
+    rows, tokens, heads, width = x.shape
+    n = rows * tokens
+    parts, room = _lift_room(n)
+    g_x, g_sum = torch.empty_like(x), torch.empty((heads, room, width), dtype=x.dtype, device=x.device)
+    turned = torch.empty_like(g_sum)
+    with torch.autocast(x.device.type, enabled=False):
+        z, u, added = _lift_products(x, narrow_up, narrow_down, room)
+        tensors = (g_y, x, added, g_x, g_sum, turned)
+        _lift_launch("lift_added_backward", room, heads, *tensors, n, room, HEADS=heads, D=width)
+        g_down = _over_tokens(u, g_sum, parts).to(down.dtype)
+        g_u = torch.bmm(g_sum[:, :n], narrow_down.mT)
+        g_z = torch.empty((heads, room, up.shape[2]), dtype=x.dtype, device=x.device)
+        constants = {"COUNT": down.shape[1], "SCALE": math.sqrt(width)}
+        _lift_launch("lift_gated_backward", room, heads, z, g_u, g_z, n, room, **constants)
+        g_up = _over_tokens(turned, g_z, parts).to(up.dtype)
+        g_x.flatten(0, 1).transpose(0, 1).baddbmm_(g_z[:, :n], narrow_up.mT)
+    return g_x, g_up, g_down
+
+
+def _lift_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _lift_shapes(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Told apart from the function itself, whose parts would bind a graph to the number of tokens it was made with."""
+    return x.new_empty(x.shape), up.new_empty(up.shape), down.new_empty(down.shape)
+
+
+def lift_launches(heads: int, width: int, count: int, op: torch.dtype) -> list[Launch]:
+    """The kernels of `lift` and its gradient as they are launched; nothing runs."""
     with FakeTensorMode(), torch.device("cpu"), noting() as noted:
-        x, weight, mix = torch.empty(1, 8192, heads, width, dtype=op), torch.empty(heads, width, 2 * count), torch.empty(heads)
-        _lift_backward(_lift(x, weight, mix, arch), x, weight, mix, arch)
+        x, up, down = (
+            torch.empty(1, 8192, heads, width, dtype=op),
+            torch.empty(heads, width, 2 * count),
+            torch.empty(heads, count, width),
+        )
+        _lift_backward(_lift(x, up, down), x, up, down)
     return [Launch(name, types, constants, constants.pop("warps"), constants.pop("stages")) for name, types, constants in noted]
 
 
@@ -323,12 +347,8 @@ gated_norm_backward = launch.operator(
 gated_norm_forward = launch.operator(
     "gated_norm", _gated_norm, f"({_NORM}, Tensor weight, float eps) -> Tensor", _through(gated_norm_backward), _keep_inputs
 )
+_LIFT = "Tensor x, Tensor up, Tensor down"
 lift_backward = launch.operator(
-    "lift_backward",
-    _lift_backward,
-    "(Tensor g_y, Tensor x, Tensor weight, Tensor mix) -> (Tensor, Tensor, Tensor)",
-    launch.once,
+    "lift_backward", _lift_backward, f"(Tensor g_y, {_LIFT}) -> (Tensor, Tensor, Tensor)", launch.once, fake=_lift_shapes
 )
-lift_forward = launch.operator(
-    "lift", _lift, "(Tensor x, Tensor weight, Tensor mix) -> Tensor", _through(lift_backward), _keep_inputs
-)
+lift_forward = launch.operator("lift", _lift, f"({_LIFT}) -> Tensor", _through(lift_backward), _keep_inputs, fake=_lift_shape)

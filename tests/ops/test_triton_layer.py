@@ -32,9 +32,9 @@ def torch_norm(x, gate, weight, eps):
     return with_parameters(RMSNorm(x.shape[-1], eps), weight=weight).gated(x, gate)
 
 
-def torch_lift(x, weight, mix):
-    heads, width, both = weight.shape
-    return with_parameters(Features(heads, width, both // 2), weight0=weight, mix=mix)(x)
+def torch_lift(x, up, down):
+    heads, hidden, width = down.shape
+    return with_parameters(Features(heads, width, hidden), up0=up, down0=down)(x)
 
 
 def with_parameters(module, **values):
@@ -61,19 +61,19 @@ GATES = {  # rows, tokens, channels, heads, flipped
     "many gates": (1, 40, 64, 40, (False, False, True)),
 }
 NORMS = {"many tiles": (2, 40, 3, 64), "odd": (2, 37, 2, 12), "one token": (1, 1, 1, 5), "wide": (1, 5, 2, 200)}
-LIFTS = {  # rows, tokens, heads, width, count
+LIFTS = {  # rows, tokens, heads, width, hidden
     "many tiles": (2, 70, 2, 64, 64),
     "odd": (2, 37, 3, 12, 20),
     "one token": (1, 1, 1, 5, 3),
     "wide keys": (1, 40, 1, 100, 7),
-    "wide features": (3, 11, 2, 16, 128),
+    "wide features": (3, 11, 2, 16, 300),
 }
 
 
-def lift_leaves(rows, tokens, heads, width, count):
+def lift_leaves(rows, tokens, heads, width, hidden):
     x = F.normalize(torch.randn(rows, tokens, heads, width, dtype=torch.float64), dim=-1).requires_grad_()
-    weight = (torch.randn(heads, width, 2 * count, dtype=torch.float64) / width**0.5).requires_grad_()
-    return [x, weight, randn(heads)]
+    up = (torch.randn(heads, width, 2 * hidden, dtype=torch.float64) / width**0.5).requires_grad_()
+    return [x, up, randn(heads, hidden, width)]
 
 
 def cases():
@@ -127,36 +127,74 @@ def test_as_exact_as_torch_and_twice_the_same(case, dtype):
         assert torch.equal(b, again), f"result {index}"
 
 
-@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("part", [1, 7, 64])
 @pytest.mark.parametrize("name", LIFTS)
-def test_features_whether_the_weights_are_at_hand_or_not(name, held, monkeypatch):
-    """And with several tiles for each program."""
-    for kernel in layer.LIFT_HELD:
-        monkeypatch.setitem(layer.LIFT_HELD, kernel, 3 if held else 0)
-    monkeypatch.setitem(layer.PARTS, "lift", 4)
+def test_features_with_products_over_parts_of_the_tokens(name, part, monkeypatch):
+    """Whatever their number, and however many tokens the last of them is short of."""
+    monkeypatch.setattr(layer, "LIFT_PART", part)
     assert_same_function(torch_lift, layer.lift, lift_leaves(*LIFTS[name]), tolerance=1e-10)
 
 
+@pytest.mark.parametrize("tokens", [1, 511, 512, 513, 1000, 8191, 100_003])
+def test_parts_hold_all_tokens(tokens):
+    parts, room = layer._lift_room(tokens)
+    assert 1 <= parts <= layer.LIFT_PARTS and room % parts == 0 and tokens <= room < tokens + parts
+
+
+def test_untrained_features_are_the_keys():
+    """Nothing is added yet, and what will be has its gradient already."""
+    x, up, down = lift_leaves(2, 37, 3, 12, 20)
+    with torch.no_grad():
+        down.zero_()
+    assert distance(x, layer.lift(x, up, down)) < 1e-10
+    assert_same_function(torch_lift, layer.lift, [x, up, down], tolerance=1e-10)
+    _, _, g_up, g_down = gradients(layer.lift, [x, up, down], ())
+    assert not bool(g_up.any()) and bool(g_down.any())
+    for dtype in (torch.float32, torch.bfloat16):
+        key = x.detach().to(dtype)
+        y = layer.lift(key, up.detach().float(), down.detach().float())
+        assert y.dtype == dtype and distance(key.float(), y.float()) < 2 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_keys_with_their_features_are_unit(dtype):
-    x, weight, mix = (leaf.detach() for leaf in lift_leaves(2, 37, 3, 12, 20))
-    y = layer.lift(F.normalize(x, dim=-1).to(dtype), weight.float(), mix.float())
-    assert y.dtype == dtype and distance(torch.ones(2, 37, 3), y.float().norm(dim=-1)) < (
-        1e-6 if dtype == torch.float32 else 1e-2
-    )
+def test_features_are_unit(dtype):
+    x, up, down = (leaf.detach() for leaf in lift_leaves(2, 37, 3, 12, 20))
+    y = layer.lift(x.to(dtype), up.float(), down.float())
+    assert y.dtype == dtype
+    assert distance(torch.ones(2, 37, 3), y.float().norm(dim=-1)) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
-def test_shares_at_their_ends():
-    """Where a sigmoid is 0 or 1 to the last digit, or its exponential overflows, numbers and gradients stay torch's."""
-    x, weight, _ = lift_leaves(1, 9, 6, 8, 8)
-    mix = torch.tensor([-150.0, -80.0, -20.0, 20.0, 80.0, 150.0])
-    leaves = [x.detach().float().requires_grad_(), weight.detach().float().requires_grad_(), mix.requires_grad_()]
-    theirs, ours = (gradients(function, leaves, ()) for function in (torch_lift, layer.lift))
-    for a, b in zip(theirs, ours, strict=True):
-        assert bool(b.isfinite().all())
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(theirs[-1], ours[-1], rtol=1e-3, atol=0)
-    assert bool((ours[-1] != 0).all())
+def test_keys_need_not_be_contiguous():
+    x, up, down = lift_leaves(2, 9, 3, 12, 20)
+    turned = x.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).requires_grad_()
+    assert not turned.is_contiguous()
+    assert_same_function(torch_lift, layer.lift, [turned, up, down], tolerance=1e-10)
+
+
+def test_autocast_lowers_no_product_of_features():
+    """Forward or backward: keys come in the dtype that products are to have."""
+    leaves = [leaf.detach().float().requires_grad_() for leaf in lift_leaves(2, 9, 3, 12, 20)]
+    plain = gradients(layer.lift, leaves, ())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(layer.lift, leaves, ())
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def test_features_of_any_depth_take_the_kernels(monkeypatch):
+    features = Features(3, 12, 20, 3).double()
+    for down in (down for _, down in features.layers):
+        torch.nn.init.normal_(down)
+    x = randn(2, 9, 3, 12)
+    call = lambda x, *values: features(x)
+    leaves = [x, *features.parameters()]
+    plain = gradients(call, leaves, ())
+    asked, used, launch = [], [], layer._launch
+    monkeypatch.setattr(layer, "fits", lambda x, **sizes: asked.append(sizes) or True)
+    monkeypatch.setattr(layer, "_launch", lambda name, *args, **how: (used.append(name), launch(name, *args, **how))[1])
+    assert_close(plain, gradients(call, leaves, ()), 1e-10)
+    assert asked == [{"width": 12, "features": 20}]
+    forward, back = ["lift_gated", "lift_added"], ["lift_gated", "lift_added_backward", "lift_gated_backward"]
+    assert used == 3 * forward + 3 * back
 
 
 def test_gates_that_are_nearly_open_or_shut_keep_their_digits():
@@ -174,15 +212,15 @@ def test_the_compiler_sees_one_operator():
     def loss(x):
         y = layer.short_conv(1.5 * x, past, conv, 2, True)
         first, second, third = layer.log_gates(x, gates, bias, 2, [False, True, False])
-        lifted = layer.lift(y, wide, mix).sin().sum()
+        lifted = layer.lift(y, up, down).sin().sum()
         return (layer.gated_norm(y, x, gain, 1e-6).square().sum() + (first * second).sum() + third.sin().sum()).log() + lifted
 
-    x, wide, mix = randn(2, 5, 8), randn(2, 4, 6), randn(2)
+    x, up, down = randn(2, 5, 8), randn(2, 4, 6), randn(2, 3, 4)
     torch.library.opcheck(layer.short_conv_forward, (x, past, conv, 2, True))
     torch.library.opcheck(layer.gates_forward, (x, gates, bias, 2, 2))
     torch.library.opcheck(layer.gated_norm_forward, (x.unflatten(-1, (2, 4)), randn(2, 5, 8), gain, 1e-6))
-    torch.library.opcheck(layer.lift_forward, (x.unflatten(-1, (2, 4)), wide, mix))
-    leaves = [x, past, conv, gates, bias, gain, wide, mix]
+    torch.library.opcheck(layer.lift_forward, (x.unflatten(-1, (2, 4)), up, down))
+    leaves = [x, past, conv, gates, bias, gain, up, down]
     true = torch.autograd.grad(loss(x), leaves)
     for backend in ("eager", "aot_eager"):
         found = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(x), leaves)
@@ -233,5 +271,5 @@ def test_what_they_cannot_run_stays_with_torch():
         for refused in (x.double(), x[:0]):
             assert not layer.fits(refused)
         assert not layer.fits(x, width=512) and not layer.fits(x, taps=9) and not layer.fits(x, gates=200)
-        assert layer.fits(x, width=128, features=128)
-        assert not layer.fits(x, width=129, features=1) and not layer.fits(x, features=129)
+        assert layer.fits(x, width=256, features=512)
+        assert not layer.fits(x, width=257, features=1) and not layer.fits(x, features=513)

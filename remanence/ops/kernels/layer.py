@@ -4,7 +4,8 @@
     short_conv_kernel     causal depthwise convolution, SiLU, and unit length per head
     gates_kernel          logits of the input at unit mean square, and their log-sigmoids
     gated_norm_kernel     RMSNorm per head times SiLU of another tensor
-    lift_kernel           unit keys beside the unit features that a gated layer makes of them
+    lift_gated            unit features of the products that torch made of unit keys
+    lift_added            keys and what torch's products made of their features, added and brought back to length 1
 
 Backward computes again what forward did not write. Sums over tokens (the weights' gradients) are taken per program and added up
 by torch: no atomics, so that two runs agree bit for bit.
@@ -15,14 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from remanence.ops.kernels.tools import activate, activate_with_slope, dot, dot_onto
+from remanence.ops.kernels.tools import activate, activate_with_slope
 
 UNIT_EPS = tl.constexpr(1e-12)
 GATE_EPS = tl.constexpr(1e-6)
-FEATURE_EPS = tl.constexpr(1e-6)
 
 # One build for every length.
-kernel = triton.jit(do_not_specialize=["L", "n", "steps"])
+kernel = triton.jit(do_not_specialize=["L", "n", "room", "steps"])
 
 
 @triton.jit
@@ -252,112 +252,71 @@ def gated_norm_backward(
 
 
 @triton.jit
-def _shares(mix, ACC: tl.constexpr):
-    """The roots of 1 - sigmoid and of sigmoid, from exponents that are never above 0: nothing overflows on the way to them."""
-    logit = tl.load(mix).to(ACC)
-    u = tl.exp(-0.5 * tl.abs(logit))
-    larger = tl.rsqrt(1.0 + u * u)
-    smaller = u * larger
-    return tl.where(logit > 0.0, smaller, larger), tl.where(logit > 0.0, larger, smaller)
-
-
-@triton.jit
-def _halves(weight, cols, features, D: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, OP: tl.constexpr):
-    gate = _tile(weight, cols, cols < D, features, COUNT, BC, 2 * COUNT, OP)
-    return gate, _tile(weight + COUNT, cols, cols < D, features, COUNT, BC, 2 * COUNT, OP)
+def _halves(z, t, live, cols, COUNT: tl.constexpr, BC: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr):
+    gate = _tile(z, t, live, cols, COUNT, BC, 2 * COUNT, ACC)
+    return SCALE * gate, SCALE * _tile(z + COUNT, t, live, cols, COUNT, BC, 2 * COUNT, ACC)
 
 
 @kernel
-def lift_kernel(
-    x, weight, mix, y, n, steps,
-    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SCALE: tl.constexpr, HELD: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+def lift_gated(
+    z, u, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """One head's tiles of tokens in turn, the weights at hand for all of them if HELD."""
-    head, part = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
-    cols, features = tl.arange(0, BD), tl.arange(0, BC)
-    w, out = weight + head * D * 2 * COUNT, y + head * (D + COUNT)
-    of_key, of_value = _shares(mix + head, ACC)
-    if HELD:
-        w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)
-    for step in range(steps):
-        t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
-        a = _tile(x + head * D, t, t < n, cols, D, BD, HEADS * D, OP)
-        if not HELD:
-            w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)
-        value = activate(SCALE * dot(a, w_gate, OP, PRECISION), False) * (SCALE * dot(a, w_up, OP, PRECISION))
-        value *= (of_value * tl.rsqrt(tl.sum(value * value, 1) + FEATURE_EPS))[:, None]
-        _put(out, a.to(ACC) * of_key, t, t < n, cols, D, BD, HEADS * (D + COUNT))
-        _put(out + D, value, t, t < n, features, COUNT, BC, HEADS * (D + COUNT))
+    """From ``[h n 2*COUNT]`` to ``[h room COUNT]``, zeros where there is room for more than n tokens."""
+    head = tl.program_id(1).to(tl.int64)
+    t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BC)
+    gate, up = _halves(z + head * n * 2 * COUNT, t, t < n, cols, COUNT, BC, SCALE, ACC)
+    value = activate(gate, False) * up
+    value *= tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
+    _put(u + head * room * COUNT, value, t, t < room, cols, COUNT, BC, COUNT)
 
 
 @kernel
-def lift_backward(
-    x, weight, mix, g_y, g_x, g_z, g_weight, g_mix, n, steps,
-    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SCALE: tl.constexpr, HELD: tl.constexpr, OP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+def lift_gated_backward(
+    z, g_u, g_z, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """The weights and their gradient are at hand throughout if HELD. Else the chip has no room for them: the former are fetched
-    for every tile, and the products' own gradient g_z is written, of which `lift_weights` makes the latter.
+    """g_z has the room, g_u has not."""
+    head = tl.program_id(1).to(tl.int64)
+    t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BC)
+    gate, up = _halves(z + head * n * 2 * COUNT, t, t < n, cols, COUNT, BC, SCALE, ACC)
+    opened, slope = activate_with_slope(gate, False)
+    value = opened * up
+    shrink = tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
+    value *= shrink
+    g = _tile(g_u + head * n * COUNT, t, t < n, cols, COUNT, BC, COUNT, ACC)
+    g = (g - value * tl.sum(g * value, 1)[:, None]) * (SCALE * shrink)
+    out = g_z + head * room * 2 * COUNT
+    _put(out, g * up * slope, t, t < room, cols, COUNT, BC, 2 * COUNT)
+    _put(out + COUNT, g * opened, t, t < room, cols, COUNT, BC, 2 * COUNT)
+
+
+@kernel
+def lift_added(
+    x, added, y, n, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """x and y stand by tokens, ``[n h D]``; what is added stands by heads."""
+    head = tl.program_id(1).to(tl.int64)
+    t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
+    a = _tile(x + head * D, t, t < n, cols, D, BD, HEADS * D, ACC)
+    a += _tile(added + head * n * D, t, t < n, cols, D, BD, D, ACC)
+    _put(y + head * D, a * tl.rsqrt(tl.sum(a * a, 1) + UNIT_EPS)[:, None], t, t < n, cols, D, BD, HEADS * D)
+
+
+@kernel
+def lift_added_backward(
+    g_y, x, added, g_x, g_sum, turned, n, room,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The sum's gradient by tokens, where the key's is added up, and by heads; and x by heads, too: with room, for products over
+    parts of the tokens.
     """
-    head, part = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
-    cols, features = tl.arange(0, BD), tl.arange(0, BC)
-    w, upstream = weight + head * D * 2 * COUNT, g_y + head * (D + COUNT)
-    of_key, of_value = _shares(mix + head, ACC)
-    along_key, along_value = tl.zeros([BT], ACC), tl.zeros([BT], ACC)
-    if HELD:
-        w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)
-        g_w_gate, g_w_up = tl.zeros([BD, BC], ACC), tl.zeros([BD, BC], ACC)
-    for step in range(steps):
-        t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
-        a = _tile(x + head * D, t, t < n, cols, D, BD, HEADS * D, OP)
-        if not HELD:
-            w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)
-        opened, slope = activate_with_slope(SCALE * dot(a, w_gate, OP, PRECISION), False)
-        up = SCALE * dot(a, w_up, OP, PRECISION)
-        value = opened * up
-        shrink = tl.rsqrt(tl.sum(value * value, 1) + FEATURE_EPS)
-        value *= shrink[:, None]
-        g = _tile(upstream + D, t, t < n, features, COUNT, BC, HEADS * (D + COUNT), ACC)
-        along = tl.sum(g * value, 1)
-        along_value += along
-        g = (g - value * along[:, None]) * (SCALE * of_value * shrink)[:, None]
-        g_gate, g_up = (g * up * slope).to(OP), (g * opened).to(OP)
-        if HELD:
-            g_w_gate = dot_onto(g_w_gate, tl.trans(a), g_gate, OP, PRECISION)
-            g_w_up = dot_onto(g_w_up, tl.trans(a), g_up, OP, PRECISION)
-        else:
-            _put(g_z + head * 2 * COUNT, g_gate, t, t < n, features, COUNT, BC, HEADS * 2 * COUNT)
-            _put(g_z + head * 2 * COUNT + COUNT, g_up, t, t < n, features, COUNT, BC, HEADS * 2 * COUNT)
-            w_gate, w_up = _halves(w, cols, features, D, COUNT, BC, OP)  # anew, or they would be held in between
-        g = _tile(upstream, t, t < n, cols, D, BD, HEADS * (D + COUNT), ACC)
-        along_key += tl.sum(g * a.to(ACC), 1)
-        g = dot_onto(g * of_key, g_gate, tl.trans(w_gate), OP, PRECISION)
-        g = dot_onto(g, g_up, tl.trans(w_up), OP, PRECISION)
-        _put(g_x + head * D, g, t, t < n, cols, D, BD, HEADS * D)
-    place = part.to(tl.int64) * HEADS + head
-    if HELD:
-        out = g_weight + place * D * 2 * COUNT
-        _put(out, g_w_gate, cols, cols < D, features, COUNT, BC, 2 * COUNT)
-        _put(out + COUNT, g_w_up, cols, cols < D, features, COUNT, BC, 2 * COUNT)
-    tl.store(g_mix + place, 0.5 * of_key * of_value * (of_key * tl.sum(along_value) - of_value * tl.sum(along_key)))
-
-
-@kernel
-def lift_weights(
-    x, g_z, g_weight, n, steps,
-    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIDE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-    OP: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """SIDE is both halves' width, BN a block of it."""
-    BLOCKS: tl.constexpr = (SIDE + BN - 1) // BN
-    EVEN: tl.constexpr = SIDE if SIDE % BN == 0 else 0
-    head, block, part = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS % BLOCKS, tl.program_id(0) // (HEADS * BLOCKS)
-    cols, some = tl.arange(0, BD), block * BN + tl.arange(0, BN)
-    g_w = tl.zeros([BD, BN], ACC)
-    for step in range(steps):
-        t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
-        a = _tile(x + head * D, t, t < n, cols, D, BD, HEADS * D, OP)
-        g = _tile(g_z + head * SIDE, t, t < n, some, SIDE, EVEN, HEADS * SIDE, OP)
-        g_w = dot_onto(g_w, tl.trans(a), g, OP, PRECISION)
-    _put(g_weight + (part.to(tl.int64) * HEADS + head) * D * SIDE, g_w, cols, cols < D, some, SIDE, EVEN, SIDE)
+    head = tl.program_id(1).to(tl.int64)
+    t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
+    a = _tile(x + head * D, t, t < n, cols, D, BD, HEADS * D, ACC)
+    _put(turned + head * room * D, a, t, t < room, cols, D, BD, D)
+    a += _tile(added + head * n * D, t, t < n, cols, D, BD, D, ACC)
+    shrink = tl.rsqrt(tl.sum(a * a, 1) + UNIT_EPS)[:, None]
+    a *= shrink
+    g = _tile(g_y + head * D, t, t < n, cols, D, BD, HEADS * D, ACC)
+    g = (g - a * tl.sum(g * a, 1)[:, None]) * shrink
+    _put(g_x + head * D, g, t, t < n, cols, D, BD, HEADS * D)
+    _put(g_sum + head * room * D, g, t, t < room, cols, D, BD, D)
