@@ -1,5 +1,6 @@
 """The memory operator: one function, several backends, one signature."""
 
+from remanence.ops.leash import leashed, reset_leashed
 from remanence.ops.nets import MLP, NETS, Deep, Net
 from remanence.ops.operator import BACKENDS, ask, memorize, recall, settle, start
 from remanence.ops.rules import LOSSES, RULES, Rule
@@ -17,8 +18,10 @@ __all__ = [
     "Net",
     "Rule",
     "ask",
+    "leashed",
     "memorize",
     "recall",
+    "reset_leashed",
     "settle",
     "start",
 ]

@@ -19,6 +19,7 @@ from torch import Tensor
 from remanence.ops import closed_form as cf
 from remanence.ops.generic import chunk_step
 from remanence.ops.layout import Layout, gates_rows
+from remanence.ops.leash import counter
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Coefficients, Rule, coefficients
 from remanence.ops.state import Gates, MemoryState, Weights
@@ -59,11 +60,14 @@ class Leash:
 
     What came in may itself have grown in a call after this one (MAC makes one for every segment), so there is an end to it
     that does not depend on it: a number whose square can be summed a billion billion times, as a gradient's length needs.
+
+    `count` adds the rows and heads that were held to what `leashed` tells.
     """
 
     def __init__(self, g_end: tuple[Tensor, ...], dtype: torch.dtype) -> None:
         self.came: Tensor | int = sum(g.abs().flatten(1).sum(1) for g in g_end)
         self.reach, self.end = 1.0 / torch.finfo(dtype).eps, torch.finfo(dtype).max ** 0.5 * 1e-9
+        self.least: Tensor | None = None
 
     def hold(self, g_state: list[Tensor], came: Tensor) -> None:
         """Shorten g_state ``[m ...]`` in place, after outputs brought in gradients of this much ``[m]``."""
@@ -71,8 +75,13 @@ class Leash:
         limit = (self.came * self.reach).clamp(max=self.end)
         size = torch.stack([g.flatten(1).abs().amax(1) for g in g_state]).amax(0)
         factor = (limit / size).clamp_(max=1.0).nan_to_num_(1.0)
+        self.least = factor if self.least is None else torch.minimum(self.least, factor)
         for g in g_state:
             g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))
+
+    def count(self) -> None:
+        if self.least is not None and not torch.compiler.is_compiling():
+            counter(self.least).add_((self.least < 1.0).sum())
 
 
 def _came(s: Stretch, g_y: Tensor, g_surprise: Tensor) -> Tensor:
@@ -284,6 +293,7 @@ class _Sequence(torch.autograd.Function):
                 )
                 pieces.append(grads)
                 slow.append(g_slow)
+        leash.count()
         joined = [None if parts[0] is None else torch.cat(parts[::-1]) for parts in zip(*pieces, strict=True)]
         return None, None, *joined, None, *g_state, *[torch.stack(parts).sum(0) for parts in zip(*slow, strict=True)]
 

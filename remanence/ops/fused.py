@@ -28,6 +28,7 @@ from remanence.ops.launch import (
     tensors,
     triton_type,
 )
+from remanence.ops.leash import counter
 from remanence.ops.nets import MLP
 from remanence.ops.resources import Launch, Note, noting
 from remanence.ops.rules import Rule
@@ -217,6 +218,8 @@ def _forward(
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J1.dtype, q.dtype, plan.tile
+    if train:
+        counter(q)  # made now: backward may run where nothing may be
     P, co = _empty(q, m, n, C, C, dtype=op), _empty(q, m, n, 4, C, dtype=acc)
     fold = _empty(q, m, n, 4, dtype=acc)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
@@ -277,7 +280,8 @@ def _backward(
     _launch(
         carry, grid,
         k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
-        g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, *ends, g_v, *meeting, L, n, heads,
+        g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, *ends, g_v,
+        counter(q), *meeting, L, n, heads,
         **plan.tiles(carry, acc, op),
     )  # fmt: skip
     _launch(

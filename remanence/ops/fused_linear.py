@@ -28,6 +28,7 @@ from remanence.ops.launch import (
     tensors,
     triton_type,
 )
+from remanence.ops.leash import counter
 from remanence.ops.nets import MLP
 from remanence.ops.resources import Launch, noting
 from remanence.ops.rules import Rule
@@ -154,6 +155,8 @@ def _forward(
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J.dtype, q.dtype, power(plan.chunk)
+    if train:
+        counter(q)  # made now: backward may run where nothing may be
     empty = lambda *shape, dtype=op: torch.empty(shape, dtype=dtype, device=q.device)
     like = lambda x, wanted: torch.empty_like(x) if wanted else empty(0)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
@@ -209,7 +212,7 @@ def _backward(
     for held, block in ((False, columns), (True, whole)):
         _launch(
             "linear_carry", (m, -(-plan.values // block)),
-            k, v, U, R, co, fold, values, rstds, g_J, came, came_end, g_end, g_first, g_ends, over, L, n, heads,
+            k, v, U, R, co, fold, values, rstds, g_J, came, came_end, g_end, g_first, g_ends, over, counter(q), L, n, heads,
             **plan.tiles("linear_carry", acc, op, BV=block, HELD=held, PROGRAMS=whole // columns),
         )  # fmt: skip
     g_scale = torch.empty_like(gates.log_step) if plan.scaled else came

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from remanence.ops import MLP, NETS, Gates, Rule, memorize, recall, start
+from remanence.ops import MLP, NETS, Gates, Rule, leashed, memorize, recall, reset_leashed, start
 
 TOKENS = 16_384
 
@@ -81,9 +81,11 @@ def test_small_gates_do_not_underflow_into_nan():
     q, k, v = (torch.randn(1, tokens, 1, 8) for _ in range(3))
     gates = Gates(*[torch.full((1, tokens, 1), value).requires_grad_() for value in (-2.0, -5.0, -2.3026)])
     y, _, _ = memorize(q, F.normalize(k, dim=-1), v, gates, start(net.init(1, 8), 1, chunk=chunk), net=net, chunk=chunk)
+    reset_leashed()
     y.sum().backward()
     assert y.isfinite().all()
     assert all(gate.grad.isfinite().all() for gate in gates)
+    assert leashed() == 0
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,36 @@ def test_the_leash_does_not_touch_a_gradient_that_still_means_something(dtype, s
         grads.append(torch.autograd.grad((y[:, -1] * upstream).sum(), weights)[0])
     assert grads[0].abs().max() > scale * 3 ** (chunks - 1) * upstream.abs().max() / 8, "the gradient was amplified"
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=0.0)
+
+
+class Own:
+    """A net that no closed form knows."""
+
+    def init(self, heads, width):
+        return NETS["linear"].init(heads, width)
+
+    def apply(self, weights, x):
+        return NETS["linear"].apply(weights, x)
+
+
+@pytest.mark.parametrize("net", [NETS["linear"], Own()], ids=["closed form", "own"])
+def test_a_held_gradient_is_counted_once_for_each_row_and_head_and_call(net):
+    """Equal keys double a matrix memory's gradient in every chunk, forty times over."""
+    rule, chunk, heads = Rule(momentum=False, forget=False), 16, 2
+    k = F.normalize(torch.ones(3, 640, heads, 4), dim=-1)
+    v = torch.randn(3, 640, heads, 4)
+    log_step = torch.full((3, 640, heads), -1.0)
+    log_step[0] = -20.0  # a calm row
+    reset_leashed()
+    for calls in (1, 2):
+        weights = tuple(weight.requires_grad_() for weight in net.init(heads, 4))
+        state = start(weights, 3, rule=rule, chunk=chunk)
+        y, _, _ = memorize(k, k, v, Gates(log_step), state, net=net, rule=rule, chunk=chunk, backend="chunked")
+        assert leashed() == 4 * (calls - 1), "reading counts nothing"
+        y[:, -1].sum().backward()
+        assert leashed() == 4 * calls
+    reset_leashed()
+    assert leashed() == 0
 
 
 def test_recall_answers_like_memorize_at_any_scale():

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from cases import Case, pairwise
 
 from remanence import Model, preset
-from remanence.ops import MLP, Gates, Rule, fused, gpu, memorize, operator, start
+from remanence.ops import MLP, Gates, Rule, fused, gpu, leashed, memorize, operator, reset_leashed, start
 from remanence.testing import assert_close, assert_same_function, distance
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]
@@ -117,10 +117,25 @@ def test_the_leash_holds_as_chunked_does(blocks, largest, monkeypatch):
     leaves = case.leaves()
     leaves[1] = leaves[1].detach()[:, :1].expand_as(leaves[1]).contiguous().requires_grad_()
     assert_same_function(case.call("chunked"), case.call("triton"), leaves, tolerance=1e-8)
+    assert [held(case, leaves, backend) for backend in ("chunked", "triton")] == [1, 1]
+
+
+def held(case, leaves, backend):
+    """What one call's backward adds to the count."""
+    reset_leashed()
+    y, surprise, new = case.call(backend)(*leaves)
+    torch.autograd.grad(y.sum() + surprise.sum() + sum(layer.sum() for layer in new.layers), leaves)
+    return leashed()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_only_held_gradients_are_counted(depth):
+    case = Case(net=MLP(depth=depth, expansion=1.5), tokens=40, chunk=4, batch=2, heads=2)
+    assert [held(case, case.leaves(), backend) for backend in ("chunked", "triton")] == [0, 0]
 
 
 @pytest.mark.parametrize("norm", [True, False])
-def test_the_compiler_sees_one_operator(norm):
+def test_the_compiler_sees_one_operator(norm, monkeypatch):
     """torch's own checks of it, and a compiled function that calls it, whole."""
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64).mul_(0.3).requires_grad_()
     gates = [make(1, 8, 1).detach().abs().neg().requires_grad_() for _ in range(3)]
@@ -137,6 +152,10 @@ def test_the_compiler_sees_one_operator(norm):
     for backend in ("eager", "aot_eager"):
         found = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(*leaves), leaves)
         assert all(torch.equal(a, b) for a, b in zip(true, found, strict=True))
+    monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 1e9, "max": 1e30}))
+    reset_leashed()
+    torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves)
+    assert leashed() == 1, "compiled, it still counts"
 
 
 @pytest.mark.parametrize("backend", ["chunked", "triton"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case, pairwise
 
-from remanence.ops import MLP, NETS, RULES, Gates, Rule, chunked, fused_linear, memorize, start
+from remanence.ops import MLP, NETS, RULES, Gates, Rule, chunked, fused_linear, leashed, memorize, reset_leashed, start
 from remanence.testing import assert_same_function, distance
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]
@@ -161,6 +161,13 @@ def test_the_leash_holds_as_chunked_does(kind, largest, monkeypatch):
     monkeypatch.setattr(chunked.Leash, "hold", watch)
     assert_same_function(case.call("chunked"), case.call("triton"), leaves, tolerance=1e-8)
     assert any(held)
+    counts = []
+    for backend in ("chunked", "triton"):
+        reset_leashed()
+        y, surprise, new = case.call(backend)(*leaves)
+        torch.autograd.grad(y.sum() + surprise.sum() + new.layers[0].sum(), leaves, allow_unused=True)
+        counts.append(leashed())
+    assert counts == [1, 1]
 
 
 @pytest.mark.parametrize("settings", [(True, False, True, False, False), (False, True, True, True, True)], ids=["LN", "decayed"])

@@ -77,7 +77,7 @@ def _all_sizes(sizes, SHARES: tl.constexpr):
 def carry_kernel(
     k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
     g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v,
-    mail, flags, L, n, HEADS,
+    leashed, mail, flags, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
@@ -87,6 +87,7 @@ def carry_kernel(
 
     With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's D2. There they also
     learn how large the gradient is, so the leash holds it only now, and what was made of it so far, which is linear in it.
+    A memory that was held is one more of `leashed`.
     """
     m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, f, t = tl.arange(0, BD), share * BH + tl.arange(0, BH), tl.arange(0, BC)
@@ -100,6 +101,7 @@ def carry_kernel(
         T2 = load(g_end2 + (m * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
     total = tl.load(came_end + m)
     size = total * 0.0
+    least = size + 1.0
     mail += m * 2 * SHARES * (BC * BD + 1)
     sizes = mail + 2 * SHARES * BC * BD
     for back_from in range(n):
@@ -126,6 +128,7 @@ def carry_kernel(
             g_error = meet(g_error, mail, flags + m, back_from, share, SHARES, BC, BD)
             size = _all_sizes(sizes + back_from % 2 * SHARES, SHARES)
         factor = _leash(total, size, REACH, END)
+        least = tl.minimum(least, factor)
         G1 *= factor
         G2 *= factor
         if MOMENTUM:
@@ -169,6 +172,7 @@ def carry_kernel(
         rendezvous(flags + m, (n + 1) * SHARES)
         size = _all_sizes(sizes + n % 2 * SHARES, SHARES)
     factor = _leash(total, size, REACH, END)
+    tl.atomic_add(leashed, 1, mask=(tl.minimum(least, factor) < 1.0) & (share == 0), sem="relaxed")
     G1 *= factor
     G2 *= factor
     if MOMENTUM:
@@ -184,7 +188,8 @@ def carry_kernel(
 @kernel
 def carry_stream(
     k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
-    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v, L, n, HEADS,
+    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v,
+    leashed, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
@@ -208,6 +213,7 @@ def carry_stream(
     g_first2 += m * PARTS * SIZE
     total = tl.load(came_end + m)
     factor = 1.0
+    least = total * 0.0 + 1.0
     base = m * n + n - 1
     last = base * PARTS * SIZE
     at, live = tokens(m, n - 1, L, HEADS, CHUNK, BC)
@@ -316,9 +322,11 @@ def carry_stream(
                 g_error = onto_apart(g_error, g_next, W2, n, APART, OP, PRECISION)
         total += tl.load(came + base)
         factor = _leash(total, size, REACH, END)
+        least = tl.minimum(least, factor)
         K, c = K_next, c_next
         if MOMENTUM:
             s = s_next
+    tl.atomic_add(leashed, 1, mask=least < 1.0, sem="relaxed")
     tl.debug_barrier()
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)

@@ -142,7 +142,7 @@ def linear_read_backward(
 
 @kernel
 def linear_carry(
-    k, v, U, R, co, fold, values, rstds, g_J, came, came_end, g_end, g_first, g_ends, over, L, n, HEADS,
+    k, v, U, R, co, fold, values, rstds, g_J, came, came_end, g_end, g_first, g_ends, over, leashed, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
     HELD: tl.constexpr, PROGRAMS: tl.constexpr, REACH: tl.constexpr, END: tl.constexpr,
@@ -152,12 +152,13 @@ def linear_carry(
 
     The leash needs the whole gradient's largest entry before the next chunk, which programs that share it do not know, and which
     is a wait for the others. So it is first only watched: `over` tells whether any entry went beyond it. Where one did, HELD,
-    with the whole gradient in one program, does all of it again and holds it.
+    with the whole gradient in one program, does all of it again and holds it, and is one more of `leashed`.
     """
     m = tl.program_id(0).to(tl.int64)
-    if HELD:  # noqa: SIM102, one of them is known when it is compiled
+    if HELD:
         if tl.max(tl.load(over + m * PROGRAMS + tl.arange(0, PROGRAMS)), 0) == 0:
             return
+        tl.atomic_add(leashed, 1, sem="relaxed")
     cols, d, t = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * E
