@@ -61,7 +61,8 @@ def home(tmp_path):
     run.mkdir()
     config = preset("tiny", "mac")
     (run / "config.json").write_text(json.dumps({"model": config.to_dict(), "steps": 40}))
-    lines = [{"step": n, "loss": 4 / n, "tokens": 1000 * n, "tokens_per_s": 500.0 + n, "skipped": 0} for n in (10, 20, 30)]
+    counts = {"skipped": 0, "leash": 2}
+    lines = [{"step": n, "loss": 4 / n, "tokens": 1000 * n, "tokens_per_s": 500.0 + n, **counts} for n in (10, 20, 30)]
     lines.append({"step": 40, "loss": None, "tokens": 40_000, "tokens_per_s": 540.0, "skipped": 1})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5')
     return tmp_path
@@ -141,6 +142,7 @@ def test_the_reports_numbers_are_the_rows_and_the_papers(report, home):
         "0.1333",
         "530",
         "1",
+        "6",
     ]
     assert worth[2:] == [["my_model (01234567)", "niah", "said", "0.0125", "0.9 (+0.888)", "kind pk, length 2048"]]
     everything = [cells for table in found[7:] for cells in table]

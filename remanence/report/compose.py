@@ -144,7 +144,7 @@ def _against(row: Row, off: Row) -> str:
 
 
 def _trained(runs: Sequence[Run]) -> list[Part]:
-    header = ["run", "blocks", "parameters", "steps", "tokens", "last loss", "tokens/s", "skipped"]
+    header = ["run", "blocks", "parameters", "steps", "tokens", "last loss", "tokens/s", "skipped", "leashed"]
     rows = []
     for run in runs:
         last = next(line for line in reversed(run.lines) if isinstance(line.get("loss"), (int, float)))
@@ -153,7 +153,8 @@ def _trained(runs: Sequence[Run]) -> list[Part]:
         steps = f"{last['step']:,} of {run.config.get('steps', '?')}"
         blocks = f"{' '.join(run.config['model'].get('pattern', []))}, {run.config['model'].get('depth', '?')} layers"
         told = [run.name, blocks, _parameters(run), steps, short(last["tokens"]), f"{last['loss']:.4f}", rate]
-        rows.append([*told, str(run.lines[-1].get("skipped", 0))])
+        held = [line["leash"] for line in run.lines if isinstance(line.get("leash"), int)]
+        rows.append([*told, str(run.lines[-1].get("skipped", 0)), f"{sum(held):,}" if held else "-"])
     picture = Picture("training", "Loss by tokens read.", plots.losses(runs))
     return [Heading("Training"), Text("Tokens per second are the middle of all logged steps."), Table(header, rows), picture]
 

@@ -27,6 +27,7 @@ from remanence.files import read_json, write_json, write_tensors
 from remanence.generate import Generation, Sampling
 from remanence.memory.policies import unigrams
 from remanence.model import Model, State, Trace, read_config
+from remanence.ops import leashed
 from remanence.ops.state import where
 from remanence.tokens import Tokenizer, load_tokenizer
 from remanence.train import checkpoint
@@ -114,6 +115,7 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
     def save() -> None:
         checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep, world)
 
+    held = leashed()  # in the whole process so far
     with _signals() as asked, metrics or nullcontext():
         while progress.step < config.steps:
             ended, samples = world.total(bool(asked & {"SIGTERM", "SIGINT"}), "SIGUSR1" in asked)
@@ -129,8 +131,11 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
                 carried = (step.seen.state if step.taken else state).detach()
             in_a_row = 0 if step.taken else progress.skipped_in_a_row + 1
             progress = Progress(progress.step + 1, progress.tokens + step.tokens, progress.skipped + (not step.taken), in_a_row)
-            if metrics and (progress.step % config.log_every == 0 or progress.step == config.steps):
-                metrics.write(progress, step, world.size)
+            if progress.step % config.log_every == 0 or progress.step == config.steps:
+                before, held = held, leashed()
+                summed = int(world.total(held - before)[0])
+                if metrics:
+                    metrics.write(progress, step, world.size, summed)
             if in_a_row >= config.patience:
                 bad = out / f"bad-batch{f'-{world.rank}' if world.size > 1 else ''}.safetensors"
                 write_tensors(bad, _replayable(batches), {"step": str(progress.step - 1)})

@@ -112,7 +112,8 @@ class Metrics:
                 ends.callback(tracker.close)
             ends.callback(self.file.close)
 
-    def write(self, progress: Any, step: Any, world_size: int) -> None:
+    def write(self, progress: Any, step: Any, world_size: int, leash: int) -> None:
+        """`leash` is how many memories' gradients were held in the steps since the last line, by all processes."""
         now = time.perf_counter()
         first, tokens = self.before
         rate = (progress.tokens - tokens) / max(now - first, 1e-9)
@@ -124,6 +125,7 @@ class Metrics:
             "tokens": progress.tokens,
             "tokens_per_s": round(rate, 1),
             "skipped": progress.skipped,
+            "leash": leash,
             "memory_gib": round(memory_in_use(self.device) / 2**30, 3),
             **memory_facts(step.seen),
         }

@@ -1,5 +1,7 @@
 """Nothing is lost: a run killed at any moment goes on to the same losses, to the last bit, as one that was not."""
 
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -17,6 +19,7 @@ from runs import config, losses, weights
 
 from remanence import Model, Session
 from remanence.files import read_json, read_tensors, write_json, write_tensors
+from remanence.ops import chunked
 from remanence.testing import assert_close
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, TrainingError, engine, fit, override
 from remanence.train.checkpoint import checkpoints
@@ -28,6 +31,7 @@ def test_it_learns(tmp_path):
     assert found[60] < 0.8 * found[10]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {"surprise", "step_size", "momentum", "keep", "tokens_per_s", "gradient", "lr"} <= lines[-1].keys()
+    assert {line["leash"] for line in lines} == {0}
     assert lines[-1]["tokens"] == 60 * 4 * 24
     assert (tmp_path / "run" / "metrics.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -204,6 +208,24 @@ def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(tmp_path, m
     with pytest.raises(TrainingError, match="got 3 steps in a row without"):
         fit(config(patience=3), tmp_path / "other")
     assert (tmp_path / "other" / "bad-batch.safetensors").is_file()
+
+
+def test_what_the_leash_held_is_told_by_line(tmp_path, monkeypatch, command):
+    """As if every carried gradient had outgrown its reach: each row and head of the one layer, in each of a line's steps."""
+    real = chunked.Leash.__init__
+
+    def short(self, *args):
+        real(self, *args)
+        self.reach = 1e-9
+
+    monkeypatch.setattr(chunked.Leash, "__init__", short)
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(f"import sys\nsys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom runs import config as recipe\n")
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        command("train", recipe, "--out", tmp_path / "run", "--steps=5", "--log_every=2")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["leash"] for line in lines] == [2 * 4 * 2, 2 * 4 * 2, 4 * 2]
+    assert "16 leashed" in said.getvalue()
 
 
 def test_documents_carry_their_memory_and_begin_anew(tmp_path, shards):
