@@ -4,7 +4,7 @@
 
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. The models are LMMs (memory and
 feed-forward, no attention), trained on the books of the split train with their memories carried from piece to piece, then read
-on held-out books (--split): bits per byte by octave of positions with the memory carried (on) and begun anew every 256 tokens
+on held-out books (--splits): bits per byte by octave of positions with the memory carried (on) and begun anew every 256 tokens
 (fresh), each a mean over separate streams with the standard error of the difference. A run that is in the file already is not
 run again, so that the same command goes on after an interruption.
 """
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from remanence import Model, ModelConfig
 from remanence.model import matched
+from remanence.ops import leashed, reset_leashed
 
 RUNS: dict[str, dict[str, Any]] = {  # the memory's configuration; all but the last two have a path that is never forgotten
     "deep": {"head_dim": 128},
@@ -217,15 +218,17 @@ def one(name: str, lr: float, seed: int, args: argparse.Namespace, device: str) 
     began = time.time()
     losses, norms = Training(model, load(args.books, "train"), rows, length, args.steps, lr, seed, device).run()
     took = time.time() - began
-    x = streams(load(args.books, args.split), args.length, args.streams)
+    held = leashed()
+    reset_leashed()
+    x = {split: streams(load(args.books, split), args.length, args.streams) for split in args.splits}
     weights = model.start(1).tensors()
     state = sum(t.numel() for t in weights if t.dim() == 6) or sum(t.numel() for t in weights if t.dim() == 5)
     return {
-        "run": name, "lr": lr, "seed": seed, "steps": args.steps, "split": args.split, "streams": len(x),
+        "run": name, "lr": lr, "seed": seed, "steps": args.steps, "streams": {split: len(each) for split, each in x.items()},
         "parameters": sum(p.numel() for p in model.parameters()), "state": state // depth, "bytes": args.steps * rows * length,
         "train": round(losses[-50:].mean().item(), 4), "curve": [round(b, 3) for b in losses.unfold(0, 25, 25).mean(1).tolist()],
-        "norm": [round(norms.quantile(p).item(), 3) for p in (0.5, 0.95, 1.0)], "seconds": round(took),
-        "positions": measure(model, x, device, length), "seconds_all": round(time.time() - began),
+        "norm": [round(norms.quantile(p).item(), 3) for p in (0.5, 0.95, 1.0)], "leash": held, "seconds": round(took),
+        "positions": {split: measure(model, each, device, length) for split, each in x.items()}, "seconds_all": round(time.time() - began),
     }  # fmt: skip
 
 
@@ -236,7 +239,7 @@ def main() -> None:
     parser.add_argument("--lrs", nargs="+", type=float, default=[2e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--split", default="validation")
+    parser.add_argument("--splits", nargs="+", default=["validation"])
     parser.add_argument("--length", type=int, default=262144, help="tokens of each held-out stream")
     parser.add_argument("--streams", type=int, default=8, help="at most so many of them")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so long")
@@ -245,17 +248,17 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.time()
     rows = json.loads(args.out.read_text()) if args.out.exists() else []
-    done = {(row["run"], row["lr"], row["seed"], row["steps"], row["split"]) for row in rows}
+    done = {(row["run"], row["lr"], row["seed"], row["steps"], *row["positions"]) for row in rows}
     for seed in args.seeds:
         for name in args.runs:
             for lr in args.lrs:
-                if (name, lr, seed, args.steps, args.split) in done or time.time() - began > args.seconds:
+                if (name, lr, seed, args.steps, *args.splits) in done or time.time() - began > args.seconds:
                     continue
                 row = one(name, lr, seed, args, device)
                 rows.append(row)
                 args.out.write_text(json.dumps(rows, indent=1))
-                shown = {key: value for key, value in row.items() if key not in ("curve", "positions", "split", "bytes")}
-                print(json.dumps(shown), " ".join(f"{p}:{v}" for p, v in row["positions"].items()), flush=True)
+                shown = {key: value for key, value in row.items() if key not in ("curve", "positions", "bytes", "streams")}
+                print(json.dumps(shown), json.dumps({s: [v[:3] for v in t.values()] for s, t in row["positions"].items()}), flush=True)
 
 
 if __name__ == "__main__":

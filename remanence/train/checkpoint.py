@@ -20,6 +20,7 @@ from torch import Tensor
 from remanence import memfile
 from remanence.files import read_json, read_tensors, write_json, write_tensors
 from remanence.model import Model, State, describe, read_config
+from remanence.train.begin import Begin
 from remanence.train.distributed import World, spread
 
 PARTS = "parts"
@@ -43,6 +44,7 @@ def save(
     carried: State | None,
     keep: int,
     world: World,
+    begin: Begin | None = None,
 ) -> None:
     """Write a checkpoint under a temporary name and rename it; then remove all but the last `keep`."""
     target, temporary = folder / f"{progress.step:08d}", folder / f".{progress.step:08d}.tmp"
@@ -67,14 +69,16 @@ def save(
     try:
         world.one(make_room)
         if not target.exists():
-            world.all(lambda: _write(temporary, model, optimizer, carried, world))
+            world.all(lambda: _write(temporary, model, optimizer, carried, world, begin))
         world.one(finish)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _write(temporary: Path, model: Model, optimizer: torch.optim.Optimizer, carried: State | None, world: World) -> None:
+def _write(
+    temporary: Path, model: Model, optimizer: torch.optim.Optimizer, carried: State | None, world: World, begin: Begin | None
+) -> None:
     if world.size == 1:
         model.save(temporary)
         write_tensors(temporary / "optimizer.safetensors", _moments(model, optimizer), {})
@@ -86,6 +90,8 @@ def _write(temporary: Path, model: Model, optimizer: torch.optim.Optimizer, carr
             dcp.save({**_weights(model), **_moments(model, optimizer)}, storage_writer=writer)
     if carried is not None:
         write_tensors(temporary / f"carried-{world.rank:05d}.safetensors", dict(memfile.named(carried)), {})
+    if begin is not None and (held := begin.tensors()):
+        write_tensors(temporary / f"{begin.kind}-{world.rank:05d}.safetensors", held, {})
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -93,7 +99,9 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("[0-9]*") if (path / "progress.json").is_file())
 
 
-def load(path: Path, model: Model, optimizer: torch.optim.Optimizer, world: World) -> tuple[Progress, State | None]:
+def load(
+    path: Path, model: Model, optimizer: torch.optim.Optimizer, world: World, begin: Begin | None = None
+) -> tuple[Progress, State | None]:
     """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood."""
     progress = _progress(path)
     theirs = read_config(path)
@@ -109,6 +117,8 @@ def load(path: Path, model: Model, optimizer: torch.optim.Optimizer, world: Worl
         count = torch.tensor(float(taken), device=parameter.device if fused else "cpu")
         optimizer.state[parameter] = {"step": count, **own}
     torch.set_rng_state(read_tensors(path / "random.safetensors").tensors["cpu"])
+    if begin is not None and (parts := sorted(path.glob(f"{begin.kind}-*.safetensors"))):
+        begin.load([read_tensors(part).tensors for part in parts], world.device)
     return progress, _carried(path, model, world)
 
 

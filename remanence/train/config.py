@@ -139,6 +139,9 @@ class TrainConfig:
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
         carry: whether rows carry their memory from step to step (kind "documents"), without gradient across the border.
+        begin: what a row's memory holds when a document begins: "fresh", the learned start; "passed", what the row beside it
+            held after the step before; "noise", normal numbers as large as what memories hold after a step.
+        begin_share: of the documents, those that begin so; the others begin afresh.
         precision: "float32", or "bfloat16" by autocast; parameters and memories stay float32.
         checkpointing: recompute activations in backward.
         compile: torch.compile of the feed-forward nets.
@@ -159,6 +162,8 @@ class TrainConfig:
     batch: int = 16
     accumulate: int = 1
     carry: bool = False
+    begin: Literal["fresh", "passed", "noise"] = "fresh"
+    begin_share: float = 0.5
     precision: Literal["float32", "bfloat16"] = "float32"
     checkpointing: bool = False
     compile: bool = False
@@ -178,8 +183,10 @@ class TrainConfig:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
         known("precision", self.precision, ("float32", "bfloat16"))
+        known("begin", self.begin, ("fresh", "passed", "noise"))
         _check(self)
         _between(0, 2**63 - 1, seed=self.seed)
+        _between(0, 1, begin_share=self.begin_share)
         if not self.prompt:
             raise ValueError("prompt: expected at least one character, got an empty text")
         if self.batch % self.accumulate:
@@ -188,6 +195,9 @@ class TrainConfig:
             raise ValueError("carry: expected data.kind='documents' and accumulate=1, whose rows go on from step to step")
         if self.carry and "attention" in self.model.blocks:
             raise ValueError("carry: expected blocks of constant size, got full attention, which would keep all it has read")
+
+        if self.begin != "fresh" and set(self.model.blocks) <= {"attention", "window", "knn"}:
+            raise ValueError(f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "model": self.model.to_dict()}

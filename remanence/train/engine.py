@@ -31,6 +31,7 @@ from remanence.ops import leashed
 from remanence.ops.state import where
 from remanence.tokens import Tokenizer, load_tokenizer
 from remanence.train import checkpoint
+from remanence.train.begin import Begin, begin_of
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full, joined, shard, spread, whole
@@ -82,7 +83,7 @@ def fit(
 
 
 def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], None] | None, world: World) -> Model:
-    source = _source(config, resume, world)
+    source, begin = _source(config, resume, world), begin_of(config, world)
     torch.manual_seed(config.seed)
     model = shard(_first(config, out).to(world.device).train(), world)
     model.checkpointing = config.checkpointing
@@ -90,7 +91,7 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
         compile_parts(model)
     optimizer = make_optimizer(model, config)
 
-    def begin() -> None:  # only now: a config that cannot be run leaves nothing behind
+    def make_folder() -> None:  # only now: a config that cannot be run leaves nothing behind
         out.mkdir(parents=True, exist_ok=True)
         if not resume:
             write_json(out / "config.json", config.to_dict())
@@ -98,10 +99,10 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
             (out / "tokenizer").mkdir(exist_ok=True)
             tokenizer.save(out / "tokenizer")
 
-    world.one(begin)
+    world.one(make_folder)
     progress, carried = Progress(), None
     if found := checkpoint.checkpoints(out / "checkpoints"):
-        progress, carried = _taken_up(found, model, optimizer, world)
+        progress, carried = _taken_up(found, model, optimizer, world, begin)
     elif model.log_unigrams is not None and config.start is None:  # a model that is trained on knows what is rare
         # Of all rows: every process counts the same.
         table = unigrams(corpus(SOURCES[config.data.kind](config, config.batch, 0, 1)), config.model.vocabulary)
@@ -113,7 +114,7 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
     metrics = opened[0] if opened else None
 
     def save() -> None:
-        checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep, world)
+        checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep, world, begin)
 
     held = leashed()  # in the whole process so far
     with _signals() as asked, metrics or nullcontext():
@@ -125,8 +126,10 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
                 asked.discard("SIGUSR1")
                 sample(model, config, progress.step, out, world)
             batches = [source.step(progress.step * config.accumulate + part) for part in range(config.accumulate)]
-            state = _renewed(model, carried, batches[0]) if config.carry else None
-            step = take_step(model, optimizer, config, batches, state, progress.step, world)
+            state = _renewed(model, carried, batches[0], begin, progress.step) if config.carry else None
+            step = take_step(model, optimizer, config, batches, state, progress.step, world, None if config.carry else begin)
+            if begin is not None and step.taken:
+                begin.ended(step.seen.state, batches[-1])
             if state is not None:  # what a skipped step read is not kept, but where documents have begun is
                 carried = (step.seen.state if step.taken else state).detach()
             in_a_row = 0 if step.taken else progress.skipped_in_a_row + 1
@@ -168,9 +171,11 @@ def _source(config: TrainConfig, resume: bool, world: World) -> Source:
     return source
 
 
-def _taken_up(found: list[Path], model: Model, optimizer: torch.optim.Optimizer, world: World) -> tuple[Progress, State | None]:
+def _taken_up(
+    found: list[Path], model: Model, optimizer: torch.optim.Optimizer, world: World, begin: Begin | None
+) -> tuple[Progress, State | None]:
     try:
-        return checkpoint.load(found[-1], model, optimizer, world)
+        return checkpoint.load(found[-1], model, optimizer, world, begin)
     except ValueError as error:
         before = f"remove that folder to go on from {found[-2].name}" if len(found) > 1 else "there is none before it"
         raise ValueError(f"{error}; the checkpoint cannot be taken up, {before}") from None
@@ -343,15 +348,22 @@ def take_step(
     state: State | None,
     number: int,
     world: World | None = None,
+    begin: Begin | None = None,
 ) -> Step:
-    """Forward and backward of every part, then the update; skipped if the loss or the gradient is not finite."""
+    """Forward and backward of every part, then the update; skipped if the loss or the gradient is not finite.
+
+    Rows that carry nothing begin in `state`, or as `begin` says.
+    """
     world = world or World(model.embed.weight.device)
     asked_here = sum(int((batch.targets >= 0).sum()) for batch in batches)
     read_here = sum(batch.tokens.numel() if batch.mask is None else int(batch.mask.sum()) for batch in batches)
     count, tokens = world.total(asked_here, read_here)
     optimizer.zero_grad(set_to_none=True)
     loss_here = 0.0
-    for batch in batches:
+    for part, batch in enumerate(batches):
+        if begin is not None:
+            fresh = model.start(batch.tokens.shape[0] if batch.offsets is None else len(batch.offsets) - 1)
+            state = begin.begun(fresh, batch, number * config.accumulate + part)
         batch = Batch._make(x.to(world.device, non_blocking=True) if isinstance(x, Tensor) else x for x in batch)
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
             seen = model.trace(batch.tokens, state, mask=batch.mask, offsets=batch.offsets)
@@ -370,12 +382,14 @@ def take_step(
     return Step(loss_total, norm, taken, int(tokens), seen)
 
 
-def _renewed(model: Model, carried: State | None, batch: Batch) -> State:
+def _renewed(model: Model, carried: State | None, batch: Batch, begin: Begin | None = None, number: int = 0) -> State:
     """The state that rows carry into a step: what they had, or a new one where a document begins or a memory has diverged.
 
     The new one is made and is part of the graph in any case: with sharded weights both are collective calls.
     """
     fresh = model.start(batch.tokens.shape[0])
+    if begin is not None:
+        fresh = begin.begun(fresh, batch, number, carried)
     if carried is None:
         return fresh
     anew = carried.diverged if batch.begins is None else carried.diverged | batch.begins.to(carried.position.device)

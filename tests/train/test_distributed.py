@@ -48,6 +48,8 @@ def settings(shards):
         "recall": config("mac", model=config("mac", **common).model, **common, accumulate=2),
         "carried": config("mag", **common, data=documents, carry=True),
         "packed": config("lmm", **common, data=DataConfig(kind="packed", path=shards, length=24), checkpointing=True),
+        "passed": config("mac", **common, data=DataConfig(kind="packed", path=shards, length=24), begin="passed"),
+        "noise": config("lmm", **common, data=documents, carry=True, begin="noise"),
     }
 
 
