@@ -221,12 +221,12 @@ def one(name: str, lr: float, seed: int, args: argparse.Namespace, device: str) 
     held = leashed()
     reset_leashed()
     x = {split: streams(load(args.books, split), args.length, args.streams) for split in args.splits}
-    weights = model.start(1).tensors()
+    weights, every = model.start(1).tensors(), min(25, args.steps)
     state = sum(t.numel() for t in weights if t.dim() == 6) or sum(t.numel() for t in weights if t.dim() == 5)
     return {
         "run": name, "lr": lr, "seed": seed, "steps": args.steps, "streams": {split: len(each) for split, each in x.items()},
         "parameters": sum(p.numel() for p in model.parameters()), "state": state // depth, "bytes": args.steps * rows * length,
-        "train": round(losses[-50:].mean().item(), 4), "curve": [round(b, 3) for b in losses.unfold(0, 25, 25).mean(1).tolist()],
+        "train": round(losses[-50:].mean().item(), 4), "curve": [round(b, 3) for b in losses.unfold(0, every, every).mean(1).tolist()],
         "norm": [round(norms.quantile(p).item(), 3) for p in (0.5, 0.95, 1.0)], "leash": held, "seconds": round(took),
         "positions": {split: measure(model, each, device, length) for split, each in x.items()}, "seconds_all": round(time.time() - began),
     }  # fmt: skip
@@ -258,7 +258,11 @@ def main() -> None:
                 rows.append(row)
                 args.out.write_text(json.dumps(rows, indent=1))
                 shown = {key: value for key, value in row.items() if key not in ("curve", "positions", "bytes", "streams")}
-                print(json.dumps(shown), json.dumps({s: [v[:3] for v in t.values()] for s, t in row["positions"].items()}), flush=True)
+                print(
+                    json.dumps(shown),
+                    json.dumps({s: [v[:3] for v in t.values()] for s, t in row["positions"].items()}),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
