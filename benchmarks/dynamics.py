@@ -209,7 +209,8 @@ def measure(model: Model, x: torch.Tensor, device: str, piece: int) -> dict[str,
 
 def one(name: str, lr: float, seed: int, args: argparse.Namespace, device: str) -> dict[str, Any]:
     small = device == "cpu"
-    dim, depth, rows, length = (128, 2, 8, 256) if small else (512, 6, 16, 2048)
+    dim, depth = (128, 2) if small else (512, 6)
+    rows, length = args.rows or (8 if small else 16), args.piece or (256 if small else 2048)
     torch.manual_seed(seed)
     base = ModelConfig(vocabulary=256, dim=dim, depth=depth, heads=dim // 64, pattern=("lmm",), segment=SEGMENT, persistent=0)
     memory = {"head_dim": 64, **RUNS[name]}
@@ -224,11 +225,13 @@ def one(name: str, lr: float, seed: int, args: argparse.Namespace, device: str) 
     weights, every = model.start(1).tensors(), min(25, args.steps)
     state = sum(t.numel() for t in weights if t.dim() == 6) or sum(t.numel() for t in weights if t.dim() == 5)
     return {
-        "run": name, "lr": lr, "seed": seed, "steps": args.steps, "streams": {split: len(each) for split, each in x.items()},
-        "parameters": sum(p.numel() for p in model.parameters()), "state": state // depth, "bytes": args.steps * rows * length,
-        "train": round(losses[-50:].mean().item(), 4), "curve": [round(b, 3) for b in losses.unfold(0, every, every).mean(1).tolist()],
+        "run": name, "lr": lr, "seed": seed, "steps": args.steps, "bytes": args.steps * rows * length,
+        "parameters": sum(p.numel() for p in model.parameters()), "state": state // depth,
+        "train": round(losses[-50:].mean().item(), 4),
+        "curve": [round(bits, 3) for bits in losses.unfold(0, every, every).mean(1).tolist()],
         "norm": [round(norms.quantile(p).item(), 3) for p in (0.5, 0.95, 1.0)], "leash": held, "seconds": round(took),
-        "positions": {split: measure(model, each, device, length) for split, each in x.items()}, "seconds_all": round(time.time() - began),
+        "streams": {split: len(each) for split, each in x.items()},
+        "positions": {split: measure(model, each, device, length) for split, each in x.items()},
     }  # fmt: skip
 
 
@@ -239,6 +242,8 @@ def main() -> None:
     parser.add_argument("--lrs", nargs="+", type=float, default=[2e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rows", type=int, help="of a batch: 16, on a CPU 8")
+    parser.add_argument("--piece", type=int, help="tokens of each, in one step: 2,048, on a CPU 256")
     parser.add_argument("--splits", nargs="+", default=["validation"])
     parser.add_argument("--length", type=int, default=262144, help="tokens of each held-out stream")
     parser.add_argument("--streams", type=int, default=8, help="at most so many of them")

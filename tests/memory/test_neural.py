@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -22,16 +23,22 @@ from remanence.testing import (
 
 KINDS = {
     "default": {},
-    "no momentum": {"rule": "no_momentum", "depth": 3, "bias": True},
+    "titans": {"net": "titans"},
+    "no momentum": {"net": "titans", "rule": "no_momentum", "depth": 3, "bias": True},
+    "deep with momentum": {"rule": "titans", "depth": 3},
     "gated delta": {"net": "linear", "rule": "gated_delta"},
     "linear": {"net": "linear"},
-    "no conv": {"conv": 0, "rule": "no_forget"},
+    "no conv": {"net": "titans", "conv": 0, "rule": "no_forget"},
 }
 
 
 def layer(kind="default", dtype=torch.float64, **fields):
     torch.manual_seed(1)
-    return NeuralMemory(**{"dim": 12, "heads": 2, "chunk": 4, "expansion": 2.0, **KINDS[kind], **fields}).to(dtype)
+    memory = NeuralMemory(**{"dim": 12, "heads": 2, "chunk": 4, "expansion": 2.0, **KINDS[kind], **fields})
+    if memory.features is not None:  # as if trained: they start as nothing
+        for _, down in memory.features.layers:
+            torch.nn.init.normal_(down)
+    return memory.to(dtype)
 
 
 def tokens(batch=2, count=21, dtype=torch.float64):
@@ -110,8 +117,9 @@ def test_built_from_fields_or_from_a_config():
     one, other = NeuralMemory(config, chunk=8), NeuralMemory(dim=12, heads=2, chunk=8)
     assert one.config == other.config
     assert NeuralMemory(dim=512, heads=8).head_dim == 64
-    assert NeuralMemory(dim=256).heads == 4, "64 wide heads unless told otherwise"
-    assert NeuralMemory(dim=200).head_dim == 50, "or as near to it as divides the width"
+    assert NeuralMemory(dim=256).heads == 2, "128 wide heads unless told otherwise"
+    assert NeuralMemory(dim=256, net="titans").heads == 4, "or 64 for other nets"
+    assert NeuralMemory(dim=200).head_dim == 100, "or as near to it as divides the width"
     for fields in ({"heads": 4}, {"dim": 24}, {"head_dim": 3}):
         given = {"dim": 12, "heads": 2, **fields}
         assert NeuralMemory(config, **fields).config.shape == MemoryConfig(**given).shape, "beside a config, fields mean the same"
@@ -147,7 +155,7 @@ def test_state_and_gates_stay_float32(how):
         seen = memory.trace(x)
         again = memory.trace(x, seen.state)
     assert seen.y.dtype == torch.bfloat16
-    for tensor in (*seen.gates, seen.surprise, *[t for t in again.state.tensors() if t.is_floating_point()]):
+    for tensor in (*seen.gates.tensors(), seen.surprise, *[t for t in again.state.tensors() if t.is_floating_point()]):
         assert tensor.dtype == torch.float32
     again.y.float().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in memory.parameters())
@@ -181,7 +189,11 @@ def test_finite_in_bf16_over_16k_tokens(depth, kind):
 
 
 def test_gates_start_where_the_config_says():
-    memory = layer(dtype=torch.float32)
+    gates = layer(dtype=torch.float32).trace(torch.zeros(1, 1, 12)).gates
+    assert gates.log_momentum is None
+    assert_close(gates.log_step.exp(), torch.full((1, 1, 2), 0.5), 1e-4)
+    assert_close(1 - gates.log_keep.exp(), torch.full((1, 1, 2), 2.47e-3), 1e-3)
+    memory = layer("titans", dtype=torch.float32)
     gates = memory.trace(torch.zeros(1, 1, 12)).gates
     assert_close(gates.log_step.exp(), torch.full((1, 1, 2), 1 / 21), 1e-4)
     assert_close(gates.log_momentum.exp(), torch.full((1, 1, 2), 0.5), 1e-4)
@@ -288,7 +300,7 @@ def test_saved_parameters_load_into_another_layer():
 
 
 def test_truncated_backpropagation_through_a_detached_state():
-    memory = layer()
+    memory = layer("titans")
     x = tokens()
     _, state = memory(x[:, :10])
     y, _ = memory(x[:, 10:], state.detach())
@@ -311,11 +323,11 @@ class TestBadInput:
             ({"dim": 10, "heads": 3}, "heads: expected a divisor of dim=10, got 3"),
             ({"dim": 0}, "dim: expected a whole number of at least 1, got 0"),
             ({"dim": 12, "heads": 2, "chunk": 0}, "chunk: expected a whole number of at least 1, got 0"),
-            ({"dim": 12, "heads": 2, "net": "rnn"}, "net: expected one of titans, residual, linear, got 'rnn'"),
+            ({"dim": 12, "heads": 2, "net": "rnn"}, "net: expected one of deep, titans, residual, linear, got 'rnn'"),
             ({"dim": 12, "heads": 2, "rule": "sgd"}, "rule: expected one of titans"),
             ({"dim": 12, "heads": 2, "depth": 5}, "depth: expected 1, 2, 3 or 4 layers, got 5"),
             ({"dim": 12, "heads": 2, "chunk": 2.5}, "chunk: expected a whole number"),
-            ({"dim": 12, "heads": 2, "rule": "delta"}, "anchor: 'token' .* needs a net linear in its weights"),
+            ({"dim": 12, "heads": 2, "net": "titans", "rule": "delta"}, "anchor: 'token' .* needs a net linear in its weights"),
             ({"dim": 12, "heads": 2, "anchor": "word"}, "anchor: expected 'chunk', 'token' or None, got 'word'"),
             ({"dim": 12, "heads": 2, "step_bias": float("nan")}, "step_bias: expected a finite number"),
             ({"config": 512}, "config: expected a MemoryConfig, or fields by name"),
@@ -348,25 +360,26 @@ class TestBadInput:
             memory(x[:1], offsets=[0, 10, 20])
 
     def test_states(self):
-        memory = layer(dtype=torch.float32)
+        paper = partial(layer, "titans")
+        memory = paper(dtype=torch.float32)
         x = tokens(dtype=torch.float32)
         _, state = memory(x)
         with pytest.raises(ValueError, match="state: expected 3 rows, one for each row of the batch, got 2"):
             memory(tokens(3, dtype=torch.float32), state)
         with pytest.raises(ValueError, match=r"state: expected dtype torch\.float64"):
-            layer()(tokens(), state)
+            paper()(tokens(), state)
         with pytest.raises(ValueError, match="state: expected one of chunk 8, got one of chunk 4"):
-            layer(dtype=torch.float32, chunk=8)(x, state)
+            paper(dtype=torch.float32, chunk=8)(x, state)
         with pytest.raises(ValueError, match="state: expected weights of shapes"):
-            layer(dtype=torch.float32, depth=3)(x, state)
+            paper(dtype=torch.float32, depth=3)(x, state)
         with pytest.raises(ValueError, match="state: expected one of a rule with momentum=False"):
-            layer(dtype=torch.float32, rule="no_momentum")(x, state)
+            paper(dtype=torch.float32, rule="no_momentum")(x, state)
         with pytest.raises(ValueError, match="state: expected one of a rule with forget=False"):
-            layer(dtype=torch.float32, rule="no_forget")(x, state)
+            paper(dtype=torch.float32, rule="no_forget")(x, state)
         with pytest.raises(ValueError, match="state: expected the state this layer returned, or None, got dict"):
             memory(x, {})
         with pytest.raises(ValueError, match="state: expected convolution inputs"):
-            layer(dtype=torch.float32, conv=2)(x, state)
+            paper(dtype=torch.float32, conv=2)(x, state)
         assert isinstance(state, NeuralMemoryState)
 
 
