@@ -15,14 +15,17 @@ import json
 import lzma
 import math
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BASE = {"heads": 8, "width": 64, "chunk": 64, "features": 0, "layers": 1, "skip": True, "static": True, "momentum": False, "forget": -6.0,
-        "spread": False, "kind": "delta", "top": 1.0, "step": 0.0, "keys": 1}  # fmt: skip
+BASE = {
+    "heads": 8, "width": 64, "chunk": 64, "features": 0, "layers": 1, "skip": True, "static": True, "momentum": False,
+    "forget": -6.0, "spread": False, "kind": "delta", "top": 1.0, "step": 0.0, "keys": 1,
+}  # fmt: skip
 RUNS = {
     "matrix-bare": {"static": False},
     "matrix": {},
@@ -439,9 +442,7 @@ def measure(model, streams, length, device, piece=2048, segment=256):
             out.append(nll.view(len(x), -1).mean(0) / math.log(2))
         rows[mode] = torch.cat(out)
     edges = [e for e in (0, 1024, 4096, 16384, 65536, 131072, 262144) if e <= length]
-    return {
-        mode: [round(nll[a:b].mean().item(), 4) for a, b in zip(edges, edges[1:]) if b <= len(nll)] for mode, nll in rows.items()
-    }
+    return {mode: [round(nll[a:b].mean().item(), 4) for a, b in pairwise(edges) if b <= len(nll)] for mode, nll in rows.items()}
 
 
 def main():
@@ -483,7 +484,8 @@ def main():
             )
             row = {
                 "name": name, "lr": args.lr, "seed": args.seed, "steps": args.steps, "parameters": count(model), "state": state,
-                "train": round(losses[-50:].mean().item(), 4), "curve": [round(x, 3) for x in losses.view(-1, 50).mean(1).tolist()],
+                "train": round(losses[-50:].mean().item(), 4),
+                "curve": [round(x, 3) for x in losses.view(-1, 50).mean(1).tolist()],
                 "norm": [round(norms.quantile(p).item(), 3) for p in (0.5, 0.95, 1.0)], "seconds": round(took), **bits,
             }  # fmt: skip
             mix = [torch.sigmoid(b.memory.mix).mean().item() for b in model.blocks if hasattr(b.memory, "mix")]

@@ -46,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_default_device(resolve(options.device))
     torch.manual_seed(options.seed)
-    memory = {"heads": 2, "expansion": 2.0, "forget_bias": options.forget}
+    memory = {"net": "titans", "heads": 2, "expansion": 2.0, "forget_bias": options.forget}
     shape = {"vocabulary": 2 * KEYS + NOISE, "dim": 64, "depth": 2, "heads": 2, "window": 16, "segment": 16, "persistent": 4}
     model = Model(ModelConfig(pattern=(options.variant,), memory=memory, **shape))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01)

@@ -47,7 +47,7 @@ def setting(
         window=128,
         segment=256,
         persistent=4,
-        memory={"depth": depth, "expansion": 2.0, "chunk": 64},
+        memory={"net": "titans", "depth": depth, "expansion": 2.0, "chunk": 64},
     )
     return TrainConfig(
         model=model,

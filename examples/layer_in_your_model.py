@@ -12,7 +12,7 @@ class Block(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.memory = NeuralMemory(dim=dim, heads=2, expansion=2)
+        self.memory = NeuralMemory(dim=dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x, state=None):

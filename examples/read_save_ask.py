@@ -37,9 +37,7 @@ def story(chance: random.Random, known: dict[str, str], rounds: int, gap: int) -
 def train(steps: int) -> Model:
     torch.manual_seed(0)
     chance = random.Random(0)
-    model = Model(
-        ModelConfig(vocabulary=257, dim=64, depth=2, pattern=("lmm",), segment=64, memory={"heads": 2, "expansion": 2.0})
-    )
+    model = Model(ModelConfig(vocabulary=257, dim=64, depth=2, pattern=("lmm",), segment=64, memory={"heads": 2}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(steps):
         texts = [story(chance, facts(chance), rounds=5, gap=10)[:80].ljust(80) for _ in range(16)]

@@ -14,7 +14,7 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 def recipe() -> TrainConfig:
     return TrainConfig(
-        model=preset("small", "mac", depth=4, memory={"chunk": 32}),
+        model=preset("small", "mac", depth=4),
         data=DataConfig(kind="babilong", length=1024),
         optimizer=OptimizerConfig(lr=5e-4, warmup=100),
         steps=5000,

@@ -18,7 +18,7 @@ def recipe() -> TrainConfig:
         window=16,
         segment=16,
         persistent=4,
-        memory={"heads": 2, "expansion": 2.0},
+        memory={"heads": 2},
     )
     return TrainConfig(
         model=model,

@@ -5,6 +5,9 @@ remanence data prepare hf:HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer tok
 remanence train recipes/titans_170m.py --dry-run --gpus 8 --gpu H100
 torchrun --nproc-per-node 8 -m remanence train recipes/titans_170m.py --out out/titans_170m --data.path=out/fineweb
 
+The memory is the one that trains steadily (net "deep": docs/results/dynamics.md); the paper's own, whose gradients have
+exploded on text here, is --model.memory.net=titans.
+
 tokenizer.json is Llama-2's, which its owners give on request.
 """
 

@@ -108,7 +108,7 @@ def recipe_config(name: str, device: str, seed: int, steps: int | None) -> Train
         window=WINDOW,
         segment=WINDOW,
         persistent=4,
-        memory={"heads": 1, "expansion": 2.0},  # type: ignore[arg-type]
+        memory={"heads": 1},  # type: ignore[arg-type]
     )
     return TrainConfig(
         model=model,

@@ -271,14 +271,16 @@ class TestPresets:
         assert sizes["760m"] == (24, 1536, 16) and sizes["1.3b"] == (18, 2048, 8)
         for name in ("170m", "340m", "760m", "1.3b"):
             config = preset(name)
-            assert (config.window, config.segment, config.persistent, config.memory.chunk) == (2048, 512, 128, 16)
-            assert config.memory.shape[1] == 64, "the fast path's head width"
+            assert (config.window, config.segment, config.persistent) == (2048, 512, 128)
+            assert (config.memory.net, config.memory.chunk, config.memory.shape[1]) == ("deep", 64, 128)
+            paper = preset(name, memory={"net": "titans"}).memory
+            assert (paper.rule, paper.chunk, paper.shape[1]) == ("titans", 16, 64), "one field for the paper's own"
 
     def test_changes_and_unknown_fields(self):
         config = preset("small", ("lmm", "window"), window=64, memory={"chunk": 32})
-        assert (config.pattern, config.window, config.memory.chunk, config.memory.expansion) == (("lmm", "window"), 64, 32, 2.0)
+        assert (config.pattern, config.window, config.memory.chunk, config.memory.head_dim) == (("lmm", "window"), 64, 32, 64)
         kept = Model(preset("tiny"), memory={"chunk": 8}).config.memory
-        assert (kept.chunk, kept.head_dim, kept.expansion) == (8, 32, 2.0), "other fields stay as they were"
+        assert (kept.chunk, kept.head_dim) == (8, 32), "other fields stay as they were"
         with pytest.raises(ValueError, match=r"ModelConfig field: expected one of .* got 'windw'; did you mean 'window'"):
             preset("small", windw=3)
 

@@ -98,7 +98,8 @@ def test_modes_and_what_follows_them(variant, mode, monkeypatch):
     [
         {"memory": {"chunk": 1}, "persistent": 0},
         {"memory": {"conv": 0}},
-        {"memory": {"depth": 3, "bias": True}, "window": 1},
+        {"memory": {"depth": 3}, "window": 1},
+        {"memory": {"net": "titans", "depth": 3, "bias": True}, "window": 1},
         {"memory": {"chunk": 8}, "tie": False, "segment": 8},
     ],
     ids=str,
@@ -125,7 +126,7 @@ def test_float32(variant, monkeypatch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("variant", ["hybrid", "attention hybrid", "delta", "linear_attention"])
+@pytest.mark.parametrize("variant", ["hybrid", "attention hybrid", "delta", "linear_attention", "ttt"])
 @torch.no_grad()
 def test_with_kernels(variant, monkeypatch):
     """The kernels in their places: a memory of one layer or two, its convolutions, and MAC's weights at a segment's begin."""
@@ -142,7 +143,7 @@ def test_matrices_asked_by_segments(monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("variant", ["gated_delta", "delta", "linear_attention", "lmm"])
+@pytest.mark.parametrize("variant", ["gated_delta", "delta", "linear_attention", "lmm", "ttt"])
 def test_kernels_are_launched_without_waiting(variant, monkeypatch):
     """As a graph demands it; what they would compute is left out, since the interpreter does look at values."""
     names = []
@@ -152,7 +153,7 @@ def test_kernels_are_launched_without_waiting(variant, monkeypatch):
     decoder = Decoder(subject, subject.start(2))
     with nothing_waits(monkeypatch):
         decoder.step(tokens(2, 1)[:, 0])
-    assert names == ["convolve_kernel", "decode_kernel" if variant == "lmm" else "decode_linear_kernel"] * len(subject.blocks)
+    assert names == ["convolve_kernel", "decode_kernel" if variant == "ttt" else "decode_linear_kernel"] * len(subject.blocks)
 
 
 def test_what_cannot_be_decoded_is_said():

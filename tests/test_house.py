@@ -36,8 +36,8 @@ ROOMS = {
     "commands": {"", "blocks", "config", "device", "files", "generate", "lens", "memfile", "model", "session", "tokens"},
     "train_commands": {"config", "data", "train"},
     "data": {"files", "tokens"},
-    "train": {"", "config", "data", "device", "files", "generate", "memfile", "memory", "model", "ops", "tokens"},
-    "evaluate": {"", "config", "data", "files", "generate", "hf", "memfile", "model", "published", "tokens", "train"},
+    "train": {"blocks", "", "config", "data", "device", "files", "generate", "memfile", "memory", "model", "ops", "tokens"},
+    "evaluate": {"", "config", "data", "files", "generate", "hf", "memfile", "model", "ops", "published", "tokens", "train"},
     "eval_commands": {"config", "device", "evaluate", "train", "train_commands"},
     "published": set(),
     "report": {"", "config", "files", "model", "published"},
@@ -175,7 +175,7 @@ def test_examples_run(example):
         assert float(last) < 1.5, "the model learns to use its memory"
     if example.stem == "training_loop":
         losses = [float(loss) for loss in re.findall(r"step \d+: loss (\d\.\d+)", done.stdout)]
-        assert losses[-1] < 0.7 * losses[0], "the loss falls"
+        assert losses[-1] < 0.75 * losses[0], "the loss falls"
     if example.stem == "read_save_ask":
         right, without = re.findall(r"(\d) right from the memory, (\d) right without it", done.stdout)[0]
         assert int(right) >= 3 > int(without) or int(right) == 5, "the memory remembers what the model alone cannot know"

@@ -174,7 +174,7 @@ def test_tokens_of_a_tokenizer_and_half_precision(tmp_path):
     inner.train_from_iterator([ODD, TEXT], tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
-    session = Session(model("mac", torch.bfloat16, vocabulary=300), tokenizer)
+    session = Session(model("mac", torch.bfloat16, vocabulary=300, memory={"net": "titans"}), tokenizer)
     with open(tmp_path / "p.html", "w", encoding="utf-8", newline="\n") as file:
         page = Page(file, tokenizer, "t")
         for seen in look(session, [ODD], 16):

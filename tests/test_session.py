@@ -215,7 +215,7 @@ def test_nothing_is_computed_that_needs_a_gradient():
 def test_a_diverged_memory_is_not_used():
     subject = bytes_model("lmm", depth=1)
     with torch.no_grad():
-        subject.blocks[0].mixer.memory.layer.initial.layer0.fill_(float("nan"))
+        subject.blocks[0].mixer.memory.layer.v_proj.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="memory: expected finite numbers, got a memory that diverged"):
         Session(subject).read(TEXT)
 

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence import published
-from remanence.config import change, known
+from remanence.config import ModelConfig, change, known
 from remanence.evaluate.plots import Points, curves
 from remanence.evaluate.subject import LOGITS, PIECE, Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
 from remanence.model import Model, parameters
+from remanence.ops import RULES
 from remanence.train import TrainConfig, fit, run_config
 from remanence.train.sources import SOURCES
 
@@ -36,6 +37,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "no_persistent": {"persistent": 0},
 }
 """Table 5's rows, as changes to the recipe's model."""
+OF_DEEP: dict[str, dict[str, Any]] = {"linear": {"depth": 1}, "no_forget": {"rule": "delta"}}
+"""The same of a memory of the net "deep"."""
 DEPTHS: dict[str, dict[str, Any]] = {str(depth): {"memory": {"depth": depth}} for depth in range(1, 5)}
 
 
@@ -96,9 +99,17 @@ class Grid(Task):
             self._rows(length, 0)
 
     def _differs(self, name: str) -> bool:
-        """Taking persistent tokens away from a model that has none is no variant."""
-        changed = change(self.recipe.model, self.changes[name])
-        return "persistent" not in self.changes[name] or parameters(changed) != parameters(self.recipe.model)
+        """Taking away persistent tokens, or momentum, that a model has not is no variant."""
+        if name == "no_momentum":
+            return RULES[self.recipe.model.memory.rule].momentum
+        return name != "no_persistent" or parameters(self._model(name)) != parameters(self.recipe.model)
+
+    def _model(self, name: str) -> ModelConfig:
+        """The recipe's model with a variant's changes and no other: not those that another net would bring along."""
+        model, changes = self.recipe.model, self.changes[name]
+        own = OF_DEEP.get(name) if model.memory.net == "deep" else None
+        memory = replace(model.memory, **(own or changes.get("memory", {})))
+        return change(model, {**changes, "memory": memory})
 
     @property
     def identity(self) -> Setting:
@@ -117,9 +128,7 @@ class Grid(Task):
 
     def config(self, name: str, seed: int) -> TrainConfig:
         """A variant's run."""
-        config = replace(
-            self.recipe, model=change(self.recipe.model, self.changes[name]), seed=seed, device=self.subject.place.type
-        )
+        config = replace(self.recipe, model=self._model(name), seed=seed, device=self.subject.place.type)
         if config.data.path is not None:
             config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
         return replace(config, steps=self.settings.steps or config.steps)

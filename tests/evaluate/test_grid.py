@@ -19,7 +19,7 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 from remanence.train.sources import Recall
 
 RECIPE = TrainConfig(
-    model=config("mac", vocabulary=11, memory={"conv": 4}),
+    model=config("mac", vocabulary=11, memory={"conv": 4, "net": "titans"}),
     data=DataConfig(kind="recall", length=12, pairs=2, keys=4, noise=3),
     optimizer=OptimizerConfig(warmup=1),
     steps=4,
@@ -53,6 +53,9 @@ def test_each_variant_changes_one_thing(tmp_path):
         assert task.config(name, 3) == replace(base, model=replace(base.model, memory=replace(base.model.memory, **changed)))
     assert task.config("no_persistent", 3) == replace(base, model=replace(base.model, persistent=0))
     assert [grid(tmp_path, "depth").config(str(depth), 0).model.memory.depth for depth in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    deep = grid(tmp_path, recipe=replace(RECIPE, model=config("mac", vocabulary=11)))
+    assert deep.variants == ("base", "linear", "no_conv", "no_forget", "no_persistent"), "it has no momentum to take away"
+    assert (deep.config("linear", 0).model.memory.depth, deep.config("no_forget", 0).model.memory.rule) == (1, "delta")
     alone = replace(RECIPE, model=replace(RECIPE.model, pattern=("lmm",)))
     assert "no_persistent" not in grid(tmp_path, recipe=alone).variants, "an LMM has none to take away"
 
