@@ -30,7 +30,8 @@ OURS = "remanence"
 def ours(**fields: object) -> torch.nn.Module:
     from remanence import NeuralMemory
 
-    return NeuralMemory(dim=WIDTH, heads=HEADS, **{"depth": DEPTH, "expansion": EXPANSION, "chunk": CHUNK, **fields})
+    paper = {"net": "titans", "depth": DEPTH, "expansion": EXPANSION, "chunk": CHUNK}
+    return NeuralMemory(dim=WIDTH, heads=HEADS, **{**paper, **fields})
 
 
 def peer(refresh: int | None) -> torch.nn.Module:
@@ -43,6 +44,7 @@ def peer(refresh: int | None) -> torch.nn.Module:
 
 IMPLEMENTATIONS: dict[str, Callable[[], torch.nn.Module]] = {
     OURS: ours,
+    "remanence, as it comes": lambda: ours(net="deep", expansion=None),
     "remanence, no momentum": lambda: ours(rule="no_momentum"),
     "remanence, linear, token-exact": lambda: ours(net="linear", depth=None, expansion=None),
     f"titans-pytorch, batch_size={CHUNK}": lambda: peer(CHUNK),

@@ -116,11 +116,8 @@ def delta(q, k, v, beta, log_keep, eta, N, M):
             M = last[i] * ((1 - p) * N + p * M) - fold_read[i] @ e
         N = last[i] * N - fold[i] @ e
     kept, errors = torch.stack(kept, 2), torch.stack(errors, 2)
-    if eta is not None:
-        y = a * ((1 - past) * (q @ kept) + past * (q @ torch.stack(asked, 2)))
-    else:
-        y = a * (q @ kept)
-    return y - ((q @ k.mT) * read) @ errors, N, M
+    y = q @ kept if eta is None else (1 - past) * (q @ kept) + past * (q @ torch.stack(asked, 2))
+    return a * y - ((q @ k.mT) * read) @ errors, N, M
 
 
 def dgelu(z):

@@ -235,6 +235,31 @@ def one(name: str, lr: float, seed: int, args: argparse.Namespace, device: str) 
     }  # fmt: skip
 
 
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Training curves, and held-out bits by position with and without what was read before, a mean over the seeds."""
+    from matplotlib.figure import Figure
+
+    splits = list(rows[0]["positions"])
+    figure = Figure(figsize=(5 * (1 + len(splits)), 4), layout="constrained")
+    left, *right = figure.subplots(1, 1 + len(splits))
+    names = list(dict.fromkeys(row["run"] for row in rows))
+    for color, name in enumerate(names):
+        mine = [row for row in rows if row["run"] == name]
+        curve = torch.tensor([row["curve"] for row in mine]).mean(0).tolist()
+        steps = [mine[0]["steps"] * (i + 0.5) / len(curve) for i in range(len(curve))]
+        left.plot(steps, curve, color=f"C{color}", label=name)
+        for axes, split in zip(right, splits, strict=True):
+            places = [int(place) for place in mine[0]["positions"][split]]
+            table = torch.tensor([[row["positions"][split][str(p)] for p in places] for row in mine]).mean(0)
+            axes.plot(places, table[:, 0].tolist(), color=f"C{color}", marker="o", label=f"{name}, on")
+            axes.plot(places, table[:, 1].tolist(), color=f"C{color}", ls="--", alpha=0.6, label=f"{name}, fresh")
+            axes.set(xscale="log", xlabel="position, up to", ylabel="bits per byte", title=f"{split} books")
+    left.set(xlabel="step", ylabel="bits per byte", title="training", ylim=(1.35, 2.4))
+    left.legend(frameon=False)
+    right[0].legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("books")
@@ -249,7 +274,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8, help="at most so many of them")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so long")
     parser.add_argument("--out", type=Path, default=Path("dynamics.json"))
+    parser.add_argument("--plot", type=Path, help="draw what --out holds, and run nothing")
     args = parser.parse_args()
+    if args.plot:
+        plot(json.loads(args.out.read_text()), args.plot)
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.time()
     rows = json.loads(args.out.read_text()) if args.out.exists() else []

@@ -182,7 +182,7 @@ class Flash(nn.Module):
 
 
 def ours(width: int, heads: int, **fields: Any) -> nn.Module:
-    return NeuralMemory(dim=width, heads=heads, **{"expansion": 2.0, "chunk": 64, **fields})
+    return NeuralMemory(dim=width, heads=heads, **{"net": "titans", "expansion": 2.0, "chunk": 64, **fields})
 
 
 def fla(name: str, width: int, heads: int, **fields: Any) -> nn.Module:
@@ -210,6 +210,7 @@ def titans(width: int, heads: int, refresh: int | None) -> nn.Module:
 
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "remanence": ours,
+    "remanence, as it comes": lambda w, h: NeuralMemory(dim=w),
     "remanence, chunk 16": lambda w, h: ours(w, h, chunk=16),
     "remanence, expansion 1": lambda w, h: ours(w, h, expansion=1.0),
     "remanence, linear, token-exact, momentum": lambda w, h: ours(w, h, net="linear", rule="titans", expansion=None),
@@ -259,8 +260,8 @@ def one_layer(name: str, batch: int, tokens: int, width: int, heads: int) -> Row
 
 
 def config(variant: str, tiny: bool) -> Any:
-    """Every variant at the Transformer's number of parameters, with a memory of twice the head's width and chunks of 64."""
-    return matched(preset("tiny" if tiny else "340m", variant, memory={"expansion": 2.0, "chunk": 64}))
+    """Every variant at the Transformer's number of parameters, with the memory that the preset gives."""
+    return matched(preset("tiny" if tiny else "340m", variant))
 
 
 def train_rows(cases: list[str], variant: str, lengths: dict[str, int], tiny: bool) -> Iterator[Row]:

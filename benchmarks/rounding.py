@@ -19,7 +19,7 @@ from remanence import Model, preset
 def error(variant: str, depth: int, tokens: int, seed: int, **memory: float) -> float:
     """Spread of the difference over the last hundred tokens, relative to the spread of the logits."""
     torch.manual_seed(seed)
-    exact = Model(preset("small", variant, depth=depth, memory=memory)).double().eval()
+    exact = Model(preset("small", variant, depth=depth, memory={"net": "titans", "expansion": 2.0, **memory})).double().eval()
     text = torch.randint(257, (1, tokens))
     truth, _ = exact(text)
     rounded, _ = copy.deepcopy(exact).float()(text)

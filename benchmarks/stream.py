@@ -46,7 +46,9 @@ def see_through(memory: NeuralMemory) -> NeuralMemory:
 def stream(rule: str, device: torch.device, seed: int) -> list[tuple[float, float]]:
     """One memory, round by round: mean surprise while reading it, and the share of pairs recalled after it."""
     torch.manual_seed(seed)
-    memory = NeuralMemory(dim=2 * WIDTH, heads=1, head_dim=WIDTH, conv=0, rule=rule, step_bias=STEP_BIAS, forget_bias=FORGET_BIAS)
+    memory = NeuralMemory(
+        dim=2 * WIDTH, heads=1, head_dim=WIDTH, conv=0, net="titans", rule=rule, step_bias=STEP_BIAS, forget_bias=FORGET_BIAS
+    )
     memory = see_through(memory).to(device)
     keys, *values = (torch.randn(PAIRS, WIDTH).to(device) for _ in range(3))
     state, course = None, []

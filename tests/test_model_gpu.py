@@ -73,20 +73,25 @@ def test_memories_of_one_layer(kind, width, values, dtype):
         assert apart(exact, ours) <= allowed, f"result {index}"
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
-def test_the_layers_own_kernels(dtype, allowed, monkeypatch):
+@pytest.mark.parametrize("net", ["deep", "titans"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_layers_own_kernels(dtype, net, monkeypatch):
+    """At most twice as far from float32 as torch's own parts are (besides, 1e-5): a solve makes more of rounded keys."""
     torch.manual_seed(0)
-    memory = NeuralMemory(dim=256, heads=4, expansion=1.0, chunk=64).cuda()
+    memory = NeuralMemory(dim=256, heads=4, net=net, expansion=1.0, chunk=64).cuda()
+    for _, down in memory.features.layers if memory.features else ():
+        torch.nn.init.normal_(down)
     x = torch.randn(2, 200, 256, device="cuda", requires_grad=True)
 
-    def results(fused):
+    def results(fused, dtype=dtype):
         monkeypatch.setattr(layer, "AUTO", fused)
         with torch.autocast("cuda", dtype, enabled=dtype == torch.bfloat16):
             y, _ = memory(x)
         return [y, *torch.autograd.grad(y.float().square().mean(), [x, *memory.parameters()])]
 
-    for name, plain, ours in zip(["y", "x", *dict(memory.named_parameters())], results(False), results(True), strict=True):
-        assert apart(plain, ours) <= allowed, name
+    true, plain, ours = results(False, torch.float32), results(False), results(True)
+    for name, exact, usual, x_ in zip(["y", "x", *dict(memory.named_parameters())], true, plain, ours, strict=True):
+        assert apart(exact, x_) <= 2.0 * apart(exact, usual) + 1e-5, name
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mag", "mal", "mac", "gated_delta"])
