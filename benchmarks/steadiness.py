@@ -71,8 +71,8 @@ TWINS: list[tuple[str, int, int, float, str]] = [
     ("deep", 1, 64, -10.0, ""), ("deep", 2, 16, -10.0, "features"), ("deep", 2, 64, -5.0, "features"),
     ("deep", 2, 128, -3.0, "features"), ("deep", 3, 64, -10.0, "features"), ("deep", 4, 64, -10.0, "features"),
     ("deep", 1, 16, -10.0, "gates"), ("deep", 2, 64, -10.0, "features, gates"), ("deep", 3, 128, -5.0, "features, gates"),
-    ("deep", 4, 16, -3.0, "features, gates"), ("deep", 2, 64, -6.0, "trained"), ("titans", 2, 16, -10.0, ""),
-    ("titans", 2, 16, -5.0, ""), ("titans", 2, 64, -5.0, ""), ("titans", 2, 16, -10.0, "gates"),
+    ("deep", 4, 16, -3.0, "features, gates"), ("deep", 2, 64, -6.0, "trained"), ("deep", 2, 64, -10.0, "trained"),
+    ("titans", 2, 16, -10.0, ""), ("titans", 2, 16, -5.0, ""), ("titans", 2, 64, -5.0, ""), ("titans", 2, 16, -10.0, "gates"),
 ]  # fmt: skip
 """A memory, its depth, chunk and forget bias, and what is changed: features as long as the keys, gates' weights drawn with a
 spread of a half (their logits then spread by 5.7 at width 128), or 300 steps of training."""
@@ -121,7 +121,7 @@ def moved(state: State) -> State:
 def twins(args: argparse.Namespace, keep: Callable[[Row], None]) -> None:
     marks, dim = ((1024, 2048), 32) if args.quick else ((1024, 4096, 16384, 65536), 128)
     text = read_text(args.text, 2 * marks[-1])
-    for name, depth, chunk, forget, drawn in (TWINS[1], TWINS[9], TWINS[11]) if args.quick else TWINS:
+    for name, depth, chunk, forget, drawn in (TWINS[1], TWINS[9], TWINS[12]) if args.quick else TWINS:
         fields = {
             "net": name,
             "depth": depth,
