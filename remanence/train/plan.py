@@ -33,15 +33,17 @@ def peak(device: torch.device) -> float | None:
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
     """Forward and backward, 2 for a multiplication and addition: every matrix once, attention over what it sees, and a memory
-    four times its weights (keys forward, errors back, the write, the read).
+    four times its weights (keys forward, errors back, the write, the read). A deep memory's first layers see queries and keys.
     """
     with torch.device("meta"):
         model = Model(config)
-    seen, starts = 0.0, 0
+    seen, starts, twice = 0.0, 0, 0
     for name, block in zip(config.blocks, model.blocks, strict=True):
         for part, parameter in block.named_parameters():
             if ".initial." in part:
                 starts += parameter.numel()
+            elif ".features." in part:
+                twice += parameter.numel()
         if name == "attention":
             seen += length / 2
         elif name in ("window", "mag", "mal", "knn"):
@@ -50,7 +52,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
             seen += config.knn.size / 6 + config.knn.k
         elif name == "mac":
             seen += config.segment + config.persistent  # half of twice the segment: retrieved tokens, and the segment's own
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1) - starts
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1) - starts + twice
     matrices += 0 if config.tie else -config.vocabulary * config.dim  # an embedding is looked up, tied or not
     return 3 * (2 * matrices + 8 * starts + 4 * config.dim * seen)
 
@@ -146,7 +148,8 @@ def activations(config: TrainConfig) -> float:
     """Bytes that a token leaves for backward, by the figures of `KEPT`."""
     model = config.model
     depth, expansion = model.memory.depth or 2, model.memory.expansion or 4.0
-    inner = (1 + (depth - 1) * expansion / 4) / 2  # what a memory keeps, in units of the default net's
+    depth = 1 if model.memory.net == "deep" else depth  # its first layers keep nothing but the keys
+    inner = (1 + (depth - 1) * expansion / 4) / 2  # what a memory keeps, in units of the paper's net
     wide = 1.0 if config.precision == "bfloat16" else 1.6
     plain = KEPT["window"]
     kept = []
