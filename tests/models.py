@@ -34,6 +34,9 @@ def config(variant="mac", **fields):
 def model(variant="mac", dtype=torch.float64, **fields):
     torch.manual_seed(3)
     made = Model(config(variant, **fields)).to(dtype)
+    for name, parameter in made.named_parameters():
+        if ".features.down" in name:  # as if trained: they start as nothing
+            torch.nn.init.normal_(parameter)
     if made.log_unigrams is not None:
         made.log_unigrams.copy_(torch.randn_like(made.log_unigrams).log_softmax(0))
     return made

@@ -142,7 +142,7 @@ class NeuralMemory(nn.Module):
         self.watch: Callable[[Tensor, Tensor], None] | None = None  # shown every call's values and answers; see remanence.lens
 
     def extra_repr(self) -> str:
-        return f"net={self.net}, rule={self.rule}, chunk={self.config.chunk}"
+        return f"net={net_of(self.config)}, rule={self.rule}, chunk={self.config.chunk}"
 
     def start(self, rows: int, dtype: torch.dtype = torch.float32) -> NeuralMemoryState:
         """The state of `rows` documents of which nothing has been read. float32 unless the model runs in float64."""

@@ -30,7 +30,7 @@ def test_it_learns(tmp_path):
     found = losses(tmp_path / "run")
     assert found[60] < 0.8 * found[10]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {"surprise", "step_size", "momentum", "keep", "tokens_per_s", "gradient", "lr"} <= lines[-1].keys()
+    assert {"surprise", "step_size", "keep", "tokens_per_s", "gradient", "lr"} <= lines[-1].keys()
     assert {line["leash"] for line in lines} == {0}
     assert lines[-1]["tokens"] == 60 * 4 * 24
     assert (tmp_path / "run" / "metrics.png").read_bytes()[:4] == b"\x89PNG"
