@@ -22,7 +22,7 @@ Folder = tyro.conf.Positional[Path]
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a sliding-window Transformer, an LMM and a MAC to recall pairs, in about three minutes, and ask them from afar.
+    """Train a sliding-window Transformer, an LMM and a MAC to recall pairs, in a minute or two, and ask them from afar.
 
     Prints and plots right answers against distance; then a memory is saved, restored in a fresh model, and asked.
     """
