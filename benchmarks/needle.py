@@ -21,7 +21,7 @@ from rich.table import Table
 
 from remanence import Model, preset
 from remanence.evaluate import TASKS, Subject, configured
-from remanence.generate import PIECE
+from remanence.reader import PIECE
 from remanence.tokens import ByteTokenizer
 
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from remanence.layers import Rotary
+from remanence.layers import Linear, Rotary, from_start, kept, project
 from remanence.ops.layout import from_rows, pick, to_rows
-from remanence.ops.state import TensorTuple, carry_on, take_back
+from remanence.ops.state import TensorTuple, advanced, carry_on, noted, placed, take_back
 
 
 def causal_mask(
@@ -123,9 +123,9 @@ def sliding_attention(
     rows, queries, cached = q.shape[0], q.shape[1], k.shape[1] - q.shape[1]
     persistent = prefix[0].shape[0]
     block = max(window // 2, 16)
+    if q.is_cuda and q.dtype != torch.float64 and queries > block and q.shape[-1] >= 16 and not lse:
+        return flexible_attention(q, k, v, prefix, window, position)
     if position is None:
-        if q.is_cuda and q.dtype != torch.float64 and queries > block and q.shape[-1] >= 16 and not lse:
-            return flexible_attention(q, k, v, prefix, window)
         position = torch.zeros(1, dtype=torch.int64, device=q.device)
     reach = window - 1
     if queries <= block:
@@ -155,37 +155,84 @@ def sliding_attention(
     return torch.cat(pieces, 1).flatten(1, 2)[:, :queries]
 
 
-def flexible_attention(q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor], window: int) -> Tensor:
-    """The same for a document from its start, by FlexAttention: on an H200, with a window of 2,048 tokens and 128 persistent
-    ones, forward and backward take 3.8 ms where the blocks take 13.9 (8 x 4,096 tokens, 16 heads), and 6.3 where they take 12.5
-    (1 x 32,768). Compiled when first used.
+def flexible_attention(
+    q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor], window: int, position: Tensor | None = None
+) -> Tensor:
+    """The same by FlexAttention, for a document from its start (position None) and for one that goes on. On an H200, with a
+    window of 2,048 tokens and 128 persistent ones, forward and backward take 3.8 ms where the blocks take 13.9 (8 x 4,096 tokens,
+    16 heads), and 6.3 where they take 12.5 (1 x 32,768). Compiled when first used.
     """
+    cached = k.shape[1] - q.shape[1]
+    if position is not None and cached > window - 1:  # what no query can reach
+        k, v = (x[:, cached - (window - 1) :] for x in (k, v))
+        cached = window - 1
     keys, values = (_behind(p, x).transpose(1, 2) for p, x in zip(prefix, (k, v), strict=True))
-    mask = _flexible_mask(q.shape[1], window, prefix[0].shape[0], q.device)
-    return _compiled_flex()(q.transpose(1, 2), keys, values, block_mask=mask).transpose(1, 2)
+    mask = _flexible_mask(q.shape[1], cached, window, prefix[0].shape[0], q.device)
+    known = None if position is None else noted(position)
+    score = None
+    if position is not None and (known is None or min(known) < cached):
+        # Rows that have not read a whole window yet: what stands before their start is nothing.
+        score = _from(prefix[0].shape[0], (prefix[0].shape[0] + cached - position).clamp(min=prefix[0].shape[0]))
+    return _flex((*q.shape, cached, score is None), q.device)(q.transpose(1, 2), keys, values, mask, score).transpose(1, 2)
+
+
+def _from(prefix: int, first: Tensor) -> Callable[..., Tensor]:
+    """Scores of keys behind the persistent ones from each row's `first` ``[r]`` on."""
+
+    def begun(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return torch.where((key < prefix) | (key >= first[row]), score, -float("inf"))
+
+    return begun
+
+
+FIXED = 6
+"""Shapes of calls that FlexAttention is compiled for one by one; those that come after them share a build that is good for any,
+but slower (on an H200 96 ms where 68 ms were for the layers of a 340m MAG). torch builds a function eight times at most.
+"""
+
+_fixed: set[tuple[Any, ...]] = set()
+
+
+def _flex(shape: tuple[Any, ...], device: torch.device) -> Callable[..., Tensor]:
+    key = (*shape, device, torch.is_grad_enabled())
+    if key not in _fixed and len(_fixed) < FIXED:
+        _fixed.add(key)
+    return _compiled_flex(key in _fixed)
 
 
 @cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compiled_flex(fixed: bool) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    # Each its own function: torch remembers of a function that its shapes change.
+    def one_shape(q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any) -> Tensor:
+        return flex_attention(q, k, v, score_mod=score, block_mask=mask)
+
+    def any_shape(q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any) -> Tensor:
+        return flex_attention(q, k, v, score_mod=score, block_mask=mask)
+
+    return torch.compile(one_shape, dynamic=False) if fixed else torch.compile(any_shape)
 
 
 @lru_cache(maxsize=16)
-def _flexible_mask(queries: int, window: int, prefix: int, device: torch.device) -> Any:
+def _flexible_mask(queries: int, cached: int, window: int, prefix: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        token = key - prefix
-        return (token < 0) | ((token <= query) & (token > query - window))
+        token = key - prefix - cached
+        return (key < prefix) | ((token <= query) & (token > query - window))
 
-    return create_block_mask(seen, None, None, queries, queries + prefix, device=device)
+    return create_block_mask(seen, None, None, queries, queries + cached + prefix, device=device)
 
 
 def _behind(prefix: Tensor, x: Tensor) -> Tensor:
-    """Persistent entries ``[p h e]`` in front of every row of ``[r s h e]``."""
-    return torch.cat([prefix.expand(x.shape[0], *prefix.shape), x], 1) if prefix.shape[0] else x
+    """Persistent entries ``[p h e]`` in front of every row of ``[r s h e]``; several layers' ``[n p h e]``, each its rows'."""
+    if not prefix.shape[-3]:
+        return x
+    if prefix.dim() == 3:
+        return torch.cat([prefix.expand(x.shape[0], *prefix.shape), x], 1)
+    rows = x.shape[0] // len(prefix)
+    return torch.cat([prefix.unsqueeze(1).expand(-1, rows, -1, -1, -1).flatten(0, 1), x], 1)
 
 
 class Heads(nn.Module):
@@ -194,7 +241,7 @@ class Heads(nn.Module):
     def __init__(self, dim: int, heads: int, persistent: int, rotary: float) -> None:
         super().__init__()
         self.heads, self.width, self.rotary = heads, dim // heads, rotary
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Linear(dim, dim) for _ in range(4))
         self.persistent = Persistent(persistent, dim) if persistent else None
 
     def queries(self, x: Tensor) -> Tensor:
@@ -202,8 +249,13 @@ class Heads(nn.Module):
 
     def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, not yet rotated, and values."""
-        k, v = (projection(x).view(*x.shape[:-1], self.heads, self.width) for projection in (self.k_proj, self.v_proj))
+        k, v = (y.view(*x.shape[:-1], self.heads, self.width) for y in project(x, self.k_proj, self.v_proj))
         return k, v
+
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the same tokens, not rotated."""
+        q, k, v = (y.view(*x.shape[:-1], self.heads, self.width) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
 
     def prefix(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """The persistent tokens' keys and values ``[p h e]``."""
@@ -213,8 +265,16 @@ class Heads(nn.Module):
         k, v = self.pairs(self.persistent.weight.to(like.dtype))
         return k.to(like.dtype), v.to(like.dtype)
 
+    def behind_prefix(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[r s h e]`` with the persistent tokens' in front."""
+        prefix = self.prefix(k)
+        return _behind(prefix[0], k), _behind(prefix[1], v)
+
     def turn(self, position: Tensor, dtype: torch.dtype) -> Rotary:
         return Rotary(position, self.width, self.rotary, dtype)
+
+    def turn_from_start(self, length: int, like: Tensor, times: int = 1) -> Rotary:
+        return from_start(length, times, self.width, self.rotary, like.dtype, like.device)
 
     def out(self, y: Tensor) -> Tensor:
         return self.o_proj(y.flatten(-2))
@@ -292,7 +352,7 @@ class Attention(Heads):
 
     def start(self, rows: int) -> AttentionState:
         none = self.k_proj.weight.new_zeros(rows, self.history, self.heads, self.width)
-        nothing = torch.zeros(rows, dtype=torch.int64, device=none.device)
+        nothing = placed(torch.zeros(rows, dtype=torch.int64, device=none.device), [0] * rows)
         return AttentionState(none, none, nothing, nothing)
 
     def forward(
@@ -306,11 +366,12 @@ class Attention(Heads):
         fresh = state is None
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
-        asked, back = to_rows(self.queries(x), offsets)
-        plain, v = (to_rows(y, offsets)[0] for y in self.pairs(x))
-        tokens = torch.arange(asked.shape[1], device=x.device)
-        where = tokens.unsqueeze(0) if fresh else state.position.unsqueeze(-1) + tokens
-        turn = self.turn(where, asked.dtype)
+        (asked, back), (plain, _), (v, _) = (to_rows(y, offsets) for y in self.projected(x))
+        if fresh:
+            turn = self.turn_from_start(asked.shape[1], asked)
+        else:
+            where = state.position.unsqueeze(-1) + torch.arange(asked.shape[1], device=x.device)
+            turn = self.turn(where, asked.dtype)
         q, k = turn(asked), turn(plain)
         position = None if fresh else state.position
         keys, values = (k, v) if fresh else (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
@@ -322,7 +383,7 @@ class Attention(Heads):
 
     def _carry(self, state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None) -> AttentionState:
         counts: Any = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()
-        position = state.position + counts
+        position = advanced(state.position, counts)
         slack = position if self.window is None else (state.slack + counts).clamp(max=self.slack)
         if self.window is not None and offsets is None:
             return AttentionState(carry_on(state.k, k), carry_on(state.v, v), position, slack)
@@ -368,7 +429,8 @@ class SegmentAttention(Heads):
 
     def start(self, rows: int) -> SegmentState:
         none = self.k_proj.weight.new_zeros(rows, self.segment - 1, self.heads, self.width)
-        return SegmentState((none, none), (none, none), torch.zeros(rows, dtype=torch.int64, device=none.device))
+        nothing = placed(torch.zeros(rows, dtype=torch.int64, device=none.device), [0] * rows)
+        return SegmentState((none, none), (none, none), nothing)
 
     def forward(
         self,
@@ -405,8 +467,24 @@ class SegmentAttention(Heads):
         counts = [q.shape[1]] * rows if offsets is None else [b - a for a, b in itertools.pairwise(offsets)]
         index = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
         ends = [tuple(pick(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part) for part in joined]
-        position = torch.tensor([(a + n) % self.segment for a, n in zip(opened, counts, strict=True)], device=x.device)
+        after = [(a + n) % self.segment for a, n in zip(opened, counts, strict=True)]
+        position = placed(torch.tensor(after, device=x.device), after)
         return y, SegmentState((ends[0][0], ends[0][1]), (ends[1][0], ends[1][1]), position)
+
+    def whole(self, x: Float[Tensor, "b c d"], retrieved: Float[Tensor, "b c d"]) -> Float[Tensor, "b c d"]:
+        """`forward` of whole segments, which leave nothing open."""
+        length = x.shape[1]
+        q = self.queries(x)
+        k, v = self.pairs(torch.cat([retrieved, x], 1))
+        keys, values = self.behind_prefix(self.turn_from_start(length, k, 2)(k), v)
+        mask = whole_mask(length, keys.shape[1] - 2 * length, x.device)
+        return self.out(_softmax(self.turn_from_start(length, q)(q), keys, values, mask))
+
+
+@kept
+def whole_mask(length: int, prefix: int, device: torch.device) -> Bool[Tensor, "1 length keys"]:
+    """`segment_mask` of a segment read at once."""
+    return segment_mask(length, 0, prefix, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def _open_places(opened: list[int], counts: list[int], most: int, segment: int, length: int) -> Tensor:

@@ -8,7 +8,7 @@ borders; `seen` is what can be told of its memory, or None. kNN layers are given
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from remanence.config import Mode, ModelConfig, known
 from remanence.knn import Aside, Knn
 from remanence.layers import RMSNorm, SwiGLU, operand
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
-from remanence.ops import Gates
-from remanence.ops.state import TensorTuple, Weights, take_back, where
+from remanence.ops import Gates, layer
+from remanence.ops.state import TensorTuple, Weights, aligned, places, take_back, where
 
 
 class Seen(NamedTuple):
@@ -31,6 +31,17 @@ class Seen(NamedTuple):
 
     surprise: Tensor
     gates: Gates
+
+    @classmethod
+    def join(cls, noted: Sequence[Seen | None], joined: Callable[[list[Tensor]], Tensor] | None = None) -> Seen | None:
+        """Of the pieces of a call, that of the whole."""
+        joined = joined or (lambda pieces: torch.cat(pieces, 1))
+        present = [seen for seen in noted if seen is not None]
+        if len(present) < len(noted):
+            return None
+        columns = zip(*[seen.gates for seen in present], strict=True)
+        gates = [None if column[0] is None else joined(list(column)) for column in columns]
+        return cls(joined([seen.surprise for seen in present]), Gates._make(gates))
 
 
 class Passed(NamedTuple):
@@ -166,14 +177,41 @@ class MAC(nn.Module):
         return MACState(memory, memory.memory.weights, memory.conv[0], self.attention.start(rows))
 
     def forward(self, x: Tensor, state: MACState | None, offsets: list[int] | None, mode: Mode) -> Passed:
-        new = state is None
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
-        opened = [0] * len(state.segment.position) if new else state.segment.position.tolist()
-        # Of a document read from its start each segment begins where a chunk does: nobody has to look.
-        aligned = new and offsets is None and self.size % self.memory.layer.config.chunk == 0
+        if mode == "on" and offsets is None and self.begins(state) and x.shape[1] >= self.size:
+            return self._wholes(x, state)
+        return self._parts(x, state, offsets, mode)
+
+    def begins(self, state: MACState) -> bool:
+        """Whether every row is known to stand where a segment begins, and a chunk with it."""
+        return aligned(state.segment.position, self.size) and aligned(
+            state.memory.memory.position, self.memory.layer.config.chunk
+        )
+
+    def _wholes(self, x: Tensor, state: MACState) -> Passed:
+        """Whole segments from the start of one, then what is left."""
+        *segments, left = (*x.split(self.size, 1), None) if x.shape[1] % self.size == 0 else x.split(self.size, 1)
+        memory, asked, weights = state.memory, state.asked, state.weights
+        pieces, noted = [], []
+        for segment in segments:
+            weights = tuple(weight.contiguous() for weight in memory.memory.weights)
+            y, memory, asked, seen = self.whole(segment, memory, asked)
+            pieces.append(y)
+            noted.append(seen)
+        state = MACState(memory, weights, asked, self.attention.start(x.shape[0]))
+        if left is not None:
+            last = self._parts(left, state, None, "on")
+            state = last.state
+            pieces.append(last.y)
+            noted.append(last.seen)
+        return Passed(torch.cat(pieces, 1), state, Seen.join(noted))
+
+    def _parts(self, x: Tensor, state: MACState, offsets: list[int] | None, mode: Mode) -> Passed:
+        """Wherever rows stand in their segments."""
+        opened = places(state.segment.position)
         if mode == "fresh":
-            old = [place > self.size for place in state.memory.memory.position.tolist()]
+            old = [place > self.size for place in places(state.memory.memory.position)]
             state = self._anew(state, old) if any(old) else state
         cuts = Cuts(x, offsets, opened, self.size)
         pieces, noted = [], []
@@ -181,14 +219,22 @@ class MAC(nn.Module):
             begins = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
             if any(begins):
                 state = self._anew(state, begins) if mode == "fresh" else state
-                settled = state.memory.memory.weights if aligned else self.memory.layer.settle(state.memory)
+                known = aligned(state.memory.memory.position, self.memory.layer.config.chunk)
+                settled = state.memory.memory.weights if known else self.memory.layer.settle(state.memory)
                 now = tuple(weight.contiguous() for weight in settled)
                 state = state._replace(weights=where(begins, now, state.weights))
-            y, state, seen = self._step(cuts.take(x, part), state, opened, part.borders, mode, aligned)
+            y, state, seen = self._step(cuts.take(x, part), state, opened, part.borders, mode)
             opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
             pieces.append(y)
             noted.append(seen)
         return Passed(cuts.join(pieces), state, cuts.join_seen(noted))
+
+    def whole(self, x: Tensor, memory: NeuralMemoryState, asked: Tensor) -> tuple[Tensor, NeuralMemoryState, Tensor, Seen | None]:
+        """One whole segment of every row, where a chunk begins with it, in mode "on": nothing is looked up, nothing left open."""
+        h, asked = self.memory.layer.ask(x, memory.memory.weights, asked)  # (21)
+        y = self.attention.whole(x, self.norm_retrieved(h))  # (22, 23)
+        m, memory, seen = self.memory(self.norm_written(x + y), memory, None, "on", aligned=True)  # (24)
+        return self.join(y, m), memory, asked, seen  # (25)
 
     def _anew(self, state: MACState, rows: list[bool]) -> MACState:
         """These rows' memories as they were before anything was read; convolutions and segment go on."""
@@ -196,7 +242,7 @@ class MAC(nn.Module):
         return state._replace(memory=where(rows, fresh, state.memory), weights=where(rows, fresh.memory.weights, state.weights))
 
     def _step(
-        self, x: Tensor, state: MACState, opened: list[int], borders: list[int] | None, mode: Mode, aligned: bool
+        self, x: Tensor, state: MACState, opened: list[int], borders: list[int] | None, mode: Mode
     ) -> tuple[Tensor, MACState, Seen | None]:
         """Tokens of one segment per row."""
         if mode == "off":
@@ -205,7 +251,7 @@ class MAC(nn.Module):
         h, asked = self.memory.layer.ask(x, state.weights, state.asked, borders)  # (21)
         y, segment = self.attention(x, self.norm_retrieved(h), state.segment, opened, borders)  # (22, 23)
         written = self.norm_written(x + y)
-        m, memory, seen = self.memory(written, state.memory, borders, "frozen" if mode == "frozen" else "on", aligned)  # (24)
+        m, memory, seen = self.memory(written, state.memory, borders, "frozen" if mode == "frozen" else "on")  # (24)
         return self.join(y, m), MACState(memory, state.weights, asked, segment), seen  # (25)
 
 
@@ -220,7 +266,10 @@ class Join(nn.Module):
         self.norm_attention, self.norm_memory = RMSNorm(dim), RMSNorm(dim)
 
     def forward(self, y: Float[Tensor, "b t d"], m: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        return self.norm_attention(y) * torch.sigmoid(self.norm_memory(m))
+        a, b = self.norm_attention, self.norm_memory
+        if layer.fits(y, channels=a.width) and layer.fits(m):
+            return layer.join(y, m, a.weight, b.weight, a.eps)
+        return a(y) * torch.sigmoid(b(m))
 
 
 class Memory(nn.Module):
@@ -252,11 +301,11 @@ class Memory(nn.Module):
 
     def _fresh(self, x: Tensor, state: NeuralMemoryState, offsets: list[int] | None) -> Passed:
         """A memory that lives for one segment only; one older than that is not used at all."""
-        lived = state.memory.position.tolist()
+        lived = places(state.memory.position)
         old = [place > self.segment for place in lived]
         if any(old):
             state = where(old, self.start(len(lived))._replace(conv=state.conv), state)
-            lived = state.memory.position.tolist()
+            lived = places(state.memory.position)
         cuts = Cuts(x, offsets, [place % self.segment for place in lived], self.segment)
         pieces, noted = [], []
         for part in cuts:
@@ -319,12 +368,7 @@ class Cuts:
         return whole[0].index_select(0, order.argsort()).unflatten(0, (self.batch, self.tokens))
 
     def join_seen(self, noted: list[Seen | None]) -> Seen | None:
-        if any(seen is None for seen in noted):
-            return None
-        present = [seen for seen in noted if seen is not None]
-        columns = zip(*[seen.gates for seen in present], strict=True)
-        gates = [None if column[0] is None else self.join(list(column)) for column in columns]
-        return Seen(self.join([seen.surprise for seen in present]), Gates._make(gates))
+        return Seen.join(noted, self.join)
 
 
 def attention_of(config: ModelConfig) -> Attention:
@@ -368,6 +412,11 @@ class Block(nn.Module):
     def start(self, rows: int) -> Any:
         return self.mixer.start(rows)  # type: ignore[operator]
 
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        """What goes on to the next layer, from a layer's input and what its mixer made of it."""
+        x = x + y
+        return x + self.ffn(self.norm_ffn(x, operand(x)))
+
     def forward(
         self,
         x: Float[Tensor, "b t d"],
@@ -376,6 +425,5 @@ class Block(nn.Module):
         mode: Mode = "on",
         aside: Aside | None = None,
     ) -> Passed:
-        y, state, seen = self.mixer(operand(self.norm_mixer(x)), state, offsets, mode, *([] if aside is None else [aside]))
-        x = x + y
-        return Passed(x + self.ffn(operand(self.norm_ffn(x))), state, seen)
+        y, state, seen = self.mixer(self.norm_mixer(x, operand(x)), state, offsets, mode, *([] if aside is None else [aside]))
+        return Passed(self.added(x, y), state, seen)

@@ -17,6 +17,7 @@ from torch import Tensor
 from remanence.attention import Attention, AttentionState, Heads, SegmentAttention, SegmentState
 from remanence.blocks import LMM, MAC, MAG, MAL, BothState, MACState, Memory, Softmax
 from remanence.config import Mode
+from remanence.graphs import capture
 from remanence.memory.neural import NeuralMemoryState
 from remanence.model import Model, State, memories
 from remanence.ops import ask, decode
@@ -174,7 +175,7 @@ class Remembering:
             decode.keep(self.conv, conv, now.active)
             q, k, v = q[:, 0], k[:, 0], v[:, 0]
         answers, _ = self.running.step(q, k, v, gates.map(lambda gate: gate[:, 0]), now.active)
-        return layer.output(x, q.unsqueeze(1), answers.unsqueeze(1).to(x.dtype))
+        return layer.output(q.unsqueeze(1), answers.unsqueeze(1).to(x.dtype), layer.g_proj(x))
 
     def ask(self, x: Tensor, weights: Weights, past: Tensor, now: Now) -> Tensor:
         """What given weights answer; the history is the caller's, and goes on."""
@@ -185,7 +186,7 @@ class Remembering:
             return y
         (q,) = self._convolve(x, ((layer.q_proj, layer.q_conv),), (past,), now)
         q = layer.lift(q.unsqueeze(1))
-        return layer.output(x, q, ask(q, weights, net=layer.net))
+        return layer.output(q, ask(q, weights, net=layer.net), layer.g_proj(x))
 
     def _convolve(self, x: Tensor, parts: Any, pasts: tuple[Tensor, ...], now: Now) -> list[Tensor]:
         xs = [projection(x)[:, 0] for projection, _ in parts]
@@ -371,18 +372,8 @@ class Decoder:
         """Everything is run before it is captured, for what is loaded or compiled on first use; with no row active, so that
         nothing changes.
         """
-        with torch.cuda.device(self.device):
-            self.active.fill_(False)
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    self._forward()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.logits = self._forward()
-        self.graph = graph
+        self.active.fill_(False)
+        self.graph, self.logits = capture(self._forward, self.device)
 
     @property
     def diverged(self) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,12 +13,8 @@ from torch import Tensor
 from remanence.config import Mode
 from remanence.decoding import Decoder, unsupported
 from remanence.model import Model, State
+from remanence.reader import read
 from remanence.tokens import ByteTokenizer, Tokenizer
-
-PIECE = 2048
-"""Tokens of one call when a long text is read. Cut where the document's position is a multiple of it, so that a text read with
-an interruption gives the same numbers to the last bit.
-"""
 
 IN_PLACE = {"cuda"}
 """Kinds of devices on which tokens are decoded in place where the model can be: there a step's launches take all the time."""
@@ -78,42 +74,6 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
         before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
         logits = logits.index_fill(0, order[before >= sampling.top_p], -torch.inf)
     return int(torch.multinomial(logits.softmax(0), 1, generator=generator))
-
-
-class Read(NamedTuple):
-    """What comes of reading: each row's last hidden vector ``[b d]``, the state, summed surprise and how many tokens had one."""
-
-    last: Tensor
-    state: State
-    surprise: float
-    surprised: int
-
-
-@torch.no_grad()
-def read(
-    model: Model, tokens: Tensor, state: State | None = None, *, mask: Tensor | None = None, memory: Mode | None = None
-) -> Read:
-    """Read tokens ``[b t]`` of any length in pieces, without computing logits."""
-    state = model.start(tokens.shape[0]) if state is None else state
-    last = model.embed.weight.new_zeros(tokens.shape[0], model.config.dim)
-    surprise, count, start = 0.0, 0, 0
-    while start < tokens.shape[1]:
-        # One document is cut at multiples of PIECE; rows that stand at different places, anywhere.
-        stop = start + PIECE - (int(state.position[0]) % PIECE if mask is None else 0)
-        part = slice(start, stop)
-        here = None if mask is None else mask[:, part]
-        seen = model.trace(tokens[:, part], state, mask=here, memory=memory)
-        state = seen.state
-        if here is None:
-            last = seen.hidden[:, -1]
-        else:
-            place = (torch.arange(here.shape[1], device=here.device) * here).argmax(1)
-            last = torch.where(here.any(1, keepdim=True), seen.hidden[torch.arange(len(place), device=place.device), place], last)
-        counted = here.sum() if here is not None else seen.hidden[..., 0].numel()
-        if seen.surprise is not None:
-            surprise, count = surprise + float(seen.surprise.sum()), count + int(counted)
-        start = stop
-    return Read(last, state, surprise, count)
 
 
 class Generation:

@@ -1,12 +1,17 @@
-"""Small parts that more than one room uses: normalisation, feed-forward, rotary angles, the short convolution, features of keys,
-gates that keep their bias.
+"""Small parts that more than one room uses: projections, normalisation, feed-forward, rotary angles, the short convolution,
+features of keys, gates that keep their bias.
+
+Every parameter may have one axis more in front: the weights of several layers at once, each for its equal share of the rows,
+which stand one behind the other (`remanence.wavefront`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
 from itertools import pairwise
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +20,85 @@ from torch import Tensor, nn
 
 from remanence.ops import layer
 from remanence.ops.state import carry_on
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def kept(make: Callable[P, T]) -> Callable[P, T]:
+    """A function of sizes that is asked the same again and again, by every layer: its last results are kept. Not while torch
+    looks on only for shapes: a tensor without numbers must not stay.
+    """
+    remembered = lru_cache(maxsize=16)(torch.inference_mode(False)(make))
+
+    @wraps(make)
+    def ask(*args: P.args, **kwargs: P.kwargs) -> T:
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        return make(*args, **kwargs) if fake or torch.compiler.is_compiling() else remembered(*args, **kwargs)
+
+    return ask
+
+
+class Linear(nn.Linear):
+    """A projection without a bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Float[Tensor, "b t inputs"]) -> Float[Tensor, "b t outputs"]:
+        if self.weight.dim() == 2:
+            return F.linear(x, self.weight)
+        stacked = x.reshape(len(self.weight), -1, x.shape[-1])
+        return torch.bmm(stacked, self.weight.mT).view(*x.shape[:-1], self.out_features)
+
+
+def project(x: Float[Tensor, "b t d"], *projections: Linear) -> tuple[Tensor, ...]:
+    """Several projections of the same x. On a GPU their gradients are added up inside the products, not by other kernels."""
+    if len(projections) < 2 or not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return tuple(projection(x) for projection in projections)
+    dtype = operand(x)
+    return _Projected.apply(x.to(dtype), *[projection.weight.to(dtype) for projection in projections])
+
+
+class _Projected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        stacked = _stacked(x, weights[0])
+        with torch.autocast(x.device.type, enabled=False):
+            if weights[0].dim() == 2:
+                return tuple(F.linear(x, weight) for weight in weights)
+            return tuple(torch.bmm(stacked, weight.mT).view(*x.shape[:-1], weight.shape[-2]) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        x, *weights = ctx.saved_tensors
+        inputs, total, found = _stacked(x, weights[0]), None, []
+        wanted, *wants = ctx.needs_input_grad
+        for weight, grad, wants_this in zip(weights, grads, wants, strict=True):
+            g = None if grad is None else _stacked(grad, weight)
+            found.append(g.mT @ inputs if g is not None and wants_this else None)
+            if g is None or not wanted:
+                continue
+            if total is None:
+                total = g @ weight
+            elif weight.dim() == 2:
+                total.addmm_(g, weight)
+            else:
+                total.baddbmm_(g, weight)
+        return None if total is None else total.view_as(x), *found
+
+
+def _stacked(x: Tensor, weight: Tensor) -> Tensor:
+    """Tokens ``[b*t d]`` for a plain weight, ``[n b*t d]`` for several layers'."""
+    return x.flatten(0, -2) if weight.dim() == 2 else x.reshape(len(weight), -1, x.shape[-1])
+
+
+def shared(weight: Tensor, plain: int, x: Tensor) -> Tensor:
+    """A weight of `plain` axes as it is, or several layers' so shaped that they meet their own shares of x's rows when x has its
+    first axis split (`shares`).
+    """
+    return weight if weight.dim() == plain else weight.view(len(weight), *[1] * (x.dim() - plain), *weight.shape[1:])
 
 
 class RMSNorm(nn.Module):
@@ -29,8 +113,15 @@ class RMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Float[Tensor, "... width"]) -> Float[Tensor, "... width"]:
-        return F.rms_norm(x, (self.width,), self.weight.to(x.dtype), self.eps)
+    def forward(self, x: Float[Tensor, "... width"], dtype: torch.dtype | None = None) -> Float[Tensor, "... width"]:
+        """In x's dtype, or another."""
+        dtype = dtype or x.dtype
+        if layer.fits(x, channels=self.width):
+            return layer.rms_norm(x, self.weight, self.eps, dtype)
+        if self.weight.dim() == 1:
+            return F.rms_norm(x, (self.width,), self.weight.to(x.dtype), self.eps).to(dtype)
+        parts = F.rms_norm(x, (self.width,), None, self.eps).unflatten(0, (len(self.weight), -1))
+        return (parts * shared(self.weight.to(x.dtype), 1, x)).flatten(0, 1).to(dtype)
 
     def gated(self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]) -> Float[Tensor, "b t inner"]:
         """Per head, times SiLU of a gate."""
@@ -45,10 +136,10 @@ def unit(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-12)).to(x.dtype)
 
 
-def operand(x: Tensor) -> Tensor:
-    """x as autocast's products take it: cast once for all of them, where autocast would cast it for each, and back."""
+def operand(x: Tensor) -> torch.dtype:
+    """x's dtype as autocast's products take it: what is cast once for all of them is not cast by autocast for each, and back."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if x.dtype == torch.float32 and torch.is_autocast_enabled(device) else x
+    return torch.get_autocast_dtype(device) if x.dtype == torch.float32 and torch.is_autocast_enabled(device) else x.dtype
 
 
 class SwiGLU(nn.Module):
@@ -56,11 +147,12 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.gate, self.up = (Linear(dim, hidden) for _ in range(2))
+        self.down = Linear(hidden, dim)
 
     def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = project(x, self.gate, self.up)
+        return self.down(layer.swiglu(gate, up) if layer.fits(gate) else F.silu(gate) * up)
 
 
 class Rotary:
@@ -71,12 +163,21 @@ class Rotary:
     def __init__(self, position: Int[Tensor, "#r t"], width: int, base: float, dtype: torch.dtype) -> None:
         self.dtype = dtype if dtype == torch.float64 else torch.float32
         half = torch.arange(width // 2, dtype=torch.float64, device=position.device) / (width // 2)
-        angles = (position.unsqueeze(-1) * base**-half).unsqueeze(-2)
+        angles = position.unsqueeze(-1) * base**-half
         self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def __call__(self, x: Float[Tensor, "r t h e"]) -> Float[Tensor, "r t h e"]:
-        a, b = x.to(self.dtype).chunk(2, -1)
-        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1).to(x.dtype)
+        if layer.fits(x, width=x.shape[-1]):
+            return layer.rotary(x, self.cos, self.sin)
+        (a, b), cos, sin = x.to(self.dtype).chunk(2, -1), self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+@kept
+def from_start(length: int, times: int, width: int, base: float, dtype: torch.dtype, device: torch.device) -> Rotary:
+    """`Rotary` of the positions 0 to length - 1, so many times over; made once for all layers and calls that begin there."""
+    position = torch.arange(length, device=device).repeat(times).unsqueeze(0)
+    return Rotary(position, width, base, dtype)
 
 
 class ShortConv(nn.Module):
@@ -145,8 +246,13 @@ class ShortConv(nn.Module):
         slower on a CPU.
         """
         assert self.weight is not None
-        weight = self.weight.to(x.dtype)[:, None, None]
-        return F.conv2d(x.mT.unsqueeze(2), weight, groups=self.width).squeeze(2).mT
+        weight = self.weight.to(x.dtype).flatten(0, -2)[:, None, None]
+        if self.weight.dim() == 2:
+            return F.conv2d(x.mT.unsqueeze(2), weight, groups=self.width).squeeze(2).mT
+        groups = len(self.weight)
+        channels = x.unflatten(0, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2).unsqueeze(2)  # each layer's are its own
+        y = F.conv2d(channels, weight, groups=len(weight)).squeeze(2).unflatten(1, (groups, -1))
+        return y.permute(1, 0, 3, 2).flatten(0, 1)
 
 
 class Features(nn.Module):
@@ -176,17 +282,29 @@ class Features(nn.Module):
                 down.zero_()
 
     def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h width"]:
-        dtype = x.dtype
         if layer.fits(x, width=self.width, features=self.hidden):
             for up, down in self.layers:
                 x = layer.lift(x, up, down)
             return x
         with torch.autocast(x.device.type, enabled=False):
             for up, down in self.layers:
-                gate, value = (math.sqrt(self.width) * torch.einsum("bthi,hio->btho", x, up.to(dtype))).chunk(2, -1)
-                added = torch.einsum("btho,hoi->bthi", unit(F.silu(gate) * value), down.to(dtype))
-                x = unit(x + added)
+                gate, value = (math.sqrt(self.width) * by_heads(x, up)).chunk(2, -1)
+                x = unit(x + by_heads(unit(F.silu(gate) * value), down))
         return x
+
+
+def by_heads(
+    x: Float[Tensor, "b t h i"], weight: Tensor, base: Float[Tensor, "b t h o"] | None = None
+) -> Float[Tensor, "b t h o"]:
+    """Each head times its own matrix ``[h i o]``, added to `base` if given."""
+    if layer.fits(x, width=x.shape[-1]) and (base is None or base.dtype == x.dtype):
+        return layer.by_heads(x, weight, base)
+    weight = weight.to(x.dtype)
+    if weight.dim() == 3:
+        y = torch.einsum("bthi,hio->btho", x, weight)
+    else:
+        y = torch.einsum("gbthi,ghio->gbtho", x.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
+    return y if base is None else base + y
 
 
 class GateProjection(nn.Module):
@@ -212,11 +330,17 @@ class GateProjection(nn.Module):
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(wide, self.weight.to(wide.dtype)) * scale + self.bias.to(wide.dtype)
+            if self.weight.dim() == 2:
+                logits = F.linear(wide, self.weight.to(wide.dtype)) * scale + self.bias.to(wide.dtype)
+            else:
+                parts = wide.unflatten(0, (len(self.weight), -1))
+                products = torch.einsum("gbtd,god->gbto", parts, self.weight.to(wide.dtype))
+                logits = products.flatten(0, 1) * scale
+                logits = (logits.unflatten(0, (len(self.bias), -1)) + shared(self.bias.to(wide.dtype), 1, wide)).flatten(0, 1)
         return logits.unflatten(-1, (len(self.biases), self.heads)).unbind(-2)
 
     def logs(self, x: Float[Tensor, "b t d"], flipped: Sequence[bool]) -> tuple[Float[Tensor, "b t h"], ...]:
         """Log sigmoid of each gate's logits, of their negatives where flipped."""
-        if layer.fits(x, gates=len(self.bias)):
+        if layer.fits(x, gates=self.bias.shape[-1]):
             return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
         return tuple(F.logsigmoid(-logit if flip else logit) for logit, flip in zip(self(x), flipped, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from remanence import wavefront
 from remanence.blocks import Block, Cuts, Seen
 from remanence.config import MODES, Mode, ModelConfig, change, known
 from remanence.files import aligned, read_json, read_tensors, write_json, write_tensors
@@ -22,7 +23,7 @@ from remanence.memory.policies import POLICIES, Tokens
 from remanence.ops import MemoryState
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import from_rows, repad, to_rows
-from remanence.ops.state import TensorTuple
+from remanence.ops.state import TensorTuple, advanced, placed, places
 
 
 class _State(NamedTuple):
@@ -71,8 +72,15 @@ class Trace(NamedTuple):
 
     hidden: Tensor
     state: State
-    seen: tuple[Seen | None, ...]
-    layers: tuple[Tensor, ...]
+    seen: Sequence[Seen | None]
+    layers: Sequence[Tensor]
+
+    @classmethod
+    def join(cls, pieces: Sequence[Trace]) -> Trace:
+        """Of a call that was read in pieces, one behind the other."""
+        seen = [Seen.join(column) for column in zip(*[piece.seen for piece in pieces], strict=True)]
+        layers = [torch.cat(column, 1) for column in zip(*[piece.layers for piece in pieces], strict=True)]
+        return cls(torch.cat([piece.hidden for piece in pieces], 1), pieces[-1].state, tuple(seen), tuple(layers))
 
     @property
     def surprise(self) -> Tensor | None:
@@ -86,7 +94,8 @@ class Model(nn.Module):
 
     ``model.memory`` says what becomes of the memories, neural and kNN: "on"; "off", as if there were none; "frozen", read but
     never written; "fresh", begun anew at every segment. ``model.checkpointing`` trades a second forward pass for memory in
-    training.
+    training. ``model.schedule`` is how MAC layers read whole segments: "layers", one layer after the other; "wavefront", several
+    layers at once (`remanence.wavefront`; where that cannot be, one after the other); "auto" takes the latter on CUDA.
     """
 
     def __init__(self, config: ModelConfig, **fields: Any) -> None:
@@ -108,6 +117,7 @@ class Model(nn.Module):
         # What a store is to hold is known only when all layers have read a segment, or is another layer's to say.
         self._stepwise = bool(stores) and (c.knn.write == "surprise" or (c.knn.shared and len(stores) > 1))
         self.checkpointing = False
+        self.schedule: Literal["auto", "layers", "wavefront"] = "auto"
         self._memory: Mode = "on"
         self.reset_parameters()
 
@@ -147,7 +157,7 @@ class Model(nn.Module):
     def start(self, rows: int) -> State:
         """The state of `rows` documents of which nothing has been read."""
         place = self.embed.weight.device
-        position = torch.zeros(rows, dtype=torch.int64, device=place)
+        position = placed(torch.zeros(rows, dtype=torch.int64, device=place), [0] * rows)
         return State(tuple(block.start(rows) for block in self.blocks), position)  # type: ignore[operator]
 
     def forward(
@@ -193,7 +203,8 @@ class Model(nn.Module):
         mode = self._memory if memory is None else self._mode(memory)
         rows = tokens.shape[0] if offsets is None else documents(offsets)
         borders = check_offsets(offsets, tokens.shape[0], tokens.shape[1], rows if state is None else len(state.position))
-        position = state.position if state is not None else torch.zeros(rows, dtype=torch.int64, device=tokens.device)
+        nothing = lambda: placed(torch.zeros(rows, dtype=torch.int64, device=tokens.device), [0] * rows)
+        position = nothing() if state is None else state.position
         if tokens.shape[1] == 0:
             none = self.embed(tokens)
             return Trace(none, state or self.start(rows), (None,) * len(self.blocks), (none,) * len(self.blocks))
@@ -202,6 +213,43 @@ class Model(nn.Module):
         return self._pass(tokens, state, position, borders, mode)
 
     def _pass(self, tokens: Tensor, state: State | None, position: Tensor, borders: list[int] | None, mode: Mode) -> Trace:
+        """All layers, one after the other, or in a wavefront where that is faster."""
+        whole = self._front(tokens, state, borders, mode)
+        if whole is None:
+            return self._pass_layers(tokens, state, position, borders, mode)
+        pieces = []
+        for part, schedule in ((slice(0, whole.start), self._pass_layers), (whole, self._pass_front),
+                               (slice(whole.stop, None), self._pass_layers)):  # fmt: skip
+            if (some := tokens[:, part]).shape[1]:
+                pieces.append(schedule(some, state, position, None, mode))
+                state, position = pieces[-1].state, pieces[-1].state.position
+        return pieces[0] if len(pieces) == 1 else Trace.join(pieces)
+
+    def _front(self, tokens: Tensor, state: State | None, borders: list[int] | None, mode: Mode) -> slice | None:
+        """The whole segments of a call, if they are to be read in a wavefront."""
+        if self.schedule == "layers" or mode != "on" or borders is not None or torch.compiler.is_compiling():
+            return None
+        if (self.schedule == "auto" and not tokens.is_cuda) or wavefront.unsupported(list(self.blocks)) is not None:
+            return None
+        size = self.config.segment
+        at = {0} if state is None else {place % size for place in places(state.position)}
+        start = -min(at) % size
+        count = max(0, tokens.shape[1] - start) // size
+        if len(at) > 1 or count < wavefront.LEAST or not (state is None or self.remembers_all(state)):
+            return None
+        return slice(start, start + count * size)
+
+    def remembers_all(self, state: State) -> bool:
+        """Whether the memories have read what the model has: after a call with its memory off their chunks begin elsewhere."""
+        return all(places(memory.position) == places(state.position) for memory in memories(state))
+
+    def _pass_front(self, tokens: Tensor, state: State | None, position: Tensor, borders: None, mode: Mode) -> Trace:
+        begun = (state or self.start(tokens.shape[0])).blocks
+        checkpointing = self.checkpointing and self.training and torch.is_grad_enabled()
+        x, ends, seen, layers = wavefront.read(list(self.blocks), self.embed(tokens), begun, checkpointing=checkpointing)
+        return Trace(self.norm(x), State(ends, advanced(position, tokens.shape[1])), seen, layers)
+
+    def _pass_layers(self, tokens: Tensor, state: State | None, position: Tensor, borders: list[int] | None, mode: Mode) -> Trace:
         """All layers, one after the other."""
         x = self.embed(tokens)
         worth = self._worth(tokens, position, borders)
@@ -218,7 +266,7 @@ class Model(nn.Module):
             ends.append(end)
             noted.append(seen)
         counts = tokens.shape[1] if borders is None else torch.tensor(borders, device=position.device).diff()
-        return Trace(self.norm(x), State(tuple(ends), position + counts), tuple(noted), tuple(layers))
+        return Trace(self.norm(x), State(tuple(ends), advanced(position, counts)), tuple(noted), tuple(layers))
 
     @torch.no_grad()
     def _worth(self, tokens: Tensor, position: Tensor, borders: list[int] | None) -> Tensor | None:
@@ -235,7 +283,7 @@ class Model(nn.Module):
     def _trace_steps(self, tokens: Tensor, state: State, borders: list[int] | None, mode: Mode) -> Trace:
         """Segment by segment through all layers."""
         window = self.config.window
-        cuts = Cuts(tokens, borders, (state.position % window).tolist(), window)
+        cuts = Cuts(tokens, borders, [place % window for place in places(state.position)], window)
         pieces, noted, layers = [], [], []
         for part in cuts:
             some = cuts.take(tokens, part)

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from remanence import memfile
-from remanence.generate import PIECE, WRITES, Generation, Sampling, Write, check_tokenizer, read
+from remanence.generate import WRITES, Generation, Sampling, Write, check_tokenizer
 from remanence.model import Model, State
+from remanence.ops.state import places
+from remanence.reader import Read, piece_of, read
 from remanence.tokens import Tokenizer, load_tokenizer
 
 
@@ -50,7 +52,7 @@ class Session:
     @property
     def tokens(self) -> int:
         """How many tokens have been read and said."""
-        return int(self.state.position[0])
+        return places(self.state.position)[0]
 
     def read(self, source: str | bytes | Iterable[str | bytes]) -> Reading:
         """Read a text, or a stream of pieces of one (an open file, a generator) in constant memory."""
@@ -59,23 +61,24 @@ class Session:
             surprise, count = surprise + piece.surprise, count + piece.surprised
         return Reading(self.tokens - before, surprise / count if count else None)
 
-    def reading(self, source: str | bytes | Iterable[str | bytes], skip: int = 0) -> Iterator[Any]:
-        """`read`, piece by piece: what `remanence.generate.read` returns for each. `skip` passes over the first tokens."""
+    def reading(self, source: str | bytes | Iterable[str | bytes], skip: int = 0) -> Iterator[Read]:
+        """`read`, piece by piece: what `remanence.reader.read` returns for each. `skip` passes over the first tokens."""
         held: list[int] = []
+        size = piece_of(self.model)
         for tokens in self.tokenizer.stream([source] if isinstance(source, (str, bytes)) else source):
             passed = min(skip, len(tokens))
             skip -= passed
             held += tokens[passed:]
-            while len(held) >= (room := PIECE - self.tokens % PIECE):
+            while len(held) >= (room := size - self.tokens % size):
                 yield self._read(held[:room])
                 held = held[room:]
         if held:
             yield self._read(held)
 
-    def _read(self, tokens: list[int]) -> Any:
+    def _read(self, tokens: list[int]) -> Read:
         place = self.model.embed.weight.device
         piece = read(self.model, torch.tensor([tokens], device=place), self.state)
-        if bool(piece.state.diverged.any()):
+        if piece.diverged:
             raise ValueError(f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}")
         self.state = piece.state
         return piece

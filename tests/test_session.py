@@ -124,8 +124,7 @@ class TestChoosing:
 @pytest.mark.parametrize("variant", ["mac", "lmm", "window"])
 def test_reading_in_any_pieces_is_reading_at_once(variant, monkeypatch):
     """To the last bit: calls are cut at fixed positions of the document, whatever pieces the text comes in."""
-    monkeypatch.setattr(generating, "PIECE", 32)
-    monkeypatch.setattr("remanence.session.PIECE", 32)
+    monkeypatch.setattr("remanence.reader.PIECE", 32)
     subject = bytes_model(variant)
     one, other = Session(subject), Session(subject)
     first = one.read(TEXT * 3)
@@ -140,7 +139,7 @@ def test_reading_in_any_pieces_is_reading_at_once(variant, monkeypatch):
 
 @pytest.mark.parametrize("lengths", [(31, 70), (33, 2), (64, 200), (1, 129)])
 def test_long_prompts_side_by_side_take_few_calls(lengths, monkeypatch):
-    monkeypatch.setattr(generating, "PIECE", 32)
+    monkeypatch.setattr("remanence.reader.PIECE", 32)
     subject, calls = bytes_model("lmm", torch.float64), []
     prompts = [(TEXT * 3)[:n] for n in lengths]
     trace = Model.trace

@@ -16,8 +16,9 @@ from torch import Tensor
 from remanence.config import Mode
 from remanence.evaluate.bookmark import Bookmark
 from remanence.files import read_json
-from remanence.generate import DIVERGED, PIECE, Generation, Sampling, check_tokenizer, read
+from remanence.generate import DIVERGED, Generation, Sampling, check_tokenizer
 from remanence.model import Model, State
+from remanence.reader import PIECE, read
 from remanence.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.train import TrainConfig
 from remanence.train.engine import TRAINED

@@ -13,11 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from remanence.blocks import Seen
-from remanence.generate import PIECE
 from remanence.layers import unit
 from remanence.memory.neural import NeuralMemory
 from remanence.model import Model, State, memories
 from remanence.ops import settle
+from remanence.reader import PIECE
 from remanence.session import Session
 
 SIGNALS = ("surprise", "step", "momentum", "forget")

@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from remanence.config import MemoryConfig, build, change, known
-from remanence.layers import Features, GateProjection, RMSNorm, ShortConv
+from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, by_heads, project
 from remanence.ops import MLP, NETS, RULES, Deep, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
 from remanence.ops.state import TensorTuple, Weights, take_back
+from remanence.ops.state import aligned as stands_aligned
 
 
 class _NeuralMemoryState(NamedTuple):
@@ -129,14 +130,14 @@ class NeuralMemory(nn.Module):
         self.features: Features | None = None
         if isinstance(net, Deep) and net.depth > 1:
             self.features = Features(self.heads, self.head_dim, net.hidden(self.head_dim), net.depth - 1)
-        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (nn.Linear(c.dim, c.inner, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (Linear(c.dim, c.inner) for _ in range(4))
         self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv, c.chunk - 1) for _ in range(3))
         step_bias = -log(10 * getattr(net, "depth", 2)) if c.step_bias is None else c.step_bias
         biases = {"step": step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
         self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * self.rule.forget]
         self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
         self.norm = RMSNorm(self.head_dim)
-        self.o_proj = nn.Linear(c.inner, c.dim, bias=False)
+        self.o_proj = Linear(c.inner, c.dim)
         self.initial = InitialMemory(self.net, self.heads, self.head_dim)
         self.checks = True  # on a CPU, that x is finite; a model made of such layers sees it in its loss and its state
         self.watch: Callable[[Tensor, Tensor], None] | None = None  # shown every call's values and answers; see remanence.lens
@@ -186,7 +187,8 @@ class NeuralMemory(nn.Module):
                 repad(seen.y, mask), seen.state, repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask))
             )
         state, borders = self._checked(x, state, offsets)
-        q, k, v, gates, conv = self.prepare(x, state.conv, borders)
+        *projected, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
+        q, k, v, gates, conv = self.prepare(x, state.conv, borders, projected)
         answers, memory, surprise = memorize(
             q,
             k,
@@ -197,12 +199,12 @@ class NeuralMemory(nn.Module):
             rule=self.rule,
             chunk=self.config.chunk,
             offsets=borders,
-            aligned=aligned or not carried,
+            aligned=aligned or not carried or stands_aligned(state.memory.position, self.config.chunk),
             check=False,
         )
         if self.watch is not None:
             self.watch(v, answers)
-        y = self.output(x, q, answers)
+        y = self.output(q, answers, gate)
         if carried and not self.deep and torch.is_grad_enabled():
             # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.
             y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(y.dtype)
@@ -246,19 +248,25 @@ class NeuralMemory(nn.Module):
         self, x: Float[Tensor, "b t d"], weights: Weights, past: Float[Tensor, "r past width"], borders: list[int] | None = None
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
         """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's own."""
-        q, past = self.q_conv.activated(self.q_proj(x), past, borders, self.heads, at_length_one=True)
+        q, gate = project(x, self.q_proj, self.g_proj)
+        q, past = self.q_conv.activated(q, past, borders, self.heads, at_length_one=True)
         q = self.lift(q)
-        return self.output(x, q, ask(q, weights, net=self.net, offsets=borders)), past
+        return self.output(q, ask(q, weights, net=self.net, offsets=borders), gate), past
 
     def prepare(
-        self, x: Float[Tensor, "b t d"], conv: tuple[Tensor, Tensor, Tensor], borders: list[int] | None = None
+        self,
+        x: Float[Tensor, "b t d"],
+        conv: tuple[Tensor, Tensor, Tensor],
+        borders: list[int] | None = None,
+        projected: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Gates, tuple[Tensor, Tensor, Tensor]]:
         """What the memory gets of x: queries and keys ``[b t h f]``, values ``[b t h e]``, log gates; and the convolutions' new
         histories.
         """
-        q, past_q = self.q_conv.activated(self.q_proj(x), conv[0], borders, self.heads, at_length_one=True)
-        k, past_k = self.k_conv.activated(self.k_proj(x), conv[1], borders, self.heads, at_length_one=True)
-        v, past_v = self.v_conv.activated(self.v_proj(x), conv[2], borders, self.heads)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj) if projected is None else projected
+        q, past_q = self.q_conv.activated(q, conv[0], borders, self.heads, at_length_one=True)
+        k, past_k = self.k_conv.activated(k, conv[1], borders, self.heads, at_length_one=True)
+        v, past_v = self.v_conv.activated(v, conv[2], borders, self.heads)
         return self.lift(q), self.lift(k), v, self.log_gates(x), (past_q, past_k, past_v)
 
     def lift(self, x: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t h f"]:
@@ -266,13 +274,15 @@ class NeuralMemory(nn.Module):
         return x if self.features is None else self.features(x)
 
     def output(
-        self, x: Float[Tensor, "b t d"], q: Float[Tensor, "b t h f"], answers: Float[Tensor, "b t h e"]
+        self, q: Float[Tensor, "b t h f"], answers: Float[Tensor, "b t h e"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t d"]:
-        """From the memory's answers to the layer's: what training left beside them, normalised, gated by x, projected back."""
+        """From the memory's answers to the layer's: what training left beside them, normalised, gated (`g_proj` of x), projected
+        back.
+        """
         if self.deep:
             (left,) = self.initial.parameters()
-            answers = answers + torch.einsum("bthf,hfe->bthe", q, left.to(q.dtype))
-        return self.o_proj(self.norm.gated(answers, self.g_proj(x)))
+            answers = by_heads(q, left, answers)
+        return self.o_proj(self.norm.gated(answers, gate))
 
     def log_gates(self, x: Tensor) -> Gates:
         # A forget gate's log is of what is kept.

@@ -13,7 +13,7 @@ from remanence.ops.layout import DeviceLayout, gates_rows
 from remanence.ops.nets import MLP, Net
 from remanence.ops.resources import lacking
 from remanence.ops.rules import Rule
-from remanence.ops.state import Gates, MemoryState
+from remanence.ops.state import Gates, MemoryState, advanced
 
 PIECE = 256
 """Chunks of a call without gradients that are under way at once."""
@@ -117,5 +117,5 @@ def memorize(
     largest = torch.stack([torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes])  # NaN is the largest of all
     diverged = state.diverged | bad.view(rows, -1).any(1) | ~largest.isfinite().all(0)
     tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
-    new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), state.position + layout.counts, diverged)
+    new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), advanced(state.position, layout.counts), diverged)
     return layout.back(y), new, layout.back(surprise)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.ops.state import Gates, MemoryState, Weights
+from remanence.ops.state import Gates, MemoryState, Weights, advanced, places
 
 
 class Layout:
@@ -30,7 +30,8 @@ class Layout:
         self, batch: int, tokens: int, state: MemoryState, chunk: int, offsets: list[int] | None, *, replay: bool = False
     ) -> None:
         self.batch, self.tokens, self.chunk = batch, tokens, chunk
-        self.tails = [position % chunk for position in state.position.tolist()]
+        self.tails = [position % chunk for position in places(state.position)]
+        self.equal = offsets is None
         if offsets is None:
             self.starts, self.counts = [row * tokens for row in range(batch)], [tokens] * batch
         else:
@@ -104,7 +105,7 @@ class Layout:
         bad = state.diverged
         for tensor in (*outputs, *(layers if self.folds else ())):
             bad = bad | ~tensor.detach().isfinite().flatten(1).all(1)
-        position = state.position + torch.tensor(self.counts, device=self.device)
+        position = advanced(state.position, self.tokens if self.equal else torch.tensor(self.counts, device=self.device))
         return MemoryState(layers, self.tail(k), self.tail(v), gates.map(self.tail), position, bad)
 
 

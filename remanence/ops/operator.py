@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.func import vmap
 
-from remanence.ops import chunked, gpu, reference
+from remanence.ops import chunked, gpu, layer, reference
 from remanence.ops.checks import check_call, check_chunk, check_kinds, check_offsets, check_start, check_state, check_values
 from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import MLP, NETS, Net
@@ -144,6 +144,12 @@ def ask(
     if q.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], weights[-1].shape[-1]) if isinstance(net, MLP) else q
     with torch.autocast(q.device.type, enabled=False):
+        matrix = isinstance(net, MLP) and net.rectangular and not net.bias
+        if (
+            matrix and q.dtype == torch.bfloat16 and layer.fits(q, width=max(q.shape[-1], weights[0].shape[-1]))
+        ):  # as the kernels do
+            asked, index = to_rows(q, borders)
+            return from_rows(layer.by_heads(asked, weights[0]), index)
         asked, index = to_rows(q.to(weights[0].dtype), borders)
         y = vmap(vmap(net.apply, in_dims=(0, 1), out_dims=1))(weights, asked)
     return from_rows(y, index).to(q.dtype)

@@ -12,6 +12,41 @@ Weights = tuple[Tensor, ...]
 """A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a state."""
 
 
+def placed(position: Tensor, places: list[int]) -> Tensor:
+    """A position ``[r]`` with its numbers noted beside it: who knows them on the host need not ask the device, and wait for it.
+    What is made of the tensor does not have the note, and nothing noted is ever changed in place.
+    """
+    if not torch.compiler.is_compiling():
+        position._places = places  # type: ignore[attr-defined]
+    return position
+
+
+def noted(position: Tensor) -> list[int] | None:
+    """The numbers of a position, if they are known on the host."""
+    if torch.compiler.is_compiling():
+        return None
+    return getattr(position, "_places", None)
+
+
+def places(position: Tensor) -> list[int]:
+    """The numbers of a position, asked of the device if they must be."""
+    known = noted(position)
+    return position.tolist() if known is None else known
+
+
+def advanced(position: Tensor, counts: Tensor | int) -> Tensor:
+    """A position after more was read; its note goes on if all rows read as many."""
+    known = noted(position)
+    after = position + counts
+    return placed(after, [place + counts for place in known]) if known is not None and isinstance(counts, int) else after
+
+
+def aligned(position: Tensor, size: int) -> bool:
+    """Whether all rows are known to stand at a multiple of so many tokens."""
+    known = noted(position)
+    return known is not None and all(place % size == 0 for place in known)
+
+
 def _map(function: Callable[[Tensor], Tensor], node: Any) -> Any:
     if isinstance(node, Tensor):
         return function(node)
@@ -36,6 +71,14 @@ def _concat(nodes: Sequence[Any]) -> Any:
     return None if first is None else tuple(_concat(children) for children in zip(*nodes, strict=True))
 
 
+def _with_note(copy: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a position knows what the position knew; one that comes from the CPU can be asked for nothing."""
+    if tensor.dtype != torch.int64 or tensor.dim() != 1 or copy is tensor:
+        return copy
+    known = tensor.tolist() if tensor.device.type == "cpu" and not torch.compiler.is_compiling() else noted(tensor)
+    return copy if known is None else placed(copy, known)
+
+
 class TensorTuple:
     """Methods for a named tuple of tensors (or of such tuples) whose first axis is always the state's rows."""
 
@@ -48,15 +91,15 @@ class TensorTuple:
         return _tensors(self)
 
     def detach(self) -> Self:
-        return self.map(Tensor.detach)
+        return self.map(lambda tensor: tensor.detach() if tensor.is_floating_point() else tensor)
 
     def clone(self) -> Self:
-        return self.map(Tensor.clone)
+        return self.map(lambda tensor: _with_note(tensor.clone(), tensor))
 
     def to(self, device: torch.device | str) -> Self:
         """Move to a device. The dtype is part of what a state is, and stays."""
         place = torch.device(device)
-        return self.map(lambda tensor: tensor.to(place))
+        return self.map(lambda tensor: _with_note(tensor.to(place), tensor))
 
     @property
     def nbytes(self) -> int:
@@ -89,12 +132,16 @@ def take_back(past: Tensor, tokens: int) -> Tensor:
     return torch.cat([torch.zeros_like(past[:, :gone]), past[:, : past.shape[1] - gone]], 1)
 
 
-def where(rows: list[bool], new: Any, old: Any) -> Any:
-    """Each row from the one tree of tensors or the other."""
-    if all(rows):
+def where(rows: list[bool] | Tensor, new: Any, old: Any) -> Any:
+    """Each row from the one tree of tensors or the other; which, the host knows, or the device."""
+    if isinstance(rows, list) and all(rows):
         return new
     if isinstance(new, Tensor):
-        return torch.where(torch.tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1)), new, old)
+        chosen = torch.as_tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1))
+        result = torch.where(chosen, new, old)
+        if isinstance(rows, Tensor) or noted(new) is None or noted(old) is None:
+            return result
+        return placed(result, [a if anew else b for anew, a, b in zip(rows, places(new), places(old), strict=True)])
     if new is None:
         return None
     children = [where(rows, a, b) for a, b in zip(new, old, strict=True)]
@@ -186,6 +233,6 @@ def fresh(
         k=tail(keys),
         v=tail(values),
         gates=Gates(gate, gate if has_momentum else None, gate if forget else None),
-        position=torch.zeros(rows, dtype=torch.int64, device=first.device),
+        position=placed(torch.zeros(rows, dtype=torch.int64, device=first.device), [0] * rows),
         diverged=torch.zeros(rows, dtype=torch.bool, device=first.device),
     )

@@ -145,6 +145,8 @@ class TrainConfig:
         precision: "float32", or "bfloat16" by autocast; parameters and memories stay float32.
         checkpointing: recompute activations in backward.
         compile: torch.compile of the feed-forward nets.
+        graph: whether a step's forward and backward are captured as a CUDA graph and replayed: None, where that is possible and
+            leaves enough of the GPU's memory free; docs/training.md.
         seed: of weights and batches.
         save_every, keep: steps between checkpoints, and how many of the last to keep.
         log_every: steps between lines of the log.
@@ -167,6 +169,7 @@ class TrainConfig:
     precision: Literal["float32", "bfloat16"] = "float32"
     checkpointing: bool = False
     compile: bool = False
+    graph: bool | None = None
     seed: int = 0
     save_every: int = 200
     keep: int = 2

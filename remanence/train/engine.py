@@ -25,16 +25,18 @@ from remanence.data import Batch
 from remanence.data.streams import PREFIX
 from remanence.files import read_json, write_json, write_tensors
 from remanence.generate import Generation, Sampling
+from remanence.graphs import border_of, unsupported
 from remanence.memory.policies import unigrams
 from remanence.model import Model, State, Trace, read_config
 from remanence.ops import leashed
-from remanence.ops.state import where
+from remanence.ops.state import places, where
 from remanence.tokens import Tokenizer, load_tokenizer
 from remanence.train import checkpoint
 from remanence.train.begin import Begin, begin_of
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full, joined, shard, spread, whole
+from remanence.train.graphed import SHARE, Graphed
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
 from remanence.train.sources import SOURCES, Source, corpus, model_folder, tokenizer_of
@@ -116,6 +118,7 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
     def save() -> None:
         checkpoint.save(out / "checkpoints", model, optimizer, progress, carried, config.keep, world, begin)
 
+    graphs = Graphs(model, config, world, begin is not None)
     held = leashed()  # in the whole process so far
     with _signals() as asked, metrics or nullcontext():
         while progress.step < config.steps:
@@ -126,12 +129,18 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
                 asked.discard("SIGUSR1")
                 sample(model, config, progress.step, out, world)
             batches = [source.step(progress.step * config.accumulate + part) for part in range(config.accumulate)]
-            state = _renewed(model, carried, batches[0], begin, progress.step) if config.carry else None
-            step = take_step(model, optimizer, config, batches, state, progress.step, world, None if config.carry else begin)
+            graph, state = graphs.of(batches, carried), None
+            if graph is None and config.carry:
+                state = _renewed(model, carried, batches[0], begin, progress.step)
+            step = take_step(
+                model, optimizer, config, batches, state, progress.step, world, None if config.carry else begin,
+                graph=graph, carried=carried,
+            )  # fmt: skip
             if begin is not None and step.taken:
                 begin.ended(step.seen.state, batches[-1])
-            if state is not None:  # what a skipped step read is not kept, but where documents have begun is
-                carried = (step.seen.state if step.taken else state).detach()
+            if config.carry:  # what a skipped step read is not kept, but where documents have begun is
+                after = step.seen.state if step.taken else state or _renewed(model, carried, batches[0])
+                carried = _without_ended(model, after, batches[-1]).detach()
             in_a_row = 0 if step.taken else progress.skipped_in_a_row + 1
             progress = Progress(progress.step + 1, progress.tokens + step.tokens, progress.skipped + (not step.taken), in_a_row)
             if progress.step % config.log_every == 0 or progress.step == config.steps:
@@ -274,6 +283,10 @@ def _carried(run: Path, config: TrainConfig, row: int) -> State:
         raise ValueError(f"memory: expected a run that carries its memories (--carry=true), got {run}, which does not")
     if not 0 <= row < len(state.position):
         raise ValueError(f"row: expected from 0 to {len(state.position) - 1}, a row of the run's batch, got {row}")
+    inside = [number for number, place in enumerate(places(state.position)) if place]
+    if row not in inside:
+        others = f"one of {', '.join(map(str, inside))}" if inside else "one more step, as no row is inside a document"
+        raise ValueError(f"row: expected {others}, got {row}, whose document ended with the run's last step")
     return state.rows([row])
 
 
@@ -349,37 +362,96 @@ def take_step(
     number: int,
     world: World | None = None,
     begin: Begin | None = None,
+    *,
+    graph: Graphed | None = None,
+    carried: State | None = None,
 ) -> Step:
     """Forward and backward of every part, then the update; skipped if the loss or the gradient is not finite.
 
-    Rows that carry nothing begin in `state`, or as `begin` says.
+    Rows that carry nothing begin in `state`, or as `begin` says. With a `graph` they go on from what they `carried` themselves.
     """
     world = world or World(model.embed.weight.device)
     asked_here = sum(int((batch.targets >= 0).sum()) for batch in batches)
     read_here = sum(batch.tokens.numel() if batch.mask is None else int(batch.mask.sum()) for batch in batches)
     count, tokens = world.total(asked_here, read_here)
     optimizer.zero_grad(set_to_none=True)
-    loss_here = 0.0
+    loss_here: Any = 0.0
     for part, batch in enumerate(batches):
+        if graph is not None:
+            loss_here, seen = graph(batch.tokens, batch.targets, carried, batch.begins, max(1, int(count)))
+            break
         if begin is not None:
             fresh = model.start(batch.tokens.shape[0] if batch.offsets is None else len(batch.offsets) - 1)
             state = begin.begun(fresh, batch, number * config.accumulate + part)
+        # Where documents are read to their ends, padding stands behind the last token of one, and its row begins anew.
+        mask = batch.mask if batch.begins is None else None
+        every = asked_here == sum(each.targets.numel() for each in batches)
         batch = Batch._make(x.to(world.device, non_blocking=True) if isinstance(x, Tensor) else x for x in batch)
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            seen = model.trace(batch.tokens, state, mask=batch.mask, offsets=batch.offsets)
-            asked = batch.targets >= 0
-            logits = model.logits(seen.hidden[asked])
-            loss = F.cross_entropy(logits.float(), batch.targets[asked], reduction="sum") / max(1, count)
+            seen = model.trace(batch.tokens, state, mask=None if mask is None else batch.mask, offsets=batch.offsets)
+            asked = slice(None) if every else batch.targets >= 0
+            logits = model.logits(seen.hidden[asked]).flatten(0, -2)
+            loss = F.cross_entropy(logits.float(), batch.targets[asked].flatten(), reduction="sum") / max(1, count)
         (loss * world.size).backward()  # FSDP takes the mean over processes, of what is a share of the sum
-        loss_here += float(loss.detach())
-    loss_total = world.total(loss_here)[0]
-    norm = float(full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)))
+        loss_here = loss_here + loss.detach()
+    gradient = full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
+    loss_total, norm = world.total(float(loss_here))[0], float(gradient)
     taken = isfinite(loss_total) and isfinite(norm)
     if taken:
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.rate(number, config.steps)
         optimizer.step()
     return Step(loss_total, norm, taken, int(tokens), seen)
+
+
+class Graphs:
+    """Which steps of a run are captured as a CUDA graph (`Graphed`): with ``graph`` none or all that can be; by default those of
+    a run whose first steps left enough of the GPU's memory free.
+    """
+
+    EAGER = 2
+    """Steps before the first graph: kernels are built, and the memory is measured."""
+
+    def __init__(self, model: Model, config: TrainConfig, world: World, begins: bool) -> None:
+        self.graphed = Graphed(model, torch.bfloat16 if config.precision == "bfloat16" else None)
+        self.config, self.steps, self.at_border = config, 0, False
+        self.reason = "steps are shared by several processes" if world.size > 1 else None
+        self.reason = self.reason or ("rows begin in states that the host chooses" if begins else None)
+        self.reason = self.reason or ("several parts make a step" if config.accumulate > 1 else None)
+        self.reason = self.reason or ("config.graph is off" if config.graph is False else None)
+
+    def of(self, batches: list[Batch], carried: State | None) -> Graphed | None:
+        """The graph for a step, or None."""
+        graph = self._of(batches[0], carried)
+        self.at_border = graph is not None
+        return graph
+
+    def _of(self, batch: Batch, carried: State | None) -> Graphed | None:
+        self.steps += 1
+        model = self.graphed.model
+        if self.reason is not None or self.steps <= self.EAGER or batch.offsets is not None:
+            return None
+        if batch.mask is not None and batch.begins is None:
+            return None
+        if self.config.carry and not self.at_border and (carried is None or not _at_border(model, carried)):
+            return None
+        self.reason = unsupported(model, batch.tokens.shape[1], self.config.carry)
+        if self.reason is None and self.config.graph is None and not self.graphed.held:
+            most, room = torch.cuda.max_memory_allocated(self.graphed.device), torch.cuda.mem_get_info(self.graphed.device)[1]
+            if most > SHARE * room:
+                self.reason = "a step needs too much of the GPU's memory"
+        return None if self.reason else self.graphed
+
+
+def _at_border(model: Model, state: State) -> bool:
+    return all(place % border_of(model) == 0 for place in places(state.position))
+
+
+def _without_ended(model: Model, state: State, batch: Batch) -> State:
+    """Rows whose document ended in a step have read padding behind it: they are put before a document, which comes next."""
+    if batch.begins is None or batch.mask is None or bool(batch.mask.all()):
+        return state
+    return where((~batch.mask.all(1)).tolist(), model.start(len(batch.tokens)).detach(), state)
 
 
 def _renewed(model: Model, carried: State | None, batch: Batch, begin: Begin | None = None, number: int = 0) -> State:

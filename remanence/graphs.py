@@ -1,0 +1,87 @@
+"""CUDA graphs: what works in fixed places, launched as one. The host then costs nothing, however many small kernels there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import lcm
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from remanence.attention import SegmentState
+from remanence.blocks import LMM, MAC, MAG, MAL, Softmax
+from remanence.model import Model
+from remanence.ops.state import placed
+
+T = TypeVar("T")
+
+KINDS = (LMM, MAC, MAG, MAL, Softmax)
+"""Layers that decide nothing on the host but what a call's shape decides, and whether rows stand at a border."""
+
+
+def capture(function: Callable[[], T], device: torch.device, warm: int = 2) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A function without arguments, run so often for what is loaded or compiled on first use, then captured: the graph, and what
+    the function returned, which every replay writes anew.
+    """
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(warm):
+                function()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            returned = function()
+    return graph, returned
+
+
+def copy_all(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """Many tensors into fixed places, in a few launches."""
+    torch._foreach_copy_(list(into), list(source))
+
+
+def unsupported(model: Model, length: int, carries: bool) -> str | None:
+    """Why calls of so many tokens cannot be captured, of rows that carry a state or begin, in words; None if they can."""
+    if model.embed.weight.device.type != "cuda":
+        return "only CUDA has graphs"
+    if any(type(parameter.data) is not Tensor for parameter in model.parameters()):
+        return "the weights are sharded"
+    mixer: Any
+    for mixer in mixers(model):
+        if not isinstance(mixer, KINDS):
+            return f"{type(mixer).__name__} layers decide on the host what to do"
+        if carries and isinstance(mixer, Softmax) and mixer.attention.window is None:
+            return "what full attention carries grows"
+        memory = getattr(mixer, "memory", None)
+        if memory is not None and memory.layer.watch is not None:
+            return "a memory is being watched"
+    border = border_of(model)
+    if carries and length % border:
+        return f"rows that go on must stand at multiples of {border} tokens, a chunk and a segment, but each call reads {length}"
+    return None
+
+
+def border_of(model: Model) -> int:
+    """Tokens after which a chunk of every memory and a segment end together."""
+    chunks = [mixer.memory.layer.config.chunk for mixer in mixers(model) if hasattr(mixer, "memory")]
+    return lcm(*chunks, *[mixer.size for mixer in mixers(model) if isinstance(mixer, MAC)])
+
+
+def mixers(model: Model) -> list[Any]:
+    return [block.mixer for block in model.blocks]
+
+
+def stand_at(state: Any, position: list[int]) -> Any:
+    """A state whose rows the host knows to stand there, every memory included."""
+    if not isinstance(state, tuple):
+        return state
+    if isinstance(state, SegmentState):
+        size = state.tokens[0].shape[1] + 1
+        return state._replace(position=placed(state.position.detach(), [place % size for place in position]))
+    children = [stand_at(child, position) for child in state]
+    if not hasattr(state, "_fields"):
+        return tuple(children)
+    made: Any = type(state)(*children)
+    return made._replace(position=placed(made.position.detach(), position)) if "position" in state._fields else made

@@ -1,0 +1,103 @@
+"""Forward and backward of a training step as one CUDA graph: a step of many small kernels then takes what they take, not what it
+takes to launch them. For batches of one shape, whose rows begin anew or go on where the step before left them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remanence.graphs import capture, copy_all, stand_at, unsupported
+from remanence.model import Model, State, Trace
+from remanence.ops.state import where
+
+SHARE = 0.4
+"""Of a GPU's memory: what a step may need if it is captured unasked. A step that is not captured needs as much besides."""
+
+
+class _Held(NamedTuple):
+    """A captured step, and the places that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor
+    targets: Tensor
+    asked: Tensor
+    anew: Tensor
+    state: State | None
+    loss: Tensor
+    seen: Trace
+    grads: list[Tensor | None]
+
+
+class Graphed:
+    """``loss, seen = Graphed(model)(tokens, targets)``: cross-entropy, and gradients in the parameters as after `backward`.
+
+    The first call of each kind captures it. What a call returns is written anew by the next one; the parameters must stay where
+    they are, and the model's settings as they are.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype | None = None) -> None:
+        self.model, self.dtype = model, dtype
+        self.device = model.embed.weight.device
+        self.held: dict[Any, _Held] = {}
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: State | None = None,
+        anew: Tensor | None = None,
+        count: int | None = None,
+    ) -> tuple[Tensor, Trace]:
+        """The sum over all targets (-100 is none), divided by how many there are, or by `count`.
+
+        Rows carry `state`, all of them at a multiple of `border_of`, but for those that are `anew` ``[b]`` or whose memory has
+        diverged: they begin a document.
+        """
+        reason = unsupported(self.model, tokens.shape[1], state is not None)
+        if reason is not None:
+            raise ValueError(f"model: expected one whose step can be captured, but {reason}")
+        key = (*tokens.shape, state is None)
+        if key not in self.held:
+            self.held[key] = self._capture(tokens, targets, state)
+        held = self.held[key]
+        held.tokens.copy_(tokens, non_blocking=True)
+        held.targets.copy_(targets, non_blocking=True)
+        held.asked.copy_((targets >= 0).sum()) if count is None else held.asked.fill_(count)
+        if held.state is not None and state is not None:
+            copy_all(held.state.tensors(), state.tensors())
+            held.anew.zero_() if anew is None else held.anew.copy_(anew, non_blocking=True)
+        held.graph.replay()
+        for parameter, grad in zip(self.model.parameters(), held.grads, strict=True):
+            parameter.grad = grad
+        return held.loss, held.seen
+
+    def _capture(self, tokens: Tensor, targets: Tensor, state: State | None) -> _Held:
+        tokens, targets = (x.to(self.device, copy=True) for x in (tokens, targets))
+        rows = tokens.shape[0]
+        count = torch.full((), float(targets.numel()), device=self.device)
+        anew = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        fixed = None if state is None else state.detach().map(torch.clone)
+        made: list[Any] = []
+
+        def step() -> None:
+            self.model.zero_grad(set_to_none=True)
+            begun = None
+            if fixed is not None:
+                # All that the host may know is that rows stand at a border, as 0 is one.
+                begun = stand_at(where(anew | fixed.diverged, self.model.start(rows), fixed), [0] * rows)
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+                seen = self.model.trace(tokens, begun)
+                logits = self.model.logits(seen.hidden).flatten(0, 1)
+                loss = F.cross_entropy(logits.float(), targets.flatten(), reduction="sum") / count
+            loss.backward()
+            # What the host knew of where rows stand was true of this one time: what goes out does not know it.
+            made[:] = [loss.detach(), seen._replace(state=seen.state.map(Tensor.detach))]
+
+        graph, _ = capture(step, self.device)
+        loss, seen = made
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        return _Held(graph, tokens, targets, count, anew, fixed, loss, seen, grads)
