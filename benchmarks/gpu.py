@@ -1,18 +1,25 @@
 """Everything that is claimed of speed on a GPU, in one run on one GPU: prints a table, writes benchmarks/out/gpu.json.
 
-    python benchmarks/gpu.py                         all of it; peers are measured where they can be imported
-    python benchmarks/gpu.py --parts a b --budget 500
-    python benchmarks/gpu.py --parts c d --add       beside what the file already holds of the other parts
+    python benchmarks/gpu.py                         all of it that fits into the budget, what is claimed first
+    python benchmarks/gpu.py --parts b e --budget 300
+    python benchmarks/gpu.py --parts d a --add       beside what the file already holds of the other parts
     python benchmarks/gpu.py --tiny                  every path that runs on a CPU, in small
 
 (a) the memory operator alone beside its FLOP floor, (b) the layer, forward + backward, beside other layers, (c) training whole
-models, (d) decoding. Medians of CUDA-event timings after warm-up. Each kind of row has a process of its own (gpu_rows.py), begun
-again after a crash for the cases that are left; the file is written after every row. benchmarks/gpu_tune.py is for tuning.
+models, (d) decoding, (e) training small models whose rows go on where they were, beside rows that begin anew at every step,
+(f) reading one long text. Medians of CUDA-event timings after warm-up. Each kind of row has a process of its own (gpu_rows.py),
+begun again after a crash for the cases that are left; the file is written after every row. benchmarks/gpu_tune.py is for tuning.
+
+About how long the parts take on an H200, estimated, not measured: building kernels 1.5 minutes; (b) 1 for the rows that something
+is claimed of, 3 for the rest; (c) 2.5, most of it MAC; (e) 1; (f) 1.5; (d) 1.5; (a) 1. Rows of which something is claimed come
+first whatever their part (`first` below): they fit into ten minutes. All of it does not, where all peers are there:
+`--parts b c e f`, then `--parts d a --add`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -29,8 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 BEGIN = time.perf_counter()
-OURS, TRANSFORMER = "remanence", "attention"
+OURS, DEFAULT, TRANSFORMER, MATRIX = "remanence", "remanence, as it comes", "attention", "fla GatedDeltaNet"
 OUT_OF_TIME = "out of time"
+RESET = "rows begin anew"
 LOST = 3
 """With what a process of gpu_rows.py ends that has lost the GPU, after the row that tells how."""
 Row = dict[str, Any]
@@ -59,31 +67,36 @@ def operator_jobs() -> list[Row]:
 
 
 def layer_jobs(tiny: bool) -> list[Row]:
-    shapes = {"16x2K": (16, 2048), "8x4K": (8, 4096), "1x32K": (1, 32768), "1x128K": (1, 131072), "8x32K": (8, 32768)}
+    shapes = {"8x4K": (8, 4096), "1x32K": (1, 32768), "16x2K": (16, 2048), "1x128K": (1, 131072), "8x32K": (8, 32768)}
     if tiny:
         shapes = {"2x128": (2, 128), "1x192": (1, 192)}
-    short = list(shapes)[1:2]
-    names = {
-        OURS: None,
-        "flash attention (SDPA)": None,
-        "fla DeltaNet": None,
-        "fla GatedDeltaNet": None,
-        "remanence, expansion 1": None,
-        "remanence, linear, token-exact, momentum": None,
-        "remanence, chunk 16": short,
-        "titans-pytorch, all gradients at the first weights": None,
-        "titans-pytorch, weights refreshed every 256 tokens": None,
-        "fla MomentumDeltaNet": None,
-    }
-    return [job("b", name, "layer", some or list(shapes), name=name, shapes=shapes) for name, some in names.items()]
+    claimed = (OURS, MATRIX, DEFAULT, "remanence, linear, token-exact, momentum")
+    others = (
+        "flash attention (SDPA)",
+        "fla DeltaNet",
+        "remanence, expansion 1",
+        "remanence, chunk 16",
+        "titans-pytorch, all gradients at the first weights",
+        "titans-pytorch, weights refreshed every 256 tokens",
+        "fla MomentumDeltaNet",
+    )
+    return [
+        job("b", name, "layer", list(shapes)[: 1 if "chunk 16" in name else None], name in claimed, name=name, shapes=shapes)
+        for name in claimed + others
+    ]
 
 
 def train_jobs(tiny: bool) -> list[Row]:
     lengths = {"64": 64, "128": 128} if tiny else {"2K": 2048, "4K": 4096, "16K": 16384, "32K": 32768}
-    return [
-        job("c", name, "train", list(lengths), variant=name, lengths=lengths)
+    made = [
+        job("c", name, "train", list(lengths), True, variant=name, lengths=lengths)
         for name in (TRANSFORMER, "lmm", "mag", "mal", "mac")
     ]
+    for chunk in (64, 16):
+        memory = {"net": "titans", "expansion": 2.0, "chunk": chunk}
+        title, one = f"lmm, the paper's net, chunk {chunk}", list(lengths)[1:2]
+        made.append(job("c", title, "train", one, variant="lmm", lengths=lengths, memory=memory))
+    return made
 
 
 def decode_jobs(tiny: bool) -> list[Row]:
@@ -92,58 +105,88 @@ def decode_jobs(tiny: bool) -> list[Row]:
     return [job("d", name, "decode", list(settings), variant=name, settings=settings) for name in ("lmm", "mag", "mal", "mac")]
 
 
-def job(part: str, title: str, what: str, cases: list[str], **fields: Any) -> Row:
-    """A process's work: its place in the table, and the fields for gpu_rows.py."""
-    return {"part": part, "title": title, "fields": {"what": what, "cases": cases, **fields}}
+def carried_jobs() -> list[Row]:
+    """What carrying costs: everything else is the same, the process too."""
+    cases = [RESET, "rows carried", "rows carried, one begins anew"]
+    return [job("e", name, "carried", cases, True, variant=name) for name in ("mag", "lmm", "mac")]
+
+
+def read_jobs(tiny: bool) -> list[Row]:
+    before = {"from 0 to 128": 0, "at 128": 128} if tiny else {"from 0 to 64K": 0, "at 64K": 65536}
+    return [
+        job("f", name, "read", list(before), True, variant=name, before=before) for name in (TRANSFORMER, "lmm", "mag", "mac")
+    ]
+
+
+def job(part: str, title: str, what: str, cases: list[str], first: bool = False, **fields: Any) -> Row:
+    """A process's work: its place in the table, whether it goes before what nothing is claimed of, the fields for gpu_rows.py."""
+    return {"part": part, "title": title, "first": first, "fields": {"what": what, "cases": cases, **fields}}
 
 
 class Bench:
     def __init__(self, out: Path, rows: list[Row], deadline: float, limit: float, tiny: bool, only: str) -> None:
         self.out, self.rows, self.deadline, self.limit, self.tiny, self.only = out, rows, deadline, limit, tiny, only
         self.about: Row = {}
+        self.waiting: Child | None = None
 
-    def run(self, todo: Row) -> None:
+    def run_all(self, jobs: list[Row]) -> None:
+        """While one job is measured, the next one's process imports what it needs, and then waits."""
+        jobs = [{**todo, "fields": {**todo["fields"], "cases": self.chosen(todo)}} for todo in jobs]
+        jobs = [todo for todo in jobs if todo["fields"]["cases"]]
+        try:
+            for todo, after in zip(jobs, [*jobs[1:], None], strict=True):
+                self.run(todo, after)
+        finally:
+            if self.waiting:
+                self.waiting.end(0)
+
+    def chosen(self, todo: Row) -> list[str]:
+        return [case for case in todo["fields"]["cases"] if self.only in f"{todo['part']} {todo['title']} {case}"]
+
+    def run(self, todo: Row, after: Row | None = None) -> None:
         """All cases of a job, in as many processes as it takes; a case that ends its process is a row that says so."""
-        cases = [case for case in todo["fields"]["cases"] if self.only in f"{todo['part']} {todo['title']} {case}"]
+        cases, child, self.waiting = todo["fields"]["cases"], self.waiting, None
         while cases:
             found, reason = 0, OUT_OF_TIME
             if time.perf_counter() < self.deadline - 5:
-                found, reason = self.process({**todo["fields"], "cases": cases, "tiny": self.tiny}, todo)
-            cases = cases[found:]
+                child = child or Child({**todo["fields"], "cases": cases, "tiny": self.tiny})
+                child.go()
+                if after and self.waiting is None:
+                    self.waiting = Child({**after["fields"], "tiny": self.tiny})
+                found, reason = self.process(child, todo)
+            if child:
+                child.end(0)
+            cases, child = cases[found:], None
             over = reason.startswith(OUT_OF_TIME)
             guilty = cases if over else cases[:1] if reason else []
             for case in guilty:
                 self.add(todo, {"case": case, "note": reason})
             cases = cases[len(guilty) :]
 
-    def process(self, fields: Row, todo: Row) -> tuple[int, str]:
+    def process(self, child: Child, todo: Row) -> tuple[int, str]:
         """How many rows came, and why no more did; nothing if the last of them had said so itself."""
         end = min(self.deadline, time.perf_counter() + self.limit)
         lines: queue.Queue[str | None] = queue.Queue()
-        with tempfile.TemporaryFile("w+") as errors:
-            running = begin(fields, errors)
-            threading.Thread(target=forward, args=(running, lines), daemon=True).start()
-            found, reason, patience = 0, "", 0.0
-            try:
-                while True:
-                    line = lines.get(timeout=max(0.1, end - time.perf_counter()))
-                    if line is None:
-                        patience = 10.0  # it has said all it had to
-                        break
-                    kind, _, text = line.partition(" ")
-                    if kind == "ABOUT":
-                        self.about = self.about or json.loads(text)
-                    elif kind == "ROW":
-                        self.add(todo, json.loads(text))
-                        found += 1
-            except queue.Empty:
-                reason = f"{OUT_OF_TIME} ({self.limit:.0f} s a process)" if end < self.deadline else OUT_OF_TIME
-            finally:
-                stop(running, patience)
-            if not reason and not (found and running.returncode == LOST):
-                errors.seek(0)
-                said = [line for line in errors.read().splitlines() if line.strip()] or ["it said nothing"]
-                reason = f"the process ended with {running.returncode}: {said[-1].strip()[:110]}"
+        threading.Thread(target=forward, args=(child.running, lines), daemon=True).start()
+        found, reason, patience = 0, "", 0.0
+        try:
+            while True:
+                line = lines.get(timeout=max(0.1, end - time.perf_counter()))
+                if line is None:
+                    patience = 10.0  # it has said all it had to
+                    break
+                kind, _, text = line.partition(" ")
+                if kind == "ABOUT":
+                    self.about = self.about or json.loads(text)
+                elif kind == "ROW":
+                    self.add(todo, json.loads(text))
+                    found += 1
+        except queue.Empty:
+            reason = f"{OUT_OF_TIME} ({self.limit:.0f} s a process)" if end < self.deadline else OUT_OF_TIME
+        finally:
+            child.end(patience)
+        if not reason and not (found and child.running.returncode == LOST):
+            reason = f"the process ended with {child.running.returncode}: {child.complaint()}"
         return found, reason
 
     def add(self, todo: Row, row: Row) -> None:
@@ -164,9 +207,37 @@ class Bench:
         os.replace(temporary, self.out)
 
 
+class Child:
+    """A process of gpu_rows.py, which waits for `go` once it has imported what it needs."""
+
+    def __init__(self, fields: Row) -> None:
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.running = begin(fields, self.errors)
+
+    def go(self) -> None:
+        with contextlib.suppress(OSError):  # it may have ended by itself, and then says so below
+            if self.running.stdin:
+                self.running.stdin.write("go\n")
+                self.running.stdin.flush()
+
+    def end(self, patience: float) -> None:
+        """It and what it started."""
+        try:
+            self.running.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.running.pid, signal.SIGKILL)
+            self.running.wait()
+
+    def complaint(self) -> str:
+        self.errors.seek(0)
+        said = [line for line in self.errors.read().splitlines() if line.strip()] or ["it said nothing"]
+        return said[-1].strip()[:160]
+
+
 def begin(fields: Row, errors: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("gpu_rows.py")), json.dumps(fields)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True)
 
 
 def forward(running: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
@@ -175,31 +246,25 @@ def forward(running: subprocess.Popen[str], lines: queue.Queue[str | None]) -> N
     lines.put(None)
 
 
-def stop(running: subprocess.Popen[str], patience: float) -> None:
-    """It and what it started."""
-    try:
-        running.wait(timeout=patience)
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-
-
 def compare(rows: list[Row]) -> None:
-    """Each row's ratio: (a) time to the floor; (b) speed to ours; (c) to the Transformer's; (d) to that at the first context."""
+    """Each row's ratio: (a) time to the floor, else speed to that of another row of its part (`MEANS`); (b) ours to one more."""
+    speeds = {(row["part"], row["what"], row["case"]): row["tokens_per_s"] for row in rows if row.get("ms")}
     for row in rows:
+        part, what, case = row["part"], row["what"], row["case"]
         if not row.get("ms"):
             continue
-        if row["part"] == "a":
+        if part == "a":
             row["ratio"] = float(f"{row['ms'] / row['floor_ms']:.4g}")
             continue
-        peer, case = {"b": OURS, "c": TRANSFORMER}.get(row["part"], row["what"]), row["case"]
-        against = [other for other in rows if (other["part"], other["what"]) == (row["part"], peer) and other.get("ms")]
-        if row["part"] == "d":
-            against = [other for other in against if other["case"].split(",")[0] == case.split(",")[0]][:1]
-        else:
-            against = [other for other in against if other["case"] == case]
-        if against:
-            row["ratio"] = float(f"{row['tokens_per_s'] / against[0]['tokens_per_s']:.4g}")
+        against = {"b": (OURS, case), "c": (TRANSFORMER, case), "e": (what, RESET), "f": (TRANSFORMER, case)}.get(part)
+        if part == "d":
+            batch = case.split(",")[0]
+            against = next(key[1:] for key in speeds if key[:2] == (part, what) and key[2].split(",")[0] == batch)
+        ratio = lambda other, row=row: float(f"{row['tokens_per_s'] / speeds[other]:.4g}")
+        if (part, *against) in speeds:
+            row["ratio"] = ratio((part, *against))
+        if part == "b" and what.startswith(OURS) and (part, MATRIX, case) in speeds:
+            row["ratio_matrix"] = ratio((part, MATRIX, case))
 
 
 MEANS = {
@@ -207,6 +272,8 @@ MEANS = {
     "b": f"x {OURS}",
     "c": "x Transformer++",
     "d": "x first context",
+    "e": f"x {RESET}",
+    "f": "x Transformer++",
 }
 
 
@@ -218,6 +285,7 @@ def table(rows: list[Row], about: Row) -> Table:
         for row in [row for row in rows if row["part"] == part]:
             figure = lambda key, form, row=row: format(row[key], form) if row.get(key) is not None else ""
             ratio = f"{row['ratio']:.3g} {MEANS[part]}" if row.get("ratio") else ""
+            ratio += f", {row['ratio_matrix']:.3g} x {MATRIX}" if row.get("ratio_matrix") else ""
             figures = [figure("forward_ms", ",.3f"), figure("ms", ",.3f"), speed(row), ratio, figure("peak_gib", ".1f")]
             made.add_row(part, row["what"], row["case"], *figures, row.get("backend", ""), note(row))
         made.add_section()
@@ -241,38 +309,36 @@ def note(row: Row) -> str:
 def prepare(bench: Bench, parts: list[str]) -> None:
     """Compile the kernels of every configuration at once, so that no row waits for it."""
     end = min(bench.deadline, time.perf_counter() + 150)
-    with tempfile.TemporaryFile("w+") as said:
-        running = [
-            begin({"what": "build", "cases": ["build"], "hidden": hidden, "chunk": chunk, "tiny": False}, said)
-            for hidden in (64, 128, 256)
-            for chunk in (64, 16)
-        ]
-        # The peers build and try theirs at their first call, which takes some of them over a minute.
-        running += [
-            begin({**todo["fields"], "cases": ["8x4K"], "tiny": False}, said)
-            for todo in layer_jobs(False)
-            if "b" in parts and todo["title"].startswith("fla")
-        ]
-        try:
-            for each in running:
-                stop(each, max(0.1, end - time.perf_counter()))  # what they say fits into the pipe
-                for line in each.stdout or ():
-                    if line.startswith("ROW ") and json.loads(line[4:]).get("note"):
-                        print("build:", json.loads(line[4:])["note"], flush=True)
-                if each.returncode:
-                    said.seek(0)
-                    print(
-                        f"build ended with {each.returncode}:", (said.read().strip().splitlines() or [""])[-1][:160], flush=True
-                    )
-        finally:
-            for each in running:
-                stop(each, 0)
+    running = [
+        Child({"what": "build", "cases": ["build"], "hidden": hidden, "chunk": chunk, "tiny": False})
+        for hidden in (64, 128, 256)
+        for chunk in (64, 16)
+    ]
+    # Matrices' kernels (every preset has them), and the peers', are built and tried at their first call: some take over a minute.
+    running += [
+        Child({**todo["fields"], "cases": ["8x4K"], "tiny": False})
+        for todo in layer_jobs(False)
+        if todo["title"] == DEFAULT or ("b" in parts and (todo["first"] or todo["title"].startswith("fla")))
+    ]
+    try:
+        for each in running:
+            each.go()
+        for each in running:
+            each.end(max(0.1, end - time.perf_counter()))  # what they say fits into the pipe
+            for line in each.running.stdout or ():
+                if line.startswith("ROW ") and json.loads(line[4:]).get("note"):
+                    print("build:", json.loads(line[4:])["note"], flush=True)
+            if each.running.returncode:
+                print(f"build ended with {each.running.returncode}:", each.complaint(), flush=True)
+    finally:
+        for each in running:
+            each.end(0)
     print(f"[{time.perf_counter() - BEGIN:4.0f} s] kernels built", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=list("abcd"), choices=list("abcd"))
+    parser.add_argument("--parts", nargs="+", default=list("bcefda"), choices=list("abcdef"))
     parser.add_argument("--only", default="", help="only rows whose part, name and case contain this")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which everything is ended")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of one process")
@@ -282,14 +348,15 @@ def main() -> None:
     given = parser.parse_args()
     kept = json.loads(given.out.read_text())["rows"] if given.add and given.out.exists() else []
     bench = Bench(given.out, kept, BEGIN + given.budget, given.limit, given.tiny, given.only)
-    jobs = {"a": operator_jobs(), "b": layer_jobs(given.tiny), "c": train_jobs(given.tiny), "d": decode_jobs(given.tiny)}
+    small = given.tiny
+    jobs = {"a": operator_jobs(), "b": layer_jobs(small), "c": train_jobs(small), "d": decode_jobs(small)}
+    jobs |= {"e": carried_jobs(), "f": read_jobs(small)}
+    asked = sorted([todo for part in given.parts for todo in jobs[part]], key=lambda todo: not todo["first"])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if not given.tiny and not given.only:
             prepare(bench, given.parts)
-        for part in given.parts:
-            for todo in jobs[part]:
-                bench.run(todo)
+        bench.run_all(asked)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     finally:

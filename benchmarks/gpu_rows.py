@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu import LOST
+from gpu import LOST, RESET
 from torch import Tensor, nn
 
-from remanence import Model, NeuralMemory, preset
+from remanence import Model, NeuralMemory, generate, preset
 from remanence.attention import SegmentState
+from remanence.data import Batch
 from remanence.model import matched
 from remanence.ops import MLP, RULES, Gates, Rule, gpu, launch, memorize, operator, resources, start
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig, engine
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PEAK = 800e12
@@ -259,13 +261,13 @@ def one_layer(name: str, batch: int, tokens: int, width: int, heads: int) -> Row
 # (c) training
 
 
-def config(variant: str, tiny: bool) -> Any:
-    """Every variant at the Transformer's number of parameters, with the memory that the preset gives."""
-    return matched(preset("tiny" if tiny else "340m", variant))
+def config(variant: str, tiny: bool, memory: Row | None = None) -> Any:
+    """Every variant at the Transformer's number of parameters, with the memory that the preset gives, or with another."""
+    return matched(preset("tiny" if tiny else "340m", variant, memory=memory or {}))
 
 
-def train_rows(cases: list[str], variant: str, lengths: dict[str, int], tiny: bool) -> Iterator[Row]:
-    made = config(variant, tiny)
+def train_rows(cases: list[str], variant: str, lengths: dict[str, int], tiny: bool, memory: Row | None = None) -> Iterator[Row]:
+    made = config(variant, tiny, memory)
     with torch.device(DEVICE):
         model = Model(made).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=DEVICE == "cuda")
@@ -279,7 +281,7 @@ def train_rows(cases: list[str], variant: str, lengths: dict[str, int], tiny: bo
             row = attempt(lambda batch=batch, length=length: one_training(model, optimizer, batch, length))
             row["note"] = ", ".join(["checkpointing on, without it out of memory", *filter(None, [row.get("note")])])
             model.checkpointing = False
-        yield {"case": case, **row}
+        yield {"case": case, "variant": variant, "length": length, "net": made.memory.net, "chunk": made.memory.chunk, **row}
 
 
 def one_training(model: Model, optimizer: torch.optim.Optimizer, batch: int, length: int) -> Row:
@@ -354,6 +356,83 @@ def one_decoding(model: Model, batch: int, context: int, tiny: bool) -> Row:
     return {"ms": ms, "tokens_per_s": 1e3 * batch / ms, "peak_gib": peak_gib(), "backend": how, "note": note}
 
 
+# (e) training with rows that go on
+
+
+def carried_rows(cases: list[str], variant: str, tiny: bool) -> Iterator[Row]:
+    """Steps as `fit` takes them, of 19M parameters on bytes: dynamics.py's size, windows and segments of the papers' presets."""
+    own = {} if tiny else {"vocabulary": 257, "dim": 512, "depth": 6, "heads": 8}
+    batch, length = (2, 64) if tiny else (8, 4096)
+    settings = TrainConfig(
+        model=matched(preset("tiny" if tiny else "340m", variant, **own)),
+        data=DataConfig(kind="documents", length=length),
+        optimizer=OptimizerConfig(lr=1e-5),  # random tokens teach nothing
+        batch=batch,
+        carry=True,
+        precision="bfloat16" if DEVICE == "cuda" else "float32",
+    )
+    with torch.device(DEVICE):
+        model = Model(settings.model).train()
+    optimizer = engine.make_optimizer(model, settings)
+    for case in cases:
+        yield {"case": case, **attempt(lambda case=case: one_carried(model, optimizer, settings, case))}
+
+
+def one_carried(model: Model, optimizer: torch.optim.Optimizer, settings: TrainConfig, case: str) -> Row:
+    batch, length = settings.batch, settings.data.length
+    tokens = torch.randint(model.config.vocabulary, (batch, length + 1))
+    read = Batch(tokens[:, :-1], tokens[:, 1:], None, None, None)
+    carried, number = None, 0
+
+    def step() -> None:
+        nonlocal carried, number
+        begins = torch.arange(batch) == number % batch if "one begins" in case else None
+        state = None if case == RESET else engine._renewed(model, carried, read._replace(begins=begins))
+        seen = engine.take_step(model, optimizer, settings, [read], state, number).seen
+        carried, number = None if case == RESET else seen.state.detach(), number + 1
+
+    ms = median_ms(step, seconds=2.0, most=8)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    row = {"ms": ms, "tokens_per_s": 1e3 * batch * length / ms, "peak_gib": peak_gib(), "parameters": count}
+    return {**row, "backend": backend(), "note": f"{batch} x {length:,} tokens"}
+
+
+# (f) reading one text
+
+
+def read_rows(cases: list[str], variant: str, before: dict[str, int], tiny: bool) -> Iterator[Row]:
+    """As `Session.read` does it, in pieces of 8,192 tokens: a text from its beginning, or a piece of it after so many tokens."""
+    piece, until = (64, 128) if tiny else (8192, 65536)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    made = config(variant, tiny)
+    with torch.device(DEVICE):
+        model = Model(made).to(dtype).eval()
+    for case in cases:
+        start = before[case]
+        yield {"case": case, **attempt(lambda start=start: one_reading(model, piece, start, until))}
+
+
+@torch.no_grad()
+def one_reading(model: Model, piece: int, start: int, until: int) -> Row:
+    tokens = torch.randint(model.config.vocabulary, (1, until), device=DEVICE)
+
+    def some(state: Any, count: int) -> Any:
+        for part in tokens[:, :count].split(piece, 1):
+            state = generate.read(model, part, state).state
+            if bool(state.diverged.any()):
+                raise ValueError("a memory has diverged")
+        return state
+
+    held = some(model.start(1), start)
+    if start:  # full attention's cache would grow: every piece is read at the same place
+        timed, ms = piece, median_ms(lambda: some(held, piece), seconds=3.0, most=12)
+    else:
+        timed, ms = until, median_ms(lambda: some(model.start(1), until), seconds=4.0, most=3)
+    said = {"backend": backend()} if model.has_memory else {}
+    note = f"pieces of {piece:,}, read {min(generate.PIECE, piece):,} tokens at a time"
+    return {"ms": ms * piece / timed, "tokens_per_s": 1e3 * timed / ms, "peak_gib": peak_gib(), "note": note, **said}
+
+
 # the process
 
 
@@ -407,11 +486,21 @@ def about() -> Row:
     return {"device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or "cpu", **versions}
 
 
-WHATS = {"operator": operator_rows, "layer": layer_rows, "train": train_rows, "decode": decode_rows, "build": build_rows}
+WHATS = {
+    "operator": operator_rows,
+    "layer": layer_rows,
+    "train": train_rows,
+    "decode": decode_rows,
+    "carried": carried_rows,
+    "read": read_rows,
+    "build": build_rows,
+}
 
 
 def main() -> None:
     job = json.loads(sys.argv[1])
+    if not sys.stdin.readline():  # the parent is gone
+        return
     torch.manual_seed(0)
     print("ABOUT " + json.dumps(about()), flush=True)
     for row in WHATS[job.pop("what")](**job):

@@ -59,6 +59,52 @@ def test_the_floor_is_that_of_the_design(gpu):
     assert round(1e3 * count(rows.MLP(expansion=1.0)) / rows.PEAK, 2) == 0.17
 
 
+def test_rows_are_compared_with_what_their_part_says(gpu):
+    row = lambda part, what, case, speed: {"part": part, "what": what, "case": case, "ms": 1.0, "tokens_per_s": speed}
+    rows = [
+        row("b", gpu.OURS, "8x4K", 2.0),
+        row("b", gpu.MATRIX, "8x4K", 4.0),
+        row("b", gpu.DEFAULT, "8x4K", 3.0),
+        row("b", gpu.DEFAULT, "1x32K", 3.0),  # nothing to compare with
+        row("c", "mag", "4K", 5.0),
+        row("c", gpu.TRANSFORMER, "4K", 10.0),
+        row("d", "mag", "batch 1, context 1K", 10.0),
+        row("d", "mag", "batch 1, context 1M", 9.0),
+        row("e", "mag", "rows carried", 19.0),
+        row("e", "mag", gpu.RESET, 20.0),
+        row("e", "lmm", gpu.RESET, 40.0),
+        row("f", gpu.TRANSFORMER, "at 64K", 8.0),
+        row("f", "mag", "at 64K", 12.0),
+    ]
+    gpu.compare(rows)
+    assert [row.get("ratio") for row in rows] == [1.0, 2.0, 1.5, None, 0.5, 1.0, 1.0, 0.9, 0.95, 1.0, 1.0, 1.0, 1.5]
+    assert [row.get("ratio_matrix") for row in rows[:4]] == [0.5, None, 0.75, None]
+
+
+def test_what_is_claimed_comes_first(gpu, monkeypatch, tmp_path):
+    """And every other job after it, each begun while the one before it is measured."""
+    began, order = [], []
+    monkeypatch.setattr(gpu, "begin", lambda fields, errors: began.append(fields) or idle())
+
+    def measured(self, child, todo):
+        order.append((todo["part"], todo["title"], len(began)))
+        return len(todo["fields"]["cases"]), ""
+
+    monkeypatch.setattr(gpu.Bench, "process", measured)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--out", str(tmp_path / "gpu.json")])
+    gpu.main()
+    titles = [title for _, title, _ in order]
+    claimed = max(place for place, (part, *_) in enumerate(order) if part in "ef")
+    assert "".join(part for part, *_ in order[: claimed + 1]) == "bbbb" + "ccccc" + "eee" + "ffff"
+    assert {part for part, *_ in order[claimed + 1 :]} == set("bcda")
+    assert titles[:4] == [gpu.OURS, gpu.MATRIX, gpu.DEFAULT, "remanence, linear, token-exact, momentum"]
+    assert [count for *_, count in order] == [*range(2, len(order) + 1), len(order)]
+
+
+def idle():
+    return subprocess.Popen(["true"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
 @pytest.mark.slow
 def test_every_part_runs_in_small(tmp_path):
     out = tmp_path / "gpu.json"
@@ -66,7 +112,7 @@ def test_every_part_runs_in_small(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=BENCH.parent, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     rows = json.loads(out.read_text())["rows"]
-    assert {row["part"] for row in rows} == set("abcd")
+    assert {row["part"] for row in rows} == set("abcdef")
     for row in rows:
         assert row.get("ms") or "needs a GPU" in row["note"] or "not installed" in row["note"], row
 
