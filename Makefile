@@ -52,7 +52,7 @@ bench-long: setup
 bench-knn: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/knn.py
 
-# Peers (flash-linear-attention, titans-pytorch) are measured where they can be imported, from PYTHONPATH too.
+# Peers (flash-linear-attention, titans-pytorch, MomentumDeltaNet, LaCT) are measured where they can be imported, from PYTHONPATH too.
 bench-gpu:
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 

@@ -14,6 +14,11 @@ About how long the parts take on an H200, estimated, not measured: building kern
 is claimed of, 3 for the rest; (c) 2.5, most of it MAC; (e) 1; (f) 1.5; (d) 1.5; (a) 1. Rows of which something is claimed come
 first whatever their part (`first` below): they fit into ten minutes. All of it does not, where all peers are there:
 `--parts b c e f`, then `--parts d a --add`.
+
+Peers are measured where they can be imported: flash-linear-attention and titans-pytorch as packages; from a folder of PYTHONPATH
+into which they were cloned, github.com/HuuYuLong/MomentumDeltaNet (kernels of its authors; fla's own layer of that name still
+takes a reference path) and github.com/a1600012888/LaCT (large-chunk test-time training; needs fla as well). LaCT's kernels try
+dozens of settings for every shape, which takes minutes: `--parts b --only LaCT --limit 500 --add`.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ from rich.table import Table
 BEGIN = time.perf_counter()
 OURS, DEFAULT, TRANSFORMER, MATRIX = "remanence", "remanence, as it comes", "attention", "fla GatedDeltaNet"
 OUT_OF_TIME = "out of time"
-RESET = "rows begin anew"
+MOMENTUM, RESET = "MomentumDeltaNet, its authors' kernels", "rows begin anew"
 LOST = 3
 """With what a process of gpu_rows.py ends that has lost the GPU, after the row that tells how."""
 Row = dict[str, Any]
@@ -76,12 +81,16 @@ def layer_jobs(tiny: bool) -> list[Row]:
         "fla DeltaNet",
         "remanence, expansion 1",
         "remanence, chunk 16",
+        MOMENTUM,
         "titans-pytorch, all gradients at the first weights",
         "titans-pytorch, weights refreshed every 256 tokens",
-        "fla MomentumDeltaNet",
+        "fla MomentumDeltaNet, its reference path",
+        "LaCT, torch.compile",
+        "LaCT, its authors' kernels",
     )
+    some = {"remanence, chunk 16": 1, "LaCT, torch.compile": 2, "LaCT, its authors' kernels": 2}  # these build for every shape
     return [
-        job("b", name, "layer", list(shapes)[: 1 if "chunk 16" in name else None], name in claimed, name=name, shapes=shapes)
+        job("b", name, "layer", list(shapes)[: some.get(name)], name in claimed, name=name, shapes=shapes)
         for name in claimed + others
     ]
 
@@ -318,7 +327,7 @@ def prepare(bench: Bench, parts: list[str]) -> None:
     running += [
         Child({**todo["fields"], "cases": ["8x4K"], "tiny": False})
         for todo in layer_jobs(False)
-        if todo["title"] == DEFAULT or ("b" in parts and (todo["first"] or todo["title"].startswith("fla")))
+        if todo["title"] == DEFAULT or ("b" in parts and (todo["first"] or todo["title"] in ("fla DeltaNet", MOMENTUM)))
     ]
     try:
         for each in running:

@@ -6,6 +6,7 @@ more for the cases that are left.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import importlib
@@ -15,8 +16,11 @@ import platform
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,6 +214,66 @@ def titans(width: int, heads: int, refresh: int | None) -> nn.Module:
     return Peer(dim=width, dim_head=width // heads, heads=heads, chunk_size=64, batch_size=refresh, model=net)
 
 
+def cloned(name: str, *packages: str) -> None:
+    """Make packages of a repository importable that lies, as cloned, in a folder of PYTHONPATH; their own __init__ is not run:
+    those import whole model zoos, and one of them a name that there is not.
+    """
+    folder = next((Path(place) / name for place in sys.path if (Path(place) / name).is_dir()), None)
+    if folder is None:
+        raise ImportError(f"no folder {name} on PYTHONPATH")
+    for package in packages:
+        made = types.ModuleType(package)
+        made.__path__ = [str(folder / package.replace(".", "/"))]
+        sys.modules[package] = made
+
+
+def unused(name: str, **attributes: Any) -> None:
+    """An empty module in place of one that a peer imports, but does not use for what is timed, where it cannot be imported."""
+    try:
+        importlib.import_module(name)
+    except Exception:
+        made = types.ModuleType(name)
+        made.__spec__ = ModuleSpec(name, None)  # torch.compile looks for it
+        vars(made).update(attributes)
+        sys.modules[name] = made
+
+
+def momentum_delta_net(width: int, heads: int) -> nn.Module:
+    """By its authors' kernels, which come with a copy of fla of their own."""
+    cloned("MomentumDeltaNet/flash-linear-attention", "fla", "fla.layers", "fla.ops")
+    builtins.FLA_CACHE_RESULTS = True  # that fla asks for it and does not set it, with Triton from 3.4 on
+    unused("pandas")
+    made = importlib.import_module("fla.layers.momentum_deltanet").MomentumDeltaNet
+    if DEVICE == "cpu":
+        raise SkipError("needs a GPU")
+    return made(hidden_size=width, num_heads=heads, head_dim=width // heads, expand_v=1)
+
+
+def lact(width: int, fused: bool) -> nn.Module:
+    """Large-chunk test-time training (SwiGLU nets, chunks of 2,048, momentum) without the window attention beside it, configured
+    as its authors' 760M model; parameters in bfloat16, as their trainer has them, with which alone its kernels work.
+    """
+    cloned("LaCT/lact_llm", "lact_model")
+    logging = types.SimpleNamespace(get_logger=lambda name: None)
+    unused("transformers", logging=logging)
+    unused("transformers.utils", logging=logging)
+    unused("fla.models")
+    unused("fla.models.utils", Cache=object)
+    module = importlib.import_module("lact_model.layer_lact_swiglu")
+    module.flash_attn_func = lambda q, k, v, **_: torch.zeros_like(v)
+    layer = module.LaCTSWIGLULayer(
+        hidden_size=width, num_attn_heads=16, num_lact_heads=4, inter_multi=1, window_size=2048, lact_chunk_size=2048,
+        attn_qk_norm=False, no_v_silu=True, learnable_ttt_scale=True, w0_w2_low_rank=32, use_momentum=True,
+        use_fused_kernel=fused, fp32_states=fused,
+    )  # fmt: skip
+    for net in (layer.w0, layer.w2):
+        net._init_weights()
+    if DEVICE == "cpu":
+        raise SkipError("needs a GPU")
+    layer.remark = f"4 heads of {width // 4}, chunks of 2,048, without its window attention, parameters in bfloat16"
+    return layer.to(torch.bfloat16)
+
+
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "remanence": ours,
     "remanence, as it comes": lambda w, h: NeuralMemory(dim=w),
@@ -219,7 +283,10 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "flash attention (SDPA)": Flash,
     "fla DeltaNet": lambda w, h: fla("DeltaNet", w, h),
     "fla GatedDeltaNet": gated_delta_net,
-    "fla MomentumDeltaNet": lambda w, h: fla("MomentumDeltaNet", w, h, head_dim=w // h, expand_v=1.0),
+    "fla MomentumDeltaNet, its reference path": lambda w, h: fla("MomentumDeltaNet", w, h, head_dim=w // h, expand_v=1.0),
+    "MomentumDeltaNet, its authors' kernels": momentum_delta_net,
+    "LaCT, torch.compile": lambda w, h: lact(w, False),
+    "LaCT, its authors' kernels": lambda w, h: lact(w, True),
     "titans-pytorch, all gradients at the first weights": lambda w, h: titans(w, h, None),
     "titans-pytorch, weights refreshed every 256 tokens": lambda w, h: titans(w, h, 256),
 }

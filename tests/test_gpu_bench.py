@@ -81,6 +81,14 @@ def test_rows_are_compared_with_what_their_part_says(gpu):
     assert [row.get("ratio_matrix") for row in rows[:4]] == [0.5, None, 0.75, None]
 
 
+def test_every_layer_is_known_and_a_peer_that_is_not_there_says_so(gpu, monkeypatch):
+    rows = __import__("gpu_rows")
+    assert {todo["fields"]["name"] for todo in gpu.layer_jobs(False)} == set(rows.LAYERS)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if "peers" not in place])
+    for name in (gpu.MOMENTUM, "LaCT, its authors' kernels"):
+        assert "not installed (no folder" in rows.attempt(lambda name=name: rows.LAYERS[name](64, 2))["note"]
+
+
 def test_what_is_claimed_comes_first(gpu, monkeypatch, tmp_path):
     """And every other job after it, each begun while the one before it is measured."""
     began, order = [], []
