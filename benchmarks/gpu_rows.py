@@ -34,6 +34,7 @@ from remanence.data import Batch
 from remanence.model import matched
 from remanence.ops import MLP, RULES, Gates, Rule, gpu, launch, memorize, operator, resources, start
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, engine
+from remanence.train.plan import flops_per_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PEAK = 800e12
@@ -347,8 +348,9 @@ def train_rows(cases: list[str], variant: str, lengths: dict[str, int], tiny: bo
             model.checkpointing = True
             row = attempt(lambda batch=batch, length=length: one_training(model, optimizer, batch, length))
             row["note"] = ", ".join(["checkpointing on, without it out of memory", *filter(None, [row.get("note")])])
-            model.checkpointing = False
-        yield {"case": case, "variant": variant, "length": length, "net": made.memory.net, "chunk": made.memory.chunk, **row}
+            row["checkpointing"], model.checkpointing = True, False
+        about = {"variant": variant, "length": length, "net": made.memory.net, "chunk": made.memory.chunk}
+        yield {"case": case, **about, "flops_per_token": flops_per_token(made, length), **row}
 
 
 def one_training(model: Model, optimizer: torch.optim.Optimizer, batch: int, length: int) -> Row:

@@ -114,7 +114,7 @@ def idle():
 
 
 @pytest.mark.slow
-def test_every_part_runs_in_small(tmp_path):
+def test_every_part_runs_in_small(gpu, tmp_path):
     out = tmp_path / "gpu.json"
     command = [sys.executable, str(BENCH / "gpu.py"), "--tiny", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=BENCH.parent, check=False)
@@ -123,6 +123,8 @@ def test_every_part_runs_in_small(tmp_path):
     assert {row["part"] for row in rows} == set("abcdef")
     for row in rows:
         assert row.get("ms") or "needs a GPU" in row["note"] or "not installed" in row["note"], row
+    table = __import__("speeds").speeds({"device": "NVIDIA H200", "rows": rows}, {})
+    assert {row["variant"] for row in table["rows"]} == {gpu.TRANSFORMER, "lmm", "mag", "mal", "mac"}
 
 
 def test_the_search_s_runs_in_small(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from remanence.config import ModelConfig, known
 from remanence.device import resolve
 from remanence.model import Model
 from remanence.train.config import TrainConfig
+from remanence.train.speeds import reached, table
 
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12}
 """Dense bfloat16 operations per second, as the makers state them, by a part of the GPU's name."""
@@ -19,8 +21,8 @@ PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S"
 GPUS = {"B200": 180, "H200": 141, "H100": 80, "A100": 80, "L40S": 48, "4090": 24, "3090": 24}
 """Memory in GB, for planning without the GPU."""
 
-ASSUMED = 0.3
-"""Share of the peak that a well-kept run reaches; `mfu` in the metrics tells what yours does."""
+SMALL = 50_000_000
+"""Parameters up to which the host's calls, and not the GPU's arithmetic, are a step's time on such GPUs."""
 
 
 def peak(device: torch.device) -> float | None:
@@ -110,11 +112,29 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
         device = resolve(config.device)
         rate, basis = measured(config, device), f"timed on this machine's {device.type}"
     else:
-        rate = PEAKS[gpu] * ASSUMED * gpus / per_token
-        basis = f"assuming {ASSUMED:.0%} of the peak of {gpus} {gpu}"
-        if any(".initial." in name for name, _ in model.named_parameters()):
-            basis += ", which neural memories do not reach"
+        rate, basis = estimated(config, gpus, gpu)
+        basis += f"; {SMALL:,} parameters or fewer keep no such GPU busy: slower than this" if parameters <= SMALL else ""
     return Plan(parameters, tokens, tokens * per_token, memory, available, rate, basis)
+
+
+def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
+    """Tokens per second of so many GPUs, by the share of the peak that each kind of block has reached where it was measured; a
+    model of several kinds takes the mean of the times that models of one each would take.
+    """
+    length, seconds, told = config.data.length, 0.0, []
+    recomputed = False
+    for kind in dict.fromkeys(config.model.blocks):
+        found = reached(kind, config.model, length)
+        again = config.checkpointing and not found.checkpointing  # one forward more for three
+        cost = flops_per_token(replace(config.model, pattern=(kind,)), length) * (4 / 3 if again else 1)
+        seconds += config.model.blocks.count(kind) / config.model.depth * cost / (PEAKS[gpu] * found.share)
+        told.append(found.told)
+        recomputed |= again
+    basis = f"from the {table()['preset']} preset on one {table()['gpu']}: {'; '.join(told)}"
+    basis += "; a third more for checkpointing" if recomputed else ""
+    basis += "; other sizes and GPUs differ"
+    basis += ", and what GPUs exchange is not counted" if gpus > 1 else ""
+    return gpus / seconds, basis
 
 
 def room(device: torch.device) -> float:
