@@ -22,7 +22,7 @@ GPUS = {"B200": 180, "H200": 141, "H100": 80, "A100": 80, "L40S": 48, "4090": 24
 """Memory in GB, for planning without the GPU."""
 
 SMALL = 50_000_000
-"""Parameters up to which the host's calls, and not the GPU's arithmetic, are a step's time on such GPUs."""
+"""Parameters up to which the host's calls are likely to take longer than the GPU's arithmetic; a guess, not measured."""
 
 
 def peak(device: torch.device) -> float | None:
@@ -113,7 +113,7 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
         rate, basis = measured(config, device), f"timed on this machine's {device.type}"
     else:
         rate, basis = estimated(config, gpus, gpu)
-        basis += f"; {SMALL:,} parameters or fewer keep no such GPU busy: slower than this" if parameters <= SMALL else ""
+        basis += "; a model this small is likely slower" if parameters <= SMALL else ""
     return Plan(parameters, tokens, tokens * per_token, memory, available, rate, basis)
 
 
