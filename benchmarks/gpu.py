@@ -12,8 +12,8 @@ begun again after a crash for the cases that are left; the file is written after
 
 About how long the parts take on an H200, estimated, not measured: building kernels 1.5 minutes; (b) 1 for the rows that something
 is claimed of, 3 for the rest; (c) 2.5, most of it MAC; (e) 1; (f) 1.5; (d) 1.5; (a) 1. Rows of which something is claimed come
-first whatever their part (`first` below): they fit into ten minutes. All of it does not, where all peers are there:
-`--parts b c e f`, then `--parts d a --add`.
+first whatever their part (`first` below): by this they fit into ten minutes. All of it does not, where all peers are there:
+`--parts b e f c`, then `--parts d a --add`. benchmarks/speeds.py makes of (c) what `remanence train --dry-run` estimates from.
 
 Peers are measured where they can be imported: flash-linear-attention and titans-pytorch as packages; from a folder of PYTHONPATH
 into which they were cloned, github.com/HuuYuLong/MomentumDeltaNet (kernels of its authors; fla's own layer of that name still
@@ -347,7 +347,7 @@ def prepare(bench: Bench, parts: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=list("bcefda"), choices=list("abcdef"))
+    parser.add_argument("--parts", nargs="+", default=list("befcda"), choices=list("abcdef"))
     parser.add_argument("--only", default="", help="only rows whose part, name and case contain this")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which everything is ended")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of one process")

@@ -102,9 +102,9 @@ def test_what_is_claimed_comes_first(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--out", str(tmp_path / "gpu.json")])
     gpu.main()
     titles = [title for _, title, _ in order]
-    claimed = max(place for place, (part, *_) in enumerate(order) if part in "ef")
-    assert "".join(part for part, *_ in order[: claimed + 1]) == "bbbb" + "ccccc" + "eee" + "ffff"
-    assert {part for part, *_ in order[claimed + 1 :]} == set("bcda")
+    claimed = "bbbb" + "eee" + "ffff" + "ccccc"
+    assert "".join(part for part, *_ in order[: len(claimed)]) == claimed
+    assert {part for part, *_ in order[len(claimed) :]} == set("bcda")
     assert titles[:4] == [gpu.OURS, gpu.MATRIX, gpu.DEFAULT, "remanence, linear, token-exact, momentum"]
     assert [count for *_, count in order] == [*range(2, len(order) + 1), len(order)]
 
