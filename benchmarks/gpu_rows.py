@@ -28,12 +28,14 @@ import torch.nn.functional as F
 from gpu import LOST, RESET
 from torch import Tensor, nn
 
-from remanence import Model, NeuralMemory, generate, preset
+from remanence import Model, NeuralMemory, preset, reader
 from remanence.attention import SegmentState
 from remanence.data import Batch
 from remanence.model import matched
 from remanence.ops import MLP, RULES, Gates, Rule, gpu, launch, memorize, operator, resources, start
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, engine
+from remanence.train.distributed import World
+from remanence.train.graphed import Graphed
 from remanence.train.plan import flops_per_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -354,13 +356,16 @@ def train_rows(cases: list[str], variant: str, lengths: dict[str, int], tiny: bo
 
 
 def one_training(model: Model, optimizer: torch.optim.Optimizer, batch: int, length: int) -> Row:
+    """As `fit` trains: forward and backward as one CUDA graph, then the update."""
     tokens = torch.randint(model.config.vocabulary, (batch, length + 1), device=DEVICE)
+    graphed = Graphed(model, torch.bfloat16) if DEVICE == "cuda" else None
 
     def step() -> None:
-        with autocast():
+        if graphed is not None:
+            graphed(tokens[:, :-1], tokens[:, 1:])
+        else:
             logits = model.logits(model.trace(tokens[:, :-1]).hidden)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
+            F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -452,14 +457,20 @@ def one_carried(model: Model, optimizer: torch.optim.Optimizer, settings: TrainC
     tokens = torch.randint(model.config.vocabulary, (batch, length + 1))
     read = Batch(tokens[:, :-1], tokens[:, 1:], None, None, None)
     carried, number = None, 0
+    settings = replace(settings, carry=case != RESET)
+    graphs = engine.Graphs(model, settings, World(torch.device(DEVICE)), False)
 
     def step() -> None:
         nonlocal carried, number
         begins = torch.arange(batch) == number % batch if "one begins" in case else None
-        state = None if case == RESET else engine._renewed(model, carried, read._replace(begins=begins))
-        seen = engine.take_step(model, optimizer, settings, [read], state, number).seen
-        carried, number = None if case == RESET else seen.state.detach(), number + 1
+        here = read._replace(begins=begins)
+        graph = graphs.of([here], carried)
+        state = engine._renewed(model, carried, here) if settings.carry and graph is None else None
+        seen = engine.take_step(model, optimizer, settings, [here], state, number, graph=graph, carried=carried).seen
+        carried, number = seen.state.detach() if settings.carry else None, number + 1
 
+    for _ in range(engine.Graphs.EAGER):
+        step()
     ms = median_ms(step, seconds=2.0, most=8)
     count = sum(parameter.numel() for parameter in model.parameters())
     row = {"ms": ms, "tokens_per_s": 1e3 * batch * length / ms, "peak_gib": peak_gib(), "parameters": count}
@@ -487,18 +498,20 @@ def one_reading(model: Model, piece: int, start: int, until: int) -> Row:
 
     def some(state: Any, count: int) -> Any:
         for part in tokens[:, :count].split(piece, 1):
-            state = generate.read(model, part, state).state
-            if bool(state.diverged.any()):
+            done = reader.read(model, part, state)
+            state = done.state
+            if done.diverged:
                 raise ValueError("a memory has diverged")
         return state
 
-    held = some(model.start(1), start)
+    held = some(model.start(1), max(start, 4 * piece))  # pieces are captured after a few
+    held = held if start else None
     if start:  # full attention's cache would grow: every piece is read at the same place
         timed, ms = piece, median_ms(lambda: some(held, piece), seconds=3.0, most=12)
     else:
         timed, ms = until, median_ms(lambda: some(model.start(1), until), seconds=4.0, most=3)
     said = {"backend": backend()} if model.has_memory else {}
-    note = f"pieces of {piece:,}, read {min(generate.PIECE, piece):,} tokens at a time"
+    note = f"pieces of {piece:,}, read {min(reader.piece_of(model), piece):,} tokens at a time"
     return {"ms": ms * piece / timed, "tokens_per_s": 1e3 * timed / ms, "peak_gib": peak_gib(), "note": note, **said}
 
 

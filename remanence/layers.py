@@ -228,7 +228,7 @@ class ShortConv(nn.Module):
     ) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "r past width"]]:
         """`forward`, SiLU, and perhaps `unit`, by heads."""
         if offsets is None and self.weight is not None and layer.fits(x, width=self.width // heads, taps=self.kernel):
-            return layer.short_conv(x, past, self.weight, heads, at_length_one), self.advance(x, past, None)
+            return layer.short_conv(x, past, self.weight, heads, at_length_one)
         y, past = self(x, past, offsets)
         y = F.silu(y).unflatten(-1, (heads, self.width // heads))
         return unit(y) if at_length_one else y, past

@@ -80,12 +80,12 @@ def _last(hidden: Tensor, mask: Tensor, before: Tensor) -> Tensor:
 
 
 class Captured:
-    """A whole piece of rows that have read at least one, as a CUDA graph; states come and go as the caller's own."""
+    """A whole piece as a CUDA graph, of rows that have read a window at least; states come and go as the caller's own."""
 
     def __init__(self, model: Model, tokens: Tensor, state: State) -> None:
         self.model, self.size = model, tokens.shape[1]
         self.tokens, fixed = tokens.clone(), state.map(torch.clone)
-        # What the host knows of positions: that they are multiples of a piece, and not the first.
+        # What the host knows of positions: that they are multiples of a piece, and that windows are full.
         self.state = stand_at(fixed, [self.size] * len(tokens))
         self.graph, (self.last, self.after, self.surprise) = capture(self._read, tokens.device)
 
@@ -117,9 +117,10 @@ def _captured(model: Model, tokens: Tensor, state: State, size: int, memory: Mod
     """The graph that reads a piece, if it is a whole one and one of many; else None."""
     if not tokens.is_cuda or tokens.shape[1] != size or (memory or model.memory) != "on" or _narrows(tokens):
         return None
-    if unsupported(model, size, True) is not None or _longest_window(model) > size:
+    window = _longest_window(model)
+    if unsupported(model, size, True) is not None or window > size:
         return None
-    if any(place < size or place % size for place in places(state.position)) or not model.remembers_all(state):
+    if any(place < window or place % size for place in places(state.position)) or not model.remembers_all(state):
         return None
     key = (len(tokens), model.schedule, *[parameter.data_ptr() for parameter in model.parameters()])
     known = _COUNTED.get(model)

@@ -87,20 +87,21 @@ def read(blocks: Sequence[nn.Module], x: Tensor, states: Sequence[MACState], *, 
     for time in range(depth + count - 1):
         first, last = max(0, time - count + 1), min(depth - 1, time)
         inputs = [segments[time]] if time < count else []
-        if y is not None:  # what each layer said is for the next one; the last one's has been put aside
-            inputs.append(y if time < depth else y[: len(y) - rows])
+        if y is not None:  # what each layer said is for the next one
+            inputs.append(y)
         if carry is not None and time >= count:  # a layer has read all there is
             carry = carry.rows(slice(rows, None))
         if time < depth:
             begun = Carry(states[time].memory, states[time].asked)
             carry = begun if carry is None else Carry.concat([carry, begun])
         assert carry is not None
-        before, step = carry.memory.memory.weights, torch.cat(inputs)
+        before, step = carry.memory.memory.weights, torch.cat(inputs) if len(inputs) > 1 else inputs[0]
         arguments = (reads, stack.take(first, last + 1), step, carry)
         y, carry, seen = checkpoint(_step, *arguments, use_reentrant=False) if checkpointing else _step(*arguments)
         steps.append((first, step, seen))
         if last == depth - 1:
-            out.append(y[len(y) - rows :])
+            y, said = y.split([len(y) - rows, rows])
+            out.append(said)
         if time >= count - 1:
             ends.append(_end(carry.rows(slice(0, rows)), [weight[:rows] for weight in before], states[first], x, mixers[first]))
 

@@ -12,7 +12,16 @@ SEGMENT = 16
 
 def model(depth=3, **fields):
     torch.manual_seed(0)
-    shape = {"vocabulary": 50, "dim": 32, "heads": 2, "depth": depth, "ffn": 48, "segment": SEGMENT, "window": 16, "persistent": 3}
+    shape = {
+        "vocabulary": 50,
+        "dim": 32,
+        "heads": 2,
+        "depth": depth,
+        "ffn": 48,
+        "segment": SEGMENT,
+        "window": 16,
+        "persistent": 3,
+    }
     made = Model(preset("tiny", "mac", **{**shape, **fields})).double()
     with torch.no_grad():  # nothing may hide behind gains of 1 or features of nothing
         for parameter in made.parameters():
@@ -47,7 +56,9 @@ def test_the_same_in_another_order(depth, segments, net, counted):
         assert_close(a, b, 1e-9)
 
 
-@pytest.mark.parametrize(("before", "tokens"), [(0, 3 * SEGMENT + 5), (5, 4 * SEGMENT), (2 * SEGMENT, 2 * SEGMENT), (7, SEGMENT + 9)])
+@pytest.mark.parametrize(
+    ("before", "tokens"), [(0, 3 * SEGMENT + 5), (5, 4 * SEGMENT), (2 * SEGMENT, 2 * SEGMENT), (7, SEGMENT + 9)]
+)
 def test_from_any_place_to_any_other(before, tokens, counted):
     """Whole segments in a wavefront, what stands before and behind them as ever; with gradients through the carried state."""
     subject, text = model(), torch.randint(50, (2, before + tokens))

@@ -124,6 +124,11 @@ def options(name: str, constants: dict[str, Any], hopper: bool) -> dict[str, int
     if name in SEQUENTIAL:
         warps = 8 if norm else max(4, constants["BV"] // 16)
         return {"num_warps": warps, "num_stages": 2 if hopper and not norm and not constants.get("HELD") else 1}
+    if name == "linear_solve" and not wide and constants["BC"] <= 64:
+        return {
+            "num_warps": 4,
+            "num_stages": 1,
+        }  # of heads of 128, too: two programs then share a processor, and each waits a lot
     return {"num_warps": 8 if norm or wide or max(constants["BC"], constants["BD"], constants["BV"]) > 64 else 4, "num_stages": 1}
 
 

@@ -13,16 +13,19 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remanence.ops import launch
-from remanence.ops.resources import Launch, note, noting
+from remanence.ops.resources import SHARED, Launch, note, noting
+from remanence.ops.state import carry_on
 
 AUTO = True
 """Whether CUDA tensors take the kernels."""
@@ -83,12 +86,13 @@ def fits(x: Tensor, *, width: int = 1, taps: int = 1, gates: int = 1, features: 
     )
 
 
-def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
+def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> tuple[Tensor, Tensor]:
     """``[b t w]`` to ``[b t heads e]``: SiLU of the causal convolution with `weight` ``[w taps]``, each head's vector at length 1
-    if `unit`. The first tokens' taps reach into the last of `past` ``[b s w]``, s >= taps - 1.
+    if `unit`. The first tokens' taps reach into the last of `past` ``[b s w]``, s >= taps - 1; the past after x is the second
+    result. One operator for both, as only a few of x's tokens get a gradient from it.
     """
-    before = past[:, past.shape[1] - weight.shape[-1] + 1 :]
-    return short_conv_forward(x, before.to(x.dtype), weight, heads, unit)
+    y, kept, _ = short_conv_forward(x, past, weight, heads, unit)
+    return y, kept
 
 
 def log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -170,19 +174,23 @@ def _per(weight: Tensor, plain: int, count: Any) -> tuple[int, Any]:
     return groups, count // groups
 
 
-def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
+def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The results, and what of the past was met, for backward."""
+    kept = carry_on(past, x)
+    past = past[:, past.shape[1] - weight.shape[-1] + 1 :].to(x.dtype, copy=True)
     x, past, weight = (tensor.contiguous() for tensor in (x, past, weight))
     rows, tokens, width = x.shape
     constants = _conv_tiles("short_conv_kernel", weight, heads)
     y = torch.empty((rows, tokens, heads, width // heads), dtype=x.dtype, device=x.device)
     grid = (heads * -(-tokens // constants["BT"]), rows)
     _launch("short_conv_kernel", grid, x, past, weight, y, tokens, _per(weight, 2, rows)[1], UNIT=unit, **constants)
-    return y
+    return y, kept, past
 
 
 def _short_conv_backward(
-    g_y: Tensor, x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool
+    g_y: Tensor, g_kept: Tensor | None, x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool, like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`past` is what was met of it, `like` is shaped like all of it."""
     g_y, x, past, weight = (tensor.contiguous() for tensor in (g_y, x, past, weight))
     rows, tokens, width = x.shape
     taps, (groups, per) = weight.shape[-1], _per(weight, 2, rows)
@@ -196,6 +204,12 @@ def _short_conv_backward(
     constants = _conv_tiles("short_conv_turned", weight, heads)
     grid = (heads * -(-(tokens + taps - 1) // constants["BT"]), rows)
     _launch("short_conv_turned", grid, g_z, weight, g_x, g_past, tokens, per, **constants)
+    held = like.shape[1]
+    g_past = F.pad(g_past.to(like.dtype), (0, 0, held - taps + 1, 0))
+    if g_kept is not None and held:
+        came = min(tokens, held)
+        g_x[:, tokens - came :] += g_kept[:, held - came :].to(g_x.dtype)
+        g_past[:, came:] += g_kept[:, : held - came]
     return g_x, g_past, _summed(g_weight, groups).view_as(weight).to(weight.dtype)
 
 
@@ -366,7 +380,18 @@ def _head_tiles(x: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
 
 
 def _dtypes(x: Tensor) -> dict[str, Any]:
-    return {"OP": launch.triton_type(x.dtype), "PRECISION": launch.precision()}
+    """And how many slices are on their way at once: fewer where there is little shared memory."""
+    return {"OP": launch.triton_type(x.dtype), "PRECISION": launch.precision(), "stages": 2 if _roomy(x) else 1}
+
+
+_chip: ContextVar[int] = ContextVar("chip", default=90)
+"""The compute capability that kernels are asked for which are not launched."""
+
+
+def _roomy(x: Tensor) -> bool:
+    """Whether a block may have some 160 KiB of shared memory."""
+    chip = launch.arch(x.device) if x.is_cuda else _chip.get()
+    return SHARED.get(chip, 227) > 160
 
 
 def _dot(size: int) -> int:
@@ -379,7 +404,7 @@ def _heads(x: Tensor, weight: Tensor, base: Tensor | None) -> Tensor:
 
 
 def _heads_product(x: Tensor, weight: Tensor, base: Tensor | None, turned: bool) -> Tensor:
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
     base = None if base is None else base.contiguous()
     inputs, outputs = weight.shape[-2:][::-1] if turned else weight.shape[-2:]
     groups, per = _per(weight, 3, x.shape[0] * x.shape[1])
@@ -426,30 +451,39 @@ def _lifts_at_once(x: Tensor, down: Tensor) -> bool:
     return max(x.shape[-1], down.shape[-2]) <= (128 if x.dtype == torch.bfloat16 else 64)
 
 
-def _lift_tiles(x: Tensor, down: Tensor, tokens: int) -> dict[str, Any]:
+def _lift_tiles(x: Tensor, down: Tensor, backward: bool) -> dict[str, Any]:
+    """Of wide heads backward has a program on each processor, forward two: as registers allow, none of which is spilled."""
     count, width = down.shape[-2:]
-    wide = x.dtype == torch.bfloat16 and max(count, width) > 64
-    constants = {"HEADS": x.shape[2], "D": width, "BD": _dot(width), "COUNT": count, "BC": _dot(count), "BT": tokens}
-    return constants | {"SCALE": math.sqrt(width), "warps": 8 if wide else 4, "stages": 3} | _dtypes(x)
+    narrow = x.dtype == torch.bfloat16
+    wide = narrow and max(count, width) > 64
+    constants = {
+        "HEADS": x.shape[2],
+        "D": width,
+        "BD": _dot(width),
+        "COUNT": count,
+        "BC": _dot(count),
+        "BT": 64 if narrow else 32,
+    }
+    return constants | {"SCALE": math.sqrt(width), "warps": 8 if wide else 4, "APART": wide and backward} | _dtypes(x)
 
 
 def _lift_at_once(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    x, up, down = (tensor.contiguous() for tensor in (x, up, down))
+    x, up, down = (tensor.to(x.dtype).contiguous() for tensor in (x, up, down))
     groups, per = _per(up, 3, x.shape[0] * x.shape[1])
-    constants, y = _lift_tiles(x, down, 128 if x.dtype == torch.bfloat16 else 32), torch.empty_like(x)
+    constants, y = _lift_tiles(x, down, False), torch.empty_like(x)
     _launch("lift_kernel", (-(-per // constants["BT"]), groups * x.shape[2]), x, up, down, y, per, **constants)
     return y
 
 
 def _lift_at_once_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    g_y, x, up, down = (tensor.contiguous() for tensor in (g_y, x, up, down))
+    g_y, x, narrow_up, narrow_down = (tensor.to(x.dtype).contiguous() for tensor in (g_y, x, up, down))
     groups, per = _per(up, 3, x.shape[0] * x.shape[1])
-    constants, count = _lift_tiles(x, down, 64 if x.dtype == torch.bfloat16 else 32), down.shape[-2]
+    constants, count = _lift_tiles(x, down, True), down.shape[-2]
     g_sum = torch.empty_like(x)
     u, g_z = (torch.empty((*x.shape[:3], size), dtype=x.dtype, device=x.device) for size in (count, 2 * count))
     grid = (-(-per // constants["BT"]), groups * x.shape[2])
-    _launch("lift_slopes", grid, g_y, x, up, down, u, g_sum, g_z, per, **constants)
-    return _heads_product(g_z, up, g_sum, True), _heads_weight(x, g_z, up), _heads_weight(u, g_sum, down)
+    _launch("lift_slopes", grid, g_y, x, narrow_up, narrow_down, u, g_sum, g_z, per, **constants)
+    return _heads_product(g_z, narrow_up, g_sum, True), _heads_weight(x, g_z, up), _heads_weight(u, g_sum, down)
 
 
 def _lift_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants: Any) -> None:
@@ -533,8 +567,9 @@ def _lift_shapes(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tens
     return x.new_empty(x.shape), up.new_empty(up.shape), down.new_empty(down.shape)
 
 
-def lift_launches(heads: int, width: int, count: int, op: torch.dtype) -> list[Launch]:
-    """The kernels of `lift` and its gradient as they are launched; nothing runs."""
+def lift_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int) -> list[Launch]:
+    """The kernels of `lift` and its gradient as they are launched on a chip; nothing runs."""
+    chip = _chip.set(arch)
     with FakeTensorMode(), torch.device("cpu"), noting() as noted:
         x, up, down = (
             torch.empty(1, 8192, heads, width, dtype=op),
@@ -542,6 +577,7 @@ def lift_launches(heads: int, width: int, count: int, op: torch.dtype) -> list[L
             torch.empty(heads, count, width),
         )
         _lift_backward(_lift(x, up, down), x, up, down)
+    _chip.reset(chip)
     return [Launch(name, types, constants, constants.pop("warps"), constants.pop("stages")) for name, types, constants in noted]
 
 
@@ -578,11 +614,27 @@ _CONV, _GATES, _NORM = "Tensor x, Tensor past, Tensor weight", "Tensor x, Tensor
 short_conv_backward = launch.operator(
     "short_conv_backward",
     _short_conv_backward,
-    f"(Tensor g_y, {_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor g_y, Tensor? g_kept, {_CONV}, int heads, bool unit, Tensor like) -> (Tensor, Tensor, Tensor)",
     launch.once,
 )
+
+
+def _keep_conv(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, past, weight, *ctx.constants = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.shape = output[0].shape
+    ctx.save_for_backward(x, output[2], weight, past[:0].new_empty(0, past.shape[1], 0))
+
+
+def _conv_gradient(ctx: Any, g_y: Tensor | None, g_kept: Tensor | None, _: None) -> tuple[Any, ...]:
+    x, past, weight, like = ctx.saved_tensors
+    g_y = x.new_zeros(ctx.shape) if g_y is None else g_y
+    return *short_conv_backward(g_y, g_kept, x, past, weight, *ctx.constants, like), None, None
+
+
 short_conv_forward = launch.operator(
-    "short_conv", _short_conv, f"({_CONV}, int heads, bool unit) -> Tensor", _through(short_conv_backward), _keep_inputs
+    "short_conv", _short_conv, f"({_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)", _conv_gradient, _keep_conv
 )
 gates_backward = launch.operator(
     "log_gates_backward",

@@ -22,7 +22,7 @@ def randn(*shape, dtype=torch.float64):
 
 def torch_conv(x, past, weight, heads, unit):
     conv = ShortConv(*weight.shape[-2:], past.shape[1] - weight.shape[-1] + 1)
-    return with_parameters(conv, weight=weight).activated(x, past, None, heads, at_length_one=unit)[0]
+    return with_parameters(conv, weight=weight).activated(x, past, None, heads, at_length_one=unit)
 
 
 def torch_gates(x, weight, bias, heads, flipped):
@@ -188,8 +188,8 @@ def test_the_same_function(case):
 def test_as_exact_as_torch_and_twice_the_same(case, dtype):
     plain, ours, leaves, constants = case
     # Parameters stay float32, as they do under autocast; so does a past.
-    activations = 2 if plain in (torch_norm, torch_join, torch_swiglu) else 1
-    moved = [x.detach().to(dtype if i < activations else torch.float32) for i, x in enumerate(leaves)]
+    narrow = {torch_norm: (0, 1), torch_join: (0, 1), torch_swiglu: (0, 1), torch_heads: (0, 2)}.get(plain, (0,))
+    moved = [x.detach().to(dtype if i in narrow else torch.float32) for i, x in enumerate(leaves)]
     constants = tuple(dtype if each is torch.float64 else each for each in constants)
     true = gradients(plain, [x.double().requires_grad_() for x in moved], constants)
     moved = [x.requires_grad_() for x in moved]
@@ -198,7 +198,7 @@ def test_as_exact_as_torch_and_twice_the_same(case, dtype):
         assert a.dtype == b.dtype, f"result {index}"
         # The interpreter cuts off instead of rounding; what a convolution's past and features' parameters get has been through
         # the inputs' dtype, too.
-        cut = dtype if index == 2 or (plain is torch_lift and index == 3) else b.dtype
+        cut = dtype if index in (2, 3) else b.dtype
         slack = 2e-7 if cut == torch.float32 else torch.finfo(cut).eps
         assert distance(exact, b.double()) <= 2 * distance(exact, a.double()) + slack, f"result {index}"
         assert torch.equal(b, again), f"result {index}"
@@ -257,8 +257,10 @@ def test_autocast_lowers_no_product_of_features():
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
-def test_features_of_any_depth_take_the_kernels(monkeypatch):
-    features = Features(3, 12, 20, 3).double()
+@pytest.mark.parametrize("hidden", [20, 70])
+def test_features_of_any_depth_take_the_kernels(hidden, monkeypatch):
+    """Of many features those that work by parts."""
+    features = Features(3, 12, hidden, 3).double()
     for down in (down for _, down in features.layers):
         torch.nn.init.normal_(down)
     x = randn(2, 9, 3, 12)
@@ -269,8 +271,10 @@ def test_features_of_any_depth_take_the_kernels(monkeypatch):
     monkeypatch.setattr(layer, "fits", lambda x, **sizes: asked.append(sizes) or True)
     monkeypatch.setattr(layer, "_launch", lambda name, *args, **how: (used.append(name), launch(name, *args, **how))[1])
     assert_close(plain, gradients(call, leaves, ()), 1e-10)
-    assert asked == [{"width": 12, "features": 20}]
+    assert asked == [{"width": 12, "features": hidden}]
     forward, back = ["lift_gated", "lift_added"], ["lift_gated", "lift_added_backward", "lift_gated_backward"]
+    if hidden <= 64:
+        forward, back = ["lift_kernel"], ["lift_slopes", "heads_kernel", "heads_weight", "heads_weight"]
     assert used == 3 * forward + 3 * back
 
 
@@ -287,7 +291,7 @@ def test_the_compiler_sees_one_operator():
     gates, bias, gain = randn(6, 8), randn(6), randn(4)
 
     def loss(x):
-        y = layer.short_conv(1.5 * x, past, conv, 2, True)
+        y, _ = layer.short_conv(1.5 * x, past, conv, 2, True)
         first, second, third = layer.log_gates(x, gates, bias, 2, [False, True, False])
         lifted = layer.lift(y, up, down).sin().sum()
         return (layer.gated_norm(y, x, gain, 1e-6).square().sum() + (first * second).sum() + third.sin().sum()).log() + lifted
@@ -331,8 +335,9 @@ def test_a_whole_layer(rule, monkeypatch):
     monkeypatch.setattr(layer, "_launch", lambda name, *args, **kwargs: (used.append(name), launch(name, *args, **kwargs))[1])
     ours = results()
     assert_close(plain, ours, 1e-10)
-    elsewhere = {name for name in layer.TILE if name.startswith(("rms_norm", "join", "rotary"))}  # in a block
-    assert set(used) == {*layer.TILE, *layer.GATE_TILE} - elsewhere
+    elsewhere = {name for name in layer.TILE if name.startswith(("rms_norm", "join", "rotary", "lift"))}  # or of wider features
+    at_once = {"lift_kernel", "lift_slopes", "heads_kernel", "heads_weight"}
+    assert set(used) == ({*layer.TILE, *layer.GATE_TILE} - elsewhere) | at_once
 
 
 def test_under_autocast_dtypes_are_torchs(monkeypatch):

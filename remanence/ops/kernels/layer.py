@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from remanence.ops.kernels.tools import activate, activate_with_slope
+from remanence.ops.kernels.tools import activate, activate_with_slope, dot_apart, dot_onto
 
 UNIT_EPS = tl.constexpr(1e-12)
 GATE_EPS = tl.constexpr(1e-6)
@@ -398,11 +398,6 @@ def _block(ptr, rows, cols, R: tl.constexpr, C: tl.constexpr, STRIDE: tl.constex
     return tl.load(ptr + rows[:, None] * STRIDE + cols[None, :], mask=(rows < R)[:, None] & (cols < C)[None, :], other=0.0).to(OP)
 
 
-@triton.jit
-def _times(a, b, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(a, b, input_precision=PRECISION, out_dtype=ACC)
-
-
 @kernel
 def heads_kernel(
     x, weight, base, y, per,
@@ -414,13 +409,17 @@ def heads_kernel(
     group, own = head // HEADS, head % HEADS
     t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     live = t < (group + 1) * per
-    rows, cols = tl.arange(0, BI), tl.program_id(2) * BO + tl.arange(0, BO)
-    a = _tile(x + own * INPUTS, t, live, rows, INPUTS, BI, HEADS * INPUTS, OP)
-    if TURNED:
-        w = tl.trans(_block(weight + head * INPUTS * OUTPUTS, cols, rows, OUTPUTS, INPUTS, INPUTS, OP))
-    else:
-        w = _block(weight + head * INPUTS * OUTPUTS, rows, cols, INPUTS, OUTPUTS, OUTPUTS, OP)
-    value = _times(a, w, ACC, PRECISION)
+    cols = tl.program_id(2) * BO + tl.arange(0, BO)
+    SLICE: tl.constexpr = 64 if BI >= 64 else BI
+    value = tl.zeros([BT, BO], ACC)
+    for first in range(0, BI, SLICE):
+        rows = first + tl.arange(0, SLICE)
+        a = _tile(x + own * INPUTS, t, live, rows, INPUTS, 0, HEADS * INPUTS, OP)
+        if TURNED:
+            w = tl.trans(_block(weight + head * INPUTS * OUTPUTS, cols, rows, OUTPUTS, INPUTS, INPUTS, OP))
+        else:
+            w = _block(weight + head * INPUTS * OUTPUTS, rows, cols, INPUTS, OUTPUTS, OUTPUTS, OP)
+        value = dot_onto(value, a, w, OP, PRECISION)
     if BASE:
         value += _tile(base + own * OUTPUTS, t, live, cols, OUTPUTS, 0, HEADS * OUTPUTS, ACC)
     _put(y + own * OUTPUTS, value, t, live, cols, OUTPUTS, 0, HEADS * OUTPUTS)
@@ -443,35 +442,33 @@ def heads_weight(
         live = t < (group + 1) * per
         a = _tile(x + own * INPUTS, t, live, rows, INPUTS, 0, HEADS * INPUTS, OP)
         b = _tile(g + own * OUTPUTS, t, live, cols, OUTPUTS, 0, HEADS * OUTPUTS, OP)
-        total += _times(tl.trans(a), b, ACC, PRECISION)
+        total = dot_onto(total, tl.trans(a), b, OP, PRECISION)
     mask = (rows < INPUTS)[:, None] & (cols < OUTPUTS)[None, :]
     tl.store(out + (head * parts + part) * INPUTS * OUTPUTS + rows[:, None] * OUTPUTS + cols[None, :], total, mask=mask)
 
 
 @triton.jit
 def _features(
-    x, up, down, t, live, inner, cols,
+    x, up, down, t, live, inner, cols, go,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SCALE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of keys x: gate, value, features at length 1 and what they were divided by, keys and features added up, likewise.
 
     By slices of the keys: what is loaded in a loop needs no registers on its way.
     """
-    SLICE: tl.constexpr = 32 if BD >= 32 else 16
+    SLICE: tl.constexpr = 64 if BD >= 64 else BD  # rows of 128 bytes, if there are so many
     gate, value = tl.zeros([BT, BC], ACC), tl.zeros([BT, BC], ACC)
     for first in range(0, BD, SLICE):
         some = first + tl.arange(0, SLICE)
         a = _tile(x, t, live, some, D, 0, HEADS * D, OP)
-        gate = tl.dot(a, _block(up, some, inner, D, COUNT, 2 * COUNT, OP), gate, input_precision=PRECISION, out_dtype=ACC)
-        value = tl.dot(
-            a, _block(up + COUNT, some, inner, D, COUNT, 2 * COUNT, OP), value, input_precision=PRECISION, out_dtype=ACC
-        )
+        gate = dot_onto(gate, a, _block(up, some, inner, D, COUNT, 2 * COUNT, OP), OP, PRECISION)
+        value = dot_onto(value, a, _block(up + COUNT, some, inner, D, COUNT, 2 * COUNT, OP), OP, PRECISION)
     gate, value = SCALE * gate, SCALE * value
     u = activate(gate, False) * value
     shrink = tl.rsqrt(tl.sum(u * u, 1) + UNIT_EPS)[:, None]
     u *= shrink
-    y = _times(u.to(OP), _block(down, inner, cols, COUNT, D, D, OP), ACC, PRECISION)
+    y = dot_apart(u, _block(down, inner, cols, COUNT, D, D, OP), go, APART, ACC, OP, PRECISION)
     y += _tile(x, t, live, cols, D, BD, HEADS * D, ACC)
     other = tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS)[:, None]
     return gate.to(OP), value.to(OP), u, shrink, y * other, other  # the first two wait: narrow, they take half the registers
@@ -481,7 +478,7 @@ def _features(
 def lift_kernel(
     x, up, down, y, per,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SCALE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     group, own = head // HEADS, head % HEADS
@@ -489,7 +486,7 @@ def lift_kernel(
     live, cols, inner = t < (group + 1) * per, tl.arange(0, BD), tl.arange(0, BC)
     up, down = up + head * D * 2 * COUNT, down + head * COUNT * D
     _, _, _, _, value, _ = _features(
-        x + own * D, up, down, t, live, inner, cols, HEADS, D, BD, COUNT, BC, BT, SCALE, ACC, OP, PRECISION
+        x + own * D, up, down, t, live, inner, cols, per, HEADS, D, BD, COUNT, BC, BT, SCALE, APART, ACC, OP, PRECISION
     )
     _put(y + own * D, value, t, live, cols, D, BD, HEADS * D)
 
@@ -498,7 +495,7 @@ def lift_kernel(
 def lift_slopes(
     g_y, x, up, down, u_out, g_sum, g_z, per,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SCALE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """By tokens, the gradients of the sum and of the products with `up`, from which products make the keys' and the weights'; and
     the features, for the weights'.
@@ -509,13 +506,13 @@ def lift_slopes(
     live, cols, inner = t < (group + 1) * per, tl.arange(0, BD), tl.arange(0, BC)
     up, down = up + head * D * 2 * COUNT, down + head * COUNT * D
     gate, value, u, shrink, y, other = _features(
-        x + own * D, up, down, t, live, inner, cols, HEADS, D, BD, COUNT, BC, BT, SCALE, ACC, OP, PRECISION
+        x + own * D, up, down, t, live, inner, cols, per, HEADS, D, BD, COUNT, BC, BT, SCALE, APART, ACC, OP, PRECISION
     )
     _put(u_out + own * COUNT, u, t, live, inner, COUNT, BC, HEADS * COUNT)
     g = _tile(g_y + own * D, t, live, cols, D, BD, HEADS * D, ACC)
     g = (g - y * tl.sum(g * y, 1)[:, None]) * other
     _put(g_sum + own * D, g, t, live, cols, D, BD, HEADS * D)
-    g_u = _times(g.to(OP), tl.trans(_block(down, inner, cols, COUNT, D, D, OP)), ACC, PRECISION)
+    g_u = dot_apart(g, tl.trans(_block(down, inner, cols, COUNT, D, D, OP)), per, APART, ACC, OP, PRECISION)
     g_u = (g_u - u * tl.sum(g_u * u, 1)[:, None]) * (SCALE * shrink)
     opened, slope = activate_with_slope(gate.to(ACC), False)
     _put(g_z + own * 2 * COUNT, g_u * value.to(ACC) * slope, t, live, inner, COUNT, BC, HEADS * 2 * COUNT)
