@@ -490,8 +490,8 @@ class SegmentAttention(Heads):
 
 
 def whole_attention(q: Float[Tensor, "r c h e"], k: Float[Tensor, "r keys h e"], v: Float[Tensor, "r keys h e"]) -> Tensor:
-    """Of whole segments: keys are persistent ones, then what each token retrieved, then the tokens. Half of the scores are of what
-    no query sees: on a GPU they are skipped (39 ms of a 340m MAC's step on an H200, where torch's attention with a mask takes 50).
+    """Of whole segments: keys are persistent ones, then what each token retrieved, then the tokens. Half of the scores are of
+    what no query sees: on a GPU they are skipped (39 ms of a 340m MAC's step on an H200, where torch's masked attention takes 50).
     """
     length, prefix = q.shape[1], k.shape[1] - 2 * q.shape[1]
     if not (q.is_cuda and q.dtype != torch.float64 and length >= 128 and q.shape[-1] >= 16):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from remanence.attention import SegmentState
+from remanence.attention import Attention, SegmentState
 from remanence.blocks import LMM, MAC, MAG, MAL, Softmax
 from remanence.model import Model
 from remanence.ops.state import placed
@@ -20,9 +20,12 @@ KINDS = (LMM, MAC, MAG, MAL, Softmax)
 """Layers that decide nothing on the host but what a call's shape decides, and whether rows stand at a border."""
 
 
-def capture(function: Callable[[], T], device: torch.device, warm: int = 2) -> tuple[torch.cuda.CUDAGraph, T]:
+def capture(
+    function: Callable[[], T], device: torch.device, warm: int = 2, beside: torch.cuda.CUDAGraph | None = None
+) -> tuple[torch.cuda.CUDAGraph, T]:
     """A function without arguments, run so often for what is loaded or compiled on first use, then captured: the graph, and what
-    the function returned, which every replay writes anew.
+    the function returned, which every replay writes anew. With a graph `beside` it shares the memory, so that what one of them
+    left is lost when the other is replayed.
     """
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
@@ -32,7 +35,7 @@ def capture(function: Callable[[], T], device: torch.device, warm: int = 2) -> t
                 function()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=None if beside is None else beside.pool(), capture_error_mode="thread_local"):
             returned = function()
     return graph, returned
 
@@ -67,6 +70,11 @@ def border_of(model: Model) -> int:
     """Tokens after which a chunk of every memory and a segment end together."""
     chunks = [mixer.memory.layer.config.chunk for mixer in mixers(model) if hasattr(mixer, "memory")]
     return lcm(*chunks, *[mixer.size for mixer in mixers(model) if isinstance(mixer, MAC)])
+
+
+def longest_window(model: Model) -> int:
+    """Tokens that any layer's sliding attention reaches back."""
+    return max((part.window or 0 for part in model.modules() if isinstance(part, Attention)), default=0)
 
 
 def mixers(model: Model) -> list[Any]:

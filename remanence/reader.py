@@ -11,9 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from remanence.attention import Attention
 from remanence.config import Mode
-from remanence.graphs import capture, copy_all, stand_at, unsupported
+from remanence.graphs import capture, copy_all, longest_window, stand_at, unsupported
 from remanence.model import Model, State
 from remanence.ops.state import places
 
@@ -117,7 +116,7 @@ def _captured(model: Model, tokens: Tensor, state: State, size: int, memory: Mod
     """The graph that reads a piece, if it is a whole one and one of many; else None."""
     if not tokens.is_cuda or tokens.shape[1] != size or (memory or model.memory) != "on" or _narrows(tokens):
         return None
-    window = _longest_window(model)
+    window = longest_window(model)
     if unsupported(model, size, True) is not None or window > size:
         return None
     if any(place < window or place % size for place in places(state.position)) or not model.remembers_all(state):
@@ -133,7 +132,3 @@ def _captured(model: Model, tokens: Tensor, state: State, size: int, memory: Mod
 
 def _narrows(tokens: Tensor) -> bool:
     return torch.is_autocast_enabled(tokens.device.type)
-
-
-def _longest_window(model: Model) -> int:
-    return max((part.window or 0 for part in model.modules() if isinstance(part, Attention)), default=0)

@@ -140,7 +140,7 @@ def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], Non
                 begin.ended(step.seen.state, batches[-1])
             if config.carry:  # what a skipped step read is not kept, but where documents have begun is
                 after = step.seen.state if step.taken else state or _renewed(model, carried, batches[0])
-                carried = _without_ended(model, after, batches[-1]).detach()
+                carried = _without(model, after, batches[-1], graph is not None).detach()
             in_a_row = 0 if step.taken else progress.skipped_in_a_row + 1
             progress = Progress(progress.step + 1, progress.tokens + step.tokens, progress.skipped + (not step.taken), in_a_row)
             if progress.step % config.log_every == 0 or progress.step == config.steps:
@@ -438,7 +438,7 @@ class Graphs:
         self.reason = unsupported(model, batch.tokens.shape[1], self.config.carry)
         if self.reason is None and self.config.graph is None and not self.graphed.held:
             most, room = torch.cuda.max_memory_allocated(self.graphed.device), torch.cuda.mem_get_info(self.graphed.device)[1]
-            if most > SHARE * room:
+            if most > SHARE[self.config.carry] * room:
                 self.reason = "a step needs too much of the GPU's memory"
         return None if self.reason else self.graphed
 
@@ -447,11 +447,16 @@ def _at_border(model: Model, state: State) -> bool:
     return all(place % border_of(model) == 0 for place in places(state.position))
 
 
-def _without_ended(model: Model, state: State, batch: Batch) -> State:
-    """Rows whose document ended in a step have read padding behind it: they are put before a document, which comes next."""
-    if batch.begins is None or batch.mask is None or bool(batch.mask.all()):
-        return state
-    return where((~batch.mask.all(1)).tolist(), model.start(len(batch.tokens)).detach(), state)
+def _without(model: Model, state: State, batch: Batch, graph: bool) -> State:
+    """Rows whose document ended in a step have read padding behind it: they are put before a document, which comes next. So are,
+    behind a graph, those whose memory diverged in it (else the next step's `_renewed` sees to them).
+    """
+    rows = [False] * len(batch.tokens)
+    if batch.begins is not None and batch.mask is not None:
+        rows = (~batch.mask.all(1)).tolist()
+    if graph and bool((bad := state.diverged).any()):
+        rows = [ended or flag for ended, flag in zip(rows, bad.tolist(), strict=True)]
+    return where(rows, model.start(len(rows)).detach(), state) if any(rows) else state
 
 
 def _renewed(model: Model, carried: State | None, batch: Batch, begin: Begin | None = None, number: int = 0) -> State:

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.graphs import capture, copy_all, stand_at, unsupported
+from remanence.graphs import border_of, capture, copy_all, longest_window, stand_at, unsupported
 from remanence.model import Model, State, Trace
-from remanence.ops.state import where
+from remanence.ops.state import places, where
 
-SHARE = 0.4
-"""Of a GPU's memory: what a step may need if it is captured unasked. A step that is not captured needs as much besides."""
+SHARE = {False: 0.75, True: 0.45}
+"""Of a GPU's memory: what a step may need if it is captured unasked. Where rows carry a state there are two graphs, and the
+second is tried out beside the first.
+"""
 
 
 class _Held(NamedTuple):
@@ -54,15 +56,17 @@ class Graphed:
     ) -> tuple[Tensor, Trace]:
         """The sum over all targets (-100 is none), divided by how many there are, or by `count`.
 
-        Rows carry `state`, all of them at a multiple of `border_of`, but for those that are `anew` ``[b]`` or whose memory has
-        diverged: they begin a document.
+        Rows carry `state`, all of them at a multiple of `border_of`, but for those that are `anew` ``[b]``: they begin a
+        document. A step in which some do, or some have not read a whole window yet, is another graph than the usual one.
         """
         reason = unsupported(self.model, tokens.shape[1], state is not None)
         if reason is not None:
             raise ValueError(f"model: expected one whose step can be captured, but {reason}")
-        key = (*tokens.shape, state is None)
+        begins = None if anew is None or state is None else anew.tolist()
+        whole = state is not None and not any(begins or ()) and min(places(state.position)) >= longest_window(self.model)
+        key = (*tokens.shape, state is None, whole)
         if key not in self.held:
-            self.held[key] = self._capture(tokens, targets, state)
+            self.held[key] = self._capture(tokens, targets, state, whole)
         held = self.held[key]
         held.tokens.copy_(tokens, non_blocking=True)
         held.targets.copy_(targets, non_blocking=True)
@@ -73,22 +77,27 @@ class Graphed:
         held.graph.replay()
         for parameter, grad in zip(self.model.parameters(), held.grads, strict=True):
             parameter.grad = grad
-        return held.loss, held.seen
+        if state is None:
+            return held.loss, held.seen
+        begun = begins or [False] * len(tokens)
+        known = [(0 if new else place) + tokens.shape[1] for new, place in zip(begun, places(state.position), strict=True)]
+        return held.loss, held.seen._replace(state=stand_at(held.seen.state, known))
 
-    def _capture(self, tokens: Tensor, targets: Tensor, state: State | None) -> _Held:
+    def _capture(self, tokens: Tensor, targets: Tensor, state: State | None, whole: bool) -> _Held:
         tokens, targets = (x.to(self.device, copy=True) for x in (tokens, targets))
         rows = tokens.shape[0]
         count = torch.full((), float(targets.numel()), device=self.device)
         anew = torch.zeros(rows, dtype=torch.bool, device=self.device)
         fixed = None if state is None else state.detach().map(torch.clone)
         made: list[Any] = []
+        border = border_of(self.model)
 
         def step() -> None:
             self.model.zero_grad(set_to_none=True)
             begun = None
-            if fixed is not None:
-                # All that the host may know is that rows stand at a border, as 0 is one.
-                begun = stand_at(where(anew | fixed.diverged, self.model.start(rows), fixed), [0] * rows)
+            if fixed is not None:  # the host knows of rows that they stand at a border, and whether they have read a window
+                begun = fixed if whole else where(anew, self.model.start(rows), fixed)
+                begun = stand_at(begun, [border * longest_window(self.model) if whole else 0] * rows)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
                 seen = self.model.trace(tokens, begun)
                 logits = self.model.logits(seen.hidden).flatten(0, 1)
@@ -97,7 +106,8 @@ class Graphed:
             # What the host knew of where rows stand was true of this one time: what goes out does not know it.
             made[:] = [loss.detach(), seen._replace(state=seen.state.map(Tensor.detach))]
 
-        graph, _ = capture(step, self.device)
+        # Of what a step leaves all is taken up before the next one begins, so that all graphs can have the same memory.
+        graph, _ = capture(step, self.device, beside=next((held.graph for held in self.held.values()), None))
         loss, seen = made
         grads = [parameter.grad for parameter in self.model.parameters()]
         return _Held(graph, tokens, targets, count, anew, fixed, loss, seen, grads)
