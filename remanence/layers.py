@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from remanence.ops import layer
+from remanence.ops import layer, layer_cpu
 from remanence.ops.state import carry_on
 
 P, T = ParamSpec("P"), TypeVar("T")
@@ -127,6 +127,8 @@ class RMSNorm(nn.Module):
         """Per head, times SiLU of a gate."""
         if layer.fits(x, width=self.width) and layer.fits(gate):
             return layer.gated_norm(x, gate, self.weight, self.eps)
+        if layer_cpu.fits(x):
+            return layer_cpu.gated_norm(x, gate, self.weight, self.eps)
         return self(x).flatten(-2) * F.silu(gate)
 
 
@@ -229,6 +231,8 @@ class ShortConv(nn.Module):
         """`forward`, SiLU, and perhaps `unit`, by heads."""
         if offsets is None and self.weight is not None and layer.fits(x, width=self.width // heads, taps=self.kernel):
             return layer.short_conv(x, past, self.weight, heads, at_length_one)
+        if offsets is None and self.weight is not None and layer_cpu.fits(x):
+            return layer_cpu.short_conv(x, past, self.weight, heads, at_length_one), self.advance(x, past, None)
         y, past = self(x, past, offsets)
         y = F.silu(y).unflatten(-1, (heads, self.width // heads))
         return unit(y) if at_length_one else y, past
@@ -285,6 +289,10 @@ class Features(nn.Module):
         if layer.fits(x, width=self.width, features=self.hidden):
             for up, down in self.layers:
                 x = layer.lift(x, up, down)
+            return x
+        if layer_cpu.fits(x):
+            for up, down in self.layers:
+                x = layer_cpu.lift(x, up, down)
             return x
         with torch.autocast(x.device.type, enabled=False):
             for up, down in self.layers:
@@ -343,4 +351,6 @@ class GateProjection(nn.Module):
         """Log sigmoid of each gate's logits, of their negatives where flipped."""
         if layer.fits(x, gates=self.bias.shape[-1]):
             return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
+        if layer_cpu.fits(x):
+            return layer_cpu.log_gates(x, self.weight, self.bias, self.heads, flipped)
         return tuple(F.logsigmoid(-logit if flip else logit) for logit, flip in zip(self(x), flipped, strict=True))

@@ -1,6 +1,7 @@
 """Tests run on the CPU, or on what REMANENCE_TEST_DEVICE names. One thread each: two workers share two cores."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,6 +21,14 @@ def _seeded():
     torch.manual_seed(0)
     with torch.device(DEVICE):
         yield
+
+
+@pytest.fixture
+def aside():
+    """A thread of its own, which does not have the tests' device mode: the compiler does not see through that."""
+    torch._dynamo.reset()
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 @pytest.fixture

@@ -308,7 +308,7 @@ class NeuralMemory(nn.Module):
         if not isinstance(state, NeuralMemoryState):
             raise ValueError(f"state: expected the state this layer returned, or None, got {type(state).__name__}")
         self.check_state(state.memory)
-        expected = [state.memory.position.shape[0], self.q_conv.history, self.config.inner]
+        expected = [state.memory.position.shape[0], self.q_conv.history, self.heads * self.head_dim]
         for past in state.conv:
             if list(past.shape) != expected:
                 raise ValueError(f"state: expected convolution inputs {expected}, got {list(past.shape)}")

@@ -21,7 +21,7 @@ from remanence.ops.generic import chunk_step
 from remanence.ops.layout import Layout, gates_rows
 from remanence.ops.leash import counter
 from remanence.ops.nets import MLP, Net
-from remanence.ops.rules import Coefficients, Rule, coefficients
+from remanence.ops.rules import Coefficients, Rule, coefficients, coefficients_backward
 from remanence.ops.state import Gates, MemoryState, Weights
 
 INFERENCE_STRETCH = 16
@@ -170,10 +170,7 @@ class ClosedForm:
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
     ) -> tuple[list[Grad], list[Tensor], list[Grad]]:
-        gates = s.gates.map(lambda x: x.detach().requires_grad_())
-        with torch.enable_grad():
-            tracked = coefficients(self.rule, gates, s.complete)
-        co = _map(Tensor.detach, tracked)
+        co = coefficients(self.rule, s.gates, s.complete)
         g_co = _map(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), co)
         states, anchors, records = self._keys(s, co, state)
         together, inputs, errors, reading = self._queries(s, co, states, records)
@@ -191,8 +188,8 @@ class ClosedForm:
             g_k[i], g_v[i] = self.parts.record_backward(self.net, self.rule, anchors[i], records[i], own, g_surprise[i])
             g_state = own.state
             leash.hold(g_state, came[i])
-        outputs = [(x, grad) for x, grad in zip(tracked, g_co, strict=True) if x is not None and grad is not None]
-        return [g_q.view_as(s.q), g_k, g_v, *_grads(outputs, list(gates))], g_state, []
+        g_gates = coefficients_backward(s.gates, s.complete, g_co)
+        return [g_q.view_as(s.q), g_k, g_v, *g_gates], g_state, []
 
 
 class Generic:
@@ -253,26 +250,48 @@ def _or_zeros(grad: Grad, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
+def stretches(walk: Walk, s: Stretch, state: Weights, stride: int, keep: bool) -> tuple[Tensor, Tensor, Weights, list[Weights]]:
+    """Walk all chunks, so many at a time: answers, surprise, the state at the end, and if kept those at the stretches' starts."""
+    starts: list[Weights] = []
+    answers, surprises = [], []
+    for start in range(0, s.k.shape[0], stride):
+        if keep:
+            starts.append(state)
+        y, surprise, state = walk.forward(s.part(slice(start, start + stride)), state)
+        answers.append(y)
+        surprises.append(surprise)
+    return torch.cat(answers), torch.cat(surprises), state, starts
+
+
+def stretches_backward(
+    walk: Walk, s: Stretch, starts: list[Weights], stride: int, g_y: Tensor, g_surprise: Tensor, g_end: tuple[Tensor, ...]
+) -> tuple[list[Grad], list[Tensor], list[Tensor]]:
+    """The gradients of a stretch's tensors (but `complete`), of the first state and of the net's own parameters."""
+    g_state, pieces, slow, leash = list(g_end), [], [], Leash(g_end, s.k.dtype)
+    # Backward may be called under autocast, which must not lower the memory's own arithmetic.
+    with torch.autocast(s.k.device.type, enabled=False):
+        for index in range(len(starts) - 1, -1, -1):
+            chunks = slice(index * stride, (index + 1) * stride)
+            grads, g_state, g_slow = walk.backward(s.part(chunks), starts[index], g_y[chunks], g_surprise[chunks], g_state, leash)
+            pieces.append(grads)
+            slow.append(g_slow)
+    leash.count()
+    joined = [None if parts[0] is None else torch.cat(parts[::-1]) for parts in zip(*pieces, strict=True)]
+    return joined, g_state, [torch.stack(parts).sum(0) for parts in zip(*slow, strict=True)]
+
+
 class _Sequence(torch.autograd.Function):
     """All chunks of a call, as one differentiable function of inputs, gates and state."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, keep_for_backward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         s, state = _unpack(tensors, walk)
-        n = s.k.shape[0]
-        stride = math.isqrt(n - 1) + 1 if keep_for_backward else INFERENCE_STRETCH
-        checkpoints: list[Tensor] = []
-        answers, surprises = [], []
-        for start in range(0, n, stride):
-            if keep_for_backward and start:
-                checkpoints.extend(state)
-            y, surprise, state = walk.forward(s.part(slice(start, start + stride)), state)
-            answers.append(y)
-            surprises.append(surprise)
+        stride = math.isqrt(s.k.shape[0] - 1) + 1 if keep_for_backward else INFERENCE_STRETCH
+        y, surprise, end, starts = stretches(walk, s, state, stride, keep_for_backward)
         if keep_for_backward:
             ctx.walk, ctx.stride, ctx.inputs = walk, stride, len(tensors)
-            ctx.save_for_backward(*tensors, *checkpoints)
-        return torch.cat(answers), torch.cat(surprises), *state
+            ctx.save_for_backward(*tensors, *[layer for state in starts[1:] for layer in state])
+        return y, surprise, *end
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -281,21 +300,9 @@ class _Sequence(torch.autograd.Function):
         saved = kept[ctx.inputs :]
         s, state = _unpack(kept[: ctx.inputs], ctx.walk)
         depth = len(state)
-        states = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
-        g_state, pieces, slow, leash = list(g_end), [], [], Leash(g_end, s.k.dtype)
-        # Backward may be called under autocast, which must not lower the memory's own arithmetic.
-        with torch.autocast(s.k.device.type, enabled=False):
-            for index in range(len(states) - 1, -1, -1):
-                chunks = slice(index * ctx.stride, (index + 1) * ctx.stride)
-                stretch = s.part(chunks)
-                grads, g_state, g_slow = ctx.walk.backward(
-                    stretch, states[index], g_y[chunks], g_surprise[chunks], g_state, leash
-                )
-                pieces.append(grads)
-                slow.append(g_slow)
-        leash.count()
-        joined = [None if parts[0] is None else torch.cat(parts[::-1]) for parts in zip(*pieces, strict=True)]
-        return None, None, *joined, None, *g_state, *[torch.stack(parts).sum(0) for parts in zip(*slow, strict=True)]
+        starts = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
+        joined, g_state, slow = stretches_backward(ctx.walk, s, starts, ctx.stride, g_y, g_surprise, g_end)
+        return None, None, *joined, None, *g_state, *slow
 
 
 def _unpack(tensors: tuple[Tensor, ...], walk: Walk) -> tuple[Stretch, Weights]:
@@ -319,8 +326,13 @@ def _run(walk: Walk, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tens
     return y, surprise, layers if walk.folds else state.layers
 
 
-def _chunks(x: Tensor, n: int) -> Tensor:
+def to_chunks(x: Tensor, n: int) -> Tensor:
     return rearrange(x, "r (n c) h ... -> n (r h) c ...", n=n).contiguous()
+
+
+def from_chunks(x: Tensor, heads: int) -> Tensor:
+    """Undo `to_chunks`."""
+    return rearrange(x, "n (r h) c ... -> r (n c) h ...", h=heads)
 
 
 def memorize(
@@ -337,15 +349,21 @@ def memorize(
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The arguments are those of `remanence.ops.memorize`, already checked."""
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
-    heads = q.shape[2]
-    k, v, gates = layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
-    inputs = [layout.queries(q), k, v, *gates]
-    complete = layout.complete().repeat_interleave(heads, 1)
-    stretch = Stretch._make([*[None if x is None else _chunks(x, layout.chunks) for x in inputs], complete])
+    stretch, k, v, gates = arranged(layout, q, k, v, gates, state)
     y, surprise, layers = _run(walk_for(net, rule, layout.folds, parts), stretch, state)
-    y, surprise = (rearrange(x, "n (r h) c ... -> r (n c) h ...", h=heads) for x in (y, surprise))
+    y, surprise = (from_chunks(x, q.shape[2]) for x in (y, surprise))
     new = layout.next_state(state, layers, k, v, gates, (y, surprise))
     return layout.back(y), new, layout.back(surprise[:, layout.lead :])
+
+
+def arranged(
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState
+) -> tuple[Stretch, Tensor, Tensor, Gates]:
+    """A call's tokens as chunks, and its keys, values and gates as the rows ``[r length ...]`` of which they were cut."""
+    k, v, gates = layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
+    inputs = [layout.queries(q), k, v, *gates]
+    complete = layout.complete().repeat_interleave(q.shape[2], 1)
+    return Stretch._make([*[None if x is None else to_chunks(x, layout.chunks) for x in inputs], complete]), k, v, gates
 
 
 def compiled(*call: Any) -> tuple[Tensor, MemoryState, Tensor]:
@@ -366,5 +384,5 @@ def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
     gates = [None if tail is None else tail[:, :slots].masked_fill(unread, fill) for tail, fill in tails]
     complete = torch.ones(1, rows * heads, dtype=torch.bool, device=state.k.device)
     inputs = [state.k[:, :0], state.k[:, :slots], state.v[:, :slots], *gates]
-    stretch = Stretch._make([*[None if x is None else _chunks(x, 1) for x in inputs], complete])
+    stretch = Stretch._make([*[None if x is None else to_chunks(x, 1) for x in inputs], complete])
     return tuple(layer[:, :, 0] for layer in _run(walk_for(net, rule, True), stretch, state)[2])

@@ -115,14 +115,16 @@ def launch(name: str, grid: tuple[int, ...], *tensors: Any, options: dict[str, A
 _library = torch.library.Library("remanence", "DEF")
 
 
-def operator(name: str, function: Any, schema: str, back: Any = None, keep: Any = None, fake: Any = None) -> Any:
-    """Make a function of kernels an operator of torch's own, opaque to its compiler: no graph breaks at it.
+def operator(
+    name: str, function: Any, schema: str, back: Any = None, keep: Any = None, fake: Any = None, tags: tuple[torch.Tag, ...] = ()
+) -> Any:
+    """Make a function an operator of torch's own, opaque to its compiler: no graph breaks at it.
 
     `back` is its gradient, from what `keep` kept. `fake` tells the results' shapes where the function itself should not. Not by
     torch.library.custom_op, whose checks of every call took half of the time that the processor spent on a layer (0.4 ms a call;
     torch.library.opcheck makes the same checks, in the tests).
     """
-    _library.define(f"{name}{schema}")
+    _library.define(f"{name}{schema}", tags=tags)
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"remanence::{name}", fake or function, lib=_library)
     if back is not None:
@@ -137,7 +139,7 @@ def given(grads: tuple[Tensor | None, ...], like: list[tuple[torch.Size, torch.d
 
 
 def once(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    raise RuntimeError("the kernels are differentiable once; for derivatives of gradients use backend='reference'")
+    raise RuntimeError("this is differentiable once; for derivatives of gradients use backend='reference'")
 
 
 def tensors(count: int) -> str:

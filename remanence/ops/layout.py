@@ -57,6 +57,13 @@ class Layout:
             index[row, kept : kept + count] = torch.arange(count) + first + start
         return pick(torch.cat([tail.flatten(0, 1), x.flatten(0, 1)]), index)
 
+    def rows_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """From the gradient of `rows` ``[r length ...]`` to those of the state's tail and of the call's tokens."""
+        tail = grad.new_zeros(len(self.tails), self.chunk - 1, *grad.shape[2:])
+        for row, kept in enumerate(self.tails):
+            tail[row, :kept] = grad[row, :kept]
+        return tail, self._back(grad, 0)
+
     def queries(self, q: Tensor) -> Tensor:
         """Like `rows`, but without the tail's places where a whole call lies in one chunk: nobody asks for those answers."""
         if self.lead:
@@ -64,9 +71,12 @@ class Layout:
         return self.rows(q.new_zeros(len(self.tails), self.chunk - 1, *q.shape[2:]), q)
 
     def back(self, y: Tensor) -> Tensor:
-        """From what `queries` arranged to the call's ``[b t ...]``."""
+        """From what `queries` arranged to the call's ``[b t ...]``. Each is the other's backward."""
+        return self._back(y, self.lead)
+
+    def _back(self, y: Tensor, lead: int) -> Tensor:
         if self.uniform:
-            start = self.tails[0] - self.lead
+            start = self.tails[0] - lead
             return y[:, start : start + self.tokens]
         index = torch.empty(self.batch * self.tokens, dtype=torch.int64)
         for row, (kept, start, count) in enumerate(zip(self.tails, self.starts, self.counts, strict=True)):
@@ -86,6 +96,12 @@ class Layout:
             complete = total // self.chunk * self.chunk
             index[row, : total - complete] = torch.arange(complete, total) + row * self.length
         return pick(x.flatten(0, 1), index)
+
+    def tail_backward(self, grad: Tensor, into: Tensor) -> None:
+        """Add the gradient of `tail` ``[r c-1 ...]`` to that of the rows it was cut from."""
+        for row, total in enumerate(self.totals):
+            first = total // self.chunk * self.chunk
+            into[row, first:total] += grad[row, : total - first]
 
     def complete(self) -> Tensor:
         """``[n r]``: which chunks are whole, and so change the state."""

@@ -1,8 +1,8 @@
 """How often the leash on backward was needed, on every device: what a healthy training run never does, and should see if it does.
 
 Counted is one for each memory (a row's and head's) of a call whose gradient, carried from chunk to chunk, was scaled down at
-least once in that call's backward. The chunked tier and the kernels count; the reference tier has no leash. A call that torch's
-compiler has taken apart (the chunked tier inside torch.compile) is not counted; the kernels are whole to it, and are.
+least once in that call's backward. The chunked tier and the kernels count, inside torch.compile too, to which they are whole; the
+reference tier has no leash.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.func import vmap
 
-from remanence.ops import chunked, gpu, layer, reference
+from remanence.ops import chunked, gpu, layer, opaque, reference
 from remanence.ops.checks import check_call, check_chunk, check_kinds, check_offsets, check_start, check_state, check_values
 from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import MLP, NETS, Net
@@ -104,8 +104,11 @@ def memorize(
     exact = state.k.dtype
     operands = (q, k, v) if backend == "triton" else (q.to(exact), k.to(exact), v.to(exact))
     known = {"aligned": aligned} if backend == "triton" else {}
+    run = BACKENDS[backend]
+    if backend == "chunked" and torch.compiler.is_compiling():
+        run = opaque.memorize if opaque.knows(net, rule) else torch.compiler.disable(run)
     with torch.autocast(q.device.type, enabled=False):
-        y, new, surprise = BACKENDS[backend](*operands, gates, state, net, rule, chunk, borders, **known)
+        y, new, surprise = run(*operands, gates, state, net, rule, chunk, borders, **known)
     return y.to(q.dtype), new, surprise
 
 

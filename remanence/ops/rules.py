@@ -100,21 +100,30 @@ class Coefficients(NamedTuple):
 class _Decay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log_gate: Tensor) -> Tensor:
-        c = log_gate.shape[-1]
-        later = torch.ones(c, c, dtype=log_gate.dtype, device=log_gate.device).triu(1)  # [j t], 1 where t > j
-        products = torch.addcmul(1.0 - later, log_gate.exp().unsqueeze(-2), later).cumprod(-1).triu_()
-        ctx.save_for_backward(products, later)
+        products = _products(log_gate)
+        ctx.save_for_backward(products)
         return products.mT
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        # A product over (j, t] changes with the log of its gate m by itself: no quotient, so nothing to lose at a gate of 0.
-        products, later = ctx.saved_tensors
-        return (
-            ((grad.mT * products) @ (later.mT + torch.eye(later.shape[0], dtype=later.dtype, device=later.device)))
-            .mul_(later)
-            .sum(-2)
-        )
+        return decay_backward(ctx.saved_tensors[0].mT, grad)
+
+
+def _products(log_gate: Tensor) -> Tensor:
+    """``[... j t]``: the product of gates over (j, t]."""
+    c = log_gate.shape[-1]
+    later = torch.ones(c, c, dtype=log_gate.dtype, device=log_gate.device).triu(1)  # [j t], 1 where t > j
+    return torch.addcmul(1.0 - later, log_gate.exp().unsqueeze(-2), later).cumprod(-1).triu_()
+
+
+def decay_backward(decayed: Tensor, grad: Tensor) -> Tensor:
+    """The log gates' gradient ``[... c]``, from what `decay` made of them and its gradient ``[... c c]``.
+
+    A product over (j, t] changes with the log of its gate m by itself: no quotient, so nothing to lose at a gate of 0.
+    """
+    c = decayed.shape[-1]
+    until = torch.ones(c, c, dtype=decayed.dtype, device=decayed.device).tril()
+    return ((grad * decayed).mT @ until).triu_(1).sum(-2)
 
 
 def decay(log_gate: Tensor) -> Tensor:
@@ -149,3 +158,41 @@ def coefficients(rule: Rule, gates: Gates, complete: Tensor) -> Coefficients:
     fold = torch.where(complete[..., None, None], fold, same)
     fold_mix = torch.where(complete[..., None, None], fold_mix, 0.0)
     return Coefficients(mix, own, fold, fold_mix, scale)
+
+
+def coefficients_backward(gates: Gates, complete: Tensor, grad: Coefficients) -> Gates:
+    """The gates' gradients from those of their coefficients, written out: inside an operator of torch's own nothing is taped."""
+    step = gates.log_step.exp()
+    g_fold, g_fold_mix = (torch.where(complete[..., None, None], x, 0.0) for x in (grad.fold, grad.fold_mix))
+    kept = decay(gates.log_keep if gates.log_keep is not None else torch.zeros_like(step))
+    keep = gates.log_keep.cumsum(-1).exp() if gates.log_keep is not None else torch.ones_like(step)
+    g_mix, g_keep = grad.mix.clone(), grad.own[..., 0].clone()
+    g_mix[..., -1, :] += g_fold_mix[..., 0]
+    g_keep[..., -1] += g_fold[..., 0, 0]
+    g_momentum = None
+    if gates.log_momentum is None:
+        g_step = (g_mix * kept).sum(-2)
+        g_kept = g_mix.mul_(step.unsqueeze(-2))
+    else:
+        moved, past = decay(gates.log_momentum), gates.log_momentum.cumsum(-1).exp()
+        g_carry, g_past = grad.own[..., 1].clone(), torch.zeros_like(past)
+        g_carry[..., -1] += g_fold[..., 0, 1]
+        g_past[..., -1] += g_fold[..., 1, 1]
+        g_step = (g_mix * (kept @ moved)).sum(-2).addcmul_(g_fold_mix[..., 1], moved[..., -1, :])
+        g_product = g_mix.mul_(step.unsqueeze(-2))
+        g_kept = (g_product @ moved.mT).add_(g_carry.unsqueeze(-1) * past.unsqueeze(-2))
+        g_moved = kept.mT @ g_product
+        g_moved[..., -1, :] += g_fold_mix[..., 1] * step
+        g_past += (kept.mT @ g_carry.unsqueeze(-1)).squeeze(-1)
+        g_momentum = decay_backward(moved, g_moved).add_(_suffix(g_past * past))
+    g_forget = None
+    if gates.log_keep is not None:
+        g_forget = decay_backward(kept, g_kept).add_(_suffix(g_keep * keep))
+        if grad.scale is not None:
+            g_forget.addcmul_(grad.scale, gates.log_keep.exp())
+    return Gates(g_step.mul_(step), g_momentum, g_forget)
+
+
+def _suffix(x: Tensor) -> Tensor:
+    """Sums from each place to the end: backward of cumsum."""
+    return x.flip(-1).cumsum(-1).flip(-1)

@@ -1,0 +1,221 @@
+"""What a layer does around its memory as operators of torch's own, on a CPU under torch.compile: the functions of layer.py, with
+the results of `remanence.layers`.
+
+Every group of elementwise operations that the compiler sees there becomes a C++ file, which takes seconds to build: twenty for a
+layer and its gradient, where now there are a few. Differentiable once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remanence.ops.launch import once, operator
+
+_aten = torch.ops.aten
+
+
+def fits(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.numel() > 0 and torch.compiler.is_compiling()
+
+
+def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
+    before = past[:, past.shape[1] - weight.shape[1] + 1 :]
+    return short_conv_forward(x, before.to(x.dtype), weight, heads, unit)
+
+
+def log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]) -> tuple[Tensor, ...]:
+    logs, *_ = log_gates_forward(x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip))
+    return logs.unbind(0)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return gated_norm_forward(x, gate, weight, eps)
+
+
+def lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return lift_forward(x, up, down)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x at length 1 over its last axis, as in layers.py, and the factor."""
+    factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
+    return x * factor, factor
+
+
+def _unit_backward(grad: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+    return torch.addcmul(grad, y, (grad * y).sum(-1, keepdim=True), value=-1).mul_(factor)
+
+
+def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
+    y = F.silu(_convolved(_image(x, past), weight)).unflatten(-1, (heads, -1))
+    return (_unit(_wide(y))[0].to(x.dtype) if unit else y).contiguous()
+
+
+def _short_conv_backward(
+    g_y: Tensor, x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    image = _image(x, past)
+    z = _convolved(image, weight)
+    if unit:
+        y, factor = _unit(_wide(F.silu(z)).unflatten(-1, (heads, -1)))
+        g_y = _unit_backward(_wide(g_y), y, factor).to(x.dtype)
+    g_z = _aten.silu_backward(g_y.flatten(-2), z).mT.unsqueeze(2)
+    taps, width = weight.shape[1], weight.shape[0]
+    ones, none = (1, 1), (0, 0)
+    g_image, g_weight, _ = _aten.convolution_backward(
+        g_z, image, weight.to(x.dtype)[:, None, None], [0], ones, none, ones, False, none, width, [True, True, False]
+    )
+    g_past, g_x = g_image.squeeze(2).mT.split([taps - 1, x.shape[1]], 1)
+    return g_x.contiguous(), g_past.to(past.dtype).contiguous(), g_weight.view_as(weight).to(weight.dtype)
+
+
+def _image(x: Tensor, past: Tensor) -> Tensor:
+    """As flat as torch's quicker convolution wants it; see `ShortConv`."""
+    return torch.cat([past, x], 1).mT.unsqueeze(2)
+
+
+def _convolved(image: Tensor, weight: Tensor) -> Tensor:
+    return F.conv2d(image, weight.to(image.dtype)[:, None, None], groups=weight.shape[0]).squeeze(2).mT
+
+
+def _log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The logs ``[gates b t heads]``; for backward, the logits ``[b*t gates*heads]`` and the input's scales ``[b*t]``."""
+    tokens = _wide(x).flatten(0, 1)
+    scale = torch.rsqrt(tokens.square().mean(-1, keepdim=True) + 1e-6)
+    logits = F.linear(tokens, weight.to(tokens.dtype)) * scale + bias.to(tokens.dtype)
+    logs = F.logsigmoid(logits * _signs(logits, heads, flipped))
+    return logs.view(*x.shape[:2], -1, heads).movedim(-2, 0).contiguous(), logits, scale.squeeze(-1)
+
+
+def _log_gates_backward(
+    g_logs: Tensor, x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor, scales: Tensor, heads: int, flipped: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, scale, signs = _wide(x).flatten(0, 1), scales.unsqueeze(-1), _signs(logits, heads, flipped)
+    g_logits = g_logs.movedim(0, -2).reshape(logits.shape) * signs * torch.sigmoid(-signs * logits)
+    pull = (g_logits * (logits - bias.to(logits.dtype))).sum(-1, keepdim=True) * scale * scale / tokens.shape[-1]
+    g_products = g_logits * scale
+    g_x = (g_products @ weight.to(tokens.dtype)).addcmul_(tokens, pull, value=-1)
+    return g_x.view(x.shape).to(x.dtype), (g_products.mT @ tokens).to(weight.dtype), g_logits.sum(0).to(bias.dtype)
+
+
+def _signs(logits: Tensor, heads: int, flipped: int) -> Tensor:
+    """-1 for the gates that are flipped: a bit each."""
+    signs = [-1.0 if flipped >> gate & 1 else 1.0 for gate in range(logits.shape[-1] // heads)]
+    return torch.tensor(signs, dtype=logits.dtype).repeat_interleave(heads)
+
+
+def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps).flatten(-2) * F.silu(gate)
+
+
+def _gated_norm_backward(g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    tall, gain = _wide(x), weight.to(_wide(x).dtype)
+    factor = torch.rsqrt(tall.square().mean(-1, keepdim=True) + eps)
+    normed = tall * factor
+    g_gate = _aten.silu_backward((_wide(g_y) * (normed * gain).flatten(-2)).to(gate.dtype), gate)
+    g_gained = (g_y * F.silu(gate)).unflatten(-1, x.shape[-2:]).to(tall.dtype)
+    g_weight = (g_gained * normed).flatten(0, -2).sum(0)
+    g_normed = g_gained.mul_(gain)
+    along = (g_normed * normed).mean(-1, keepdim=True)
+    return torch.addcmul(g_normed, normed, along, value=-1).mul_(factor).to(x.dtype), g_gate, g_weight.to(weight.dtype)
+
+
+def _lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    rows = _by_heads(x)
+    u = _features(rows, up)[-2]
+    return _unit(_wide(rows + u @ down.to(x.dtype)))[0].to(x.dtype).transpose(0, 1).reshape(x.shape).contiguous()
+
+
+def _lift_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, narrow_up, narrow_down = _by_heads(x), up.to(x.dtype), down.to(x.dtype)
+    gate, value, active, u, factor = _features(rows, up)
+    y, whole = _unit(_wide(torch.baddbmm(rows, u, narrow_down)))
+    g_sum = _unit_backward(_wide(_by_heads(g_y)), y, whole).to(x.dtype)
+    g_down = u.mT @ g_sum
+    g_f = _unit_backward(_wide(g_sum @ narrow_down.mT), _wide(u), factor).to(x.dtype)
+    g_z = torch.cat([_aten.silu_backward(g_f * value, gate), g_f * active], -1).mul_(math.sqrt(x.shape[-1]))
+    g_up = rows.mT @ g_z
+    g_x = g_sum.baddbmm_(g_z, narrow_up.mT).transpose(0, 1).reshape(x.shape).contiguous()
+    return g_x, g_up.to(up.dtype), g_down.to(down.dtype)
+
+
+def _by_heads(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).transpose(0, 1)
+
+
+def _features(rows: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gate, value, the gate's SiLU, unit features ``[h n o]`` and their factor."""
+    gate, value = (math.sqrt(rows.shape[-1]) * (rows @ up.to(rows.dtype))).chunk(2, -1)
+    active = F.silu(gate)
+    u, factor = _unit(_wide(active * value))
+    return gate, value, active, u.to(rows.dtype), factor
+
+
+def _conv_shape(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
+    return x.new_empty(*x.shape[:2], heads, x.shape[2] // heads)
+
+
+def _gate_shapes(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int) -> tuple[Tensor, Tensor, Tensor]:
+    like = _wide(x)
+    tokens, count = x.shape[0] * x.shape[1], weight.shape[0]
+    return like.new_empty(count // heads, *x.shape[:2], heads), like.new_empty(tokens, count), like.new_empty(tokens)
+
+
+def _norm_shape(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+
+
+def _lift_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _register(name: str, forward: Any, backward: Any, shape: Any, inputs: str, constants: str, more: int = 0) -> Any:
+    """An operator of three tensors and some constants, and its gradient, which is given so many of its results, too."""
+
+    def like_inputs(g_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in inputs[:3])
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        beside = output[1:] if more else ()
+        ctx.mark_non_differentiable(*beside)
+        ctx.save_for_backward(*inputs[:3], *beside)
+        ctx.constants = inputs[3:]
+
+    def through(ctx: Any, g_y: Tensor, *_: Any) -> tuple[Any, ...]:
+        return *back(g_y, *ctx.saved_tensors, *ctx.constants), *[None] * len(ctx.constants)
+
+    beside = "".join(f", Tensor beside{index}" for index in range(more))
+    back = operator(
+        f"{name}_cpu_backward", backward, f"(Tensor g_y, {inputs}{beside}{constants}) -> (Tensor, Tensor, Tensor)", once,
+        fake=like_inputs,
+    )  # fmt: skip
+    results = "(Tensor, Tensor, Tensor)" if more else "Tensor"
+    return operator(f"{name}_cpu", forward, f"({inputs}{constants}) -> {results}", through, keep, shape)
+
+
+short_conv_forward = _register(
+    "short_conv", _short_conv, _short_conv_backward, _conv_shape, "Tensor x, Tensor past, Tensor weight", ", int heads, bool unit"
+)
+log_gates_forward = _register(
+    "log_gates",
+    _log_gates,
+    _log_gates_backward,
+    _gate_shapes,
+    "Tensor x, Tensor weight, Tensor bias",
+    ", int heads, int flipped",
+    2,
+)
+gated_norm_forward = _register(
+    "gated_norm", _gated_norm, _gated_norm_backward, _norm_shape, "Tensor x, Tensor gate, Tensor weight", ", float eps"
+)
+lift_forward = _register("lift", _lift, _lift_backward, _lift_shape, "Tensor x, Tensor up, Tensor down", "")
