@@ -242,7 +242,7 @@ class ShortConv(nn.Module):
     ) -> Tensor:
         """Only the inputs to carry on, as `forward` would return them."""
         if offsets is None:
-            return carry_on(past, x)
+            return layer_cpu.carry_on(past, x) if layer_cpu.fits(x) else carry_on(past, x)
         return torch.cat([carry_on(past[row : row + 1], x[:, a:b]) for row, (a, b) in enumerate(pairwise(offsets))])
 
     def _convolve(self, x: Tensor) -> Tensor:

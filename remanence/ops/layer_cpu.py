@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.ops.launch import once, operator
+from remanence.ops.launch import once, operator, tensors
+from remanence.ops.state import carry_on as carried
 
 _aten = torch.ops.aten
 
@@ -40,6 +41,11 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return lift_forward(x, up, down)
+
+
+def carry_on(past: Tensor, new: Tensor) -> Tensor:
+    """`state.carry_on`, which asks for the length of what came: the compiler would ask again of every call."""
+    return carry_on_forward(past, new)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -161,6 +167,13 @@ def _features(rows: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
     return gate, value, active, u.to(rows.dtype), factor
 
 
+def _carry_on_backward(grad: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    length, count = past.shape[1], new.shape[1]
+    kept = min(count, length)
+    g_past = F.pad(grad[:, : length - kept], (0, 0, kept, 0))
+    return g_past, F.pad(grad[:, length - kept :], (0, 0, count - kept, 0)).to(new.dtype)
+
+
 def _conv_shape(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
     return x.new_empty(*x.shape[:2], heads, x.shape[2] // heads)
 
@@ -179,27 +192,28 @@ def _lift_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _register(name: str, forward: Any, backward: Any, shape: Any, inputs: str, constants: str, more: int = 0) -> Any:
-    """An operator of three tensors and some constants, and its gradient, which is given so many of its results, too."""
+def _register(name: str, forward: Any, backward: Any, shape: Any, inputs: str, constants: str = "", more: int = 0) -> Any:
+    """An operator of some tensors and constants, and its gradient, which is given so many of its results, too."""
+    count = inputs.count("Tensor")
 
     def like_inputs(g_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in inputs[:3])
+        return tuple(x.new_empty(x.shape) for x in inputs[:count])
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         beside = output[1:] if more else ()
         ctx.mark_non_differentiable(*beside)
-        ctx.save_for_backward(*inputs[:3], *beside)
-        ctx.constants = inputs[3:]
+        ctx.save_for_backward(*inputs[:count], *beside)
+        ctx.constants = inputs[count:]
 
     def through(ctx: Any, g_y: Tensor, *_: Any) -> tuple[Any, ...]:
         return *back(g_y, *ctx.saved_tensors, *ctx.constants), *[None] * len(ctx.constants)
 
     beside = "".join(f", Tensor beside{index}" for index in range(more))
     back = operator(
-        f"{name}_cpu_backward", backward, f"(Tensor g_y, {inputs}{beside}{constants}) -> (Tensor, Tensor, Tensor)", once,
+        f"{name}_cpu_backward", backward, f"(Tensor g_y, {inputs}{beside}{constants}) -> {tensors(count)}", once,
         fake=like_inputs,
     )  # fmt: skip
-    results = "(Tensor, Tensor, Tensor)" if more else "Tensor"
+    results = tensors(1 + more) if more else "Tensor"
     return operator(f"{name}_cpu", forward, f"({inputs}{constants}) -> {results}", through, keep, shape)
 
 
@@ -218,4 +232,7 @@ log_gates_forward = _register(
 gated_norm_forward = _register(
     "gated_norm", _gated_norm, _gated_norm_backward, _norm_shape, "Tensor x, Tensor gate, Tensor weight", ", float eps"
 )
-lift_forward = _register("lift", _lift, _lift_backward, _lift_shape, "Tensor x, Tensor up, Tensor down", "")
+lift_forward = _register("lift", _lift, _lift_backward, _lift_shape, "Tensor x, Tensor up, Tensor down")
+carry_on_forward = _register(
+    "carry_on", carried, _carry_on_backward, lambda past, new: past.new_empty(past.shape), "Tensor past, Tensor new"
+)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from remanence.ops.chunked import Stretch, Walk, arranged, from_chunks, stretches, stretches_backward, to_chunks, walk_for
-from remanence.ops.launch import GATES, given, once, operator
+from remanence.ops.launch import GATES, once, operator
 from remanence.ops.layout import Layout
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Rule
@@ -147,7 +147,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
     call, (saved, grads) = _Call.of(*arguments[:_ARGUMENTS]), arguments[_ARGUMENTS:]
     state, heads = call.state, call.q.shape[2]
     layout, walk, stretch, _ = call.arranged()
-    g_y, g_surprise, *rest = grads
+    results = [call.v, call.k[..., 0], *state.layers, state.k, state.v, *[gate for gate in state.gates if gate is not None]]
+    g_y, g_surprise, *rest = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
     depth = len(state.layers)
     g_layers, g_tails = rest[:depth], rest[depth:]
     starts = [tuple(layer.flatten(0, 1) for layer in state.layers)]
@@ -181,7 +182,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     found = 2 + len(_Call.of(*inputs[:-1]).state.tensors()) - 2  # answers, surprise and the state, but for position and diverged
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[found:])
-    ctx.like = [(x.shape, x.dtype) for x in output[:found]]
+    ctx.found = found
     ctx.depth, ctx.plain = len(layers), inputs[_PLAIN:_ARGUMENTS]
     ctx.save_for_backward(*inputs[:_LAYERS], *inputs[_LAYERS + 1 : _PLAIN], *layers, *output[found + 2 :])
 
@@ -190,8 +191,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     inputs, (position, diverged), rest = saved[:_LAYERS], saved[_LAYERS : _PLAIN - 1], saved[_PLAIN - 1 :]
     layers, kept = list(rest[: ctx.depth]), list(rest[ctx.depth :])
-    given_grads = given(tuple(grads), ctx.like, inputs[0])
-    found = iter(chunked_backward(*inputs, layers, position, diverged, *ctx.plain, kept, given_grads))
+    found = iter(chunked_backward(*inputs, layers, position, diverged, *ctx.plain, kept, grads[: ctx.found]))
     ours = [None if x is None else next(found) for x in inputs]
     return *ours, list(found), *[None] * (_ARGUMENTS - _LAYERS)
 
@@ -201,5 +201,5 @@ chunked_forward = operator(
     "chunked_forward", _forward, f"({_CALL}, bool train) -> Tensor[]", _autograd, _setup, _shapes, tags=_unsafe
 )
 chunked_backward = operator(
-    "chunked_backward", _backward, f"({_CALL}, Tensor[] kept, Tensor[] grads) -> Tensor[]", once, fake=_gradients, tags=_unsafe
+    "chunked_backward", _backward, f"({_CALL}, Tensor[] kept, Tensor?[] grads) -> Tensor[]", once, fake=_gradients, tags=_unsafe
 )
