@@ -141,12 +141,10 @@ class ClosedForm:
             states = tuple(layer.new_empty(n + 1, *layer.shape) for layer in state)
             for layer, first in zip(states, state, strict=True):
                 layer[0] = first
-        solver = cf.solver(self.net, self.rule, s.k.flatten(0, 1), _map(lambda x: x.flatten(0, 1), co))
-        solvers = [None] * n if solver is None else solver.unflatten(0, (n, -1)).unbind()
         borders = list(zip(*[layer.unbind() for layer in states], strict=True))
         anchors, records = [], []
         for i, (own, k, v) in enumerate(zip(_unbind(co, n), s.k.unbind(), s.v.unbind(), strict=True)):
-            anchors.append(cf.Anchor(borders[i], own, solvers[i]))
+            anchors.append(cf.Anchor(borders[i], own))
             records.append(self.parts.record(self.net, self.rule, anchors[-1], k, v))
             if self.folds:
                 self.parts.fold(anchors[-1], records[-1].inputs, records[-1].errors, borders[i + 1])
@@ -190,6 +188,69 @@ class ClosedForm:
             leash.hold(g_state, came[i])
         g_gates = coefficients_backward(s.gates, s.complete, g_co)
         return [g_q.view_as(s.q), g_k, g_v, *g_gates], g_state, []
+
+
+class Exact(ClosedForm):
+    """A matrix by the token-exact rule: what does not wait for the state is computed for all of the stretch's chunks at once, and
+    the walk itself is two products a chunk, forwards and back.
+
+    With the solver T of each chunk (closed_form.py), D = T (X~ J - target) = U J - known, where U = T X~ and X~ are the keys
+    times their coefficients one token earlier; and the state at the chunk's end is F J - K^T D.
+    """
+
+    def _prepared(self, s: Stretch, co: Coefficients) -> tuple[Coefficients, cf.Prepared]:
+        flat = _map(lambda x: x.flatten(0, 1), co)
+        return flat, cf.prepare(self.net, flat, s.k.flatten(0, 1), s.v.flatten(0, 1))
+
+    def _walked(self, s: Stretch, co: Coefficients, ready: cf.Prepared, state: Weights) -> tuple[Tensor, Tensor]:
+        """The states ``[n+1 m p f e]`` at the chunks' borders (``[1 ...]`` if it does not fold) and the errors ``[n m c e]``."""
+        n, (J,) = s.k.shape[0], state
+        states = J.new_empty(n + 1 if self.folds else 1, *J.shape)
+        states[0] = J
+        U, K, errors = (x.unflatten(0, (n, -1)) for x in (ready.U, ready.K, ready.known))
+        for i in range(n):
+            cf.exact_step(states[i], U[i], errors[i], K[i], co.fold[i], states[i + 1] if self.folds else None)
+        return states, errors
+
+    def _asked(self, s: Stretch, flat: Coefficients, x: Tensor, states: Tensor, errors: Tensor) -> tuple[cf.Anchor, cf.Reading]:
+        together = cf.Anchor((states[: len(errors)].flatten(0, 1),), flat)
+        return together, self.parts.read(self.net, together, [x], [errors.flatten(0, 1)], s.q.flatten(0, 1))
+
+    def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
+        co = coefficients(self.rule, s.gates, s.complete)
+        flat, ready = self._prepared(s, co)
+        states, errors = self._walked(s, co, ready, state)
+        _, reading = self._asked(s, flat, ready.x, states, errors)
+        surprise = 0.5 * errors.square().sum(-1)
+        return reading.answers.unflatten(0, s.q.shape[:2]), surprise, (states[-1].clone(),) if self.folds else ()
+
+    def backward(
+        self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
+    ) -> tuple[list[Grad], list[Tensor], list[Grad]]:
+        co = coefficients(self.rule, s.gates, s.complete)
+        flat, ready = self._prepared(s, co)
+        states, errors = self._walked(s, co, ready, state)
+        together, reading = self._asked(s, flat, ready.x, states, errors)
+        g_co = _map(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), co)
+        g_flat = _map(lambda x: x.flatten(0, 1), g_co)
+        error = errors.flatten(0, 1)
+        g_q, g = self.parts.read_backward(self.net, together, [ready.x], [error], reading, g_y.flatten(0, 1), g_flat)
+        del reading
+        n = len(errors)
+        g_error = g.errors[0].addcmul_(error, g_surprise.flatten(0, 1).unsqueeze(-1))
+        U, K, g_errors, g_starts = (x.unflatten(0, (n, -1)) for x in (ready.U, ready.K, g_error, g.state[0]))
+        came = _came(s, g_y, g_surprise)
+        g_ends = torch.empty_like(g_starts) if self.folds else None
+        for i in range(n - 1, -1, -1):
+            if g_ends is not None:
+                g_ends[i] = g_state[0]
+            cf.exact_step_backward(g_state[0] if self.folds else None, U[i], K[i], co.fold[i], g_errors[i], g_starts[i])
+            g_state = [g_starts[i]]
+            leash.hold(g_state, came[i])
+        g_end = None if g_ends is None else g_ends.flatten(0, 1)
+        g_k, g_v = cf.prepare_backward(self.net, flat, ready, together.state[0], error, g_error, g_end, g.inputs[0], g_flat)
+        g_gates = coefficients_backward(s.gates, s.complete, g_co)
+        return [g_q.view_as(s.q), g_k.view_as(s.k), g_v.view_as(s.v), *g_gates], [g_state[0].clone()], []
 
 
 class Generic:
@@ -312,7 +373,7 @@ def _unpack(tensors: tuple[Tensor, ...], walk: Walk) -> tuple[Stretch, Weights]:
 
 def walk_for(net: Net, rule: Rule, folds: bool, parts: Parts = PLAIN) -> Walk:
     if isinstance(net, MLP) and isinstance(rule.loss, str):
-        return ClosedForm(net, rule, folds, parts)
+        return (Exact if cf.exact(net, rule) and rule.loss == "squared" else ClosedForm)(net, rule, folds, parts)
     return Generic(net, rule, folds)
 
 

@@ -313,24 +313,80 @@ def _record_exact(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) ->
 def _record_exact_backward(
     net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor
 ) -> tuple[Tensor, Tensor]:
-    x, error = rec.inputs[0], rec.errors[0]
+    """Of the dot loss; for the squared one see `prepare_backward`."""
+    x, error, g_x = rec.inputs[0], rec.errors[0], g.inputs[0]
     mix, own = earlier(anchor.co)
-    gram = torch.bmm(x, x.mT)
-    if anchor.solver is not None:  # D = solver (known - target), and the surprise is a function of D alone
-        g_output = torch.bmm(anchor.solver.mT, torch.addcmul(g.errors[0], error, g_surprise.unsqueeze(-1)))
-        g_k, g_v = (g_output if net.residual else None), -g_output
-    else:
-        g_k, g_v, g_output = _end_backward(net, rule, rec, g.errors[0], g_surprise)
-        g_v = g_v.baddbmm((gram * mix).mT, g_output)  # D = -v is met a second time, inside Z
-    g_blend = torch.bmm(g_output, error.mT).neg_()
-    g_gram = g_blend * mix
-    g_mix, g_own = g_blend.mul_(gram), torch.zeros_like(own)
-    g_x = g.inputs[0].baddbmm_(g_gram + g_gram.mT, x)
+    g_k, g_v, g_output = _end_backward(net, rule, rec, g.errors[0], g_surprise)
+    g_v = g_v.baddbmm((torch.bmm(x, x.mT) * mix).mT, g_output)  # D = -v is met a second time, inside Z
     rows(g.state[0]).baddbmm_(spread(x, own).mT, g_output)
-    spread_backward(torch.bmm(g_output, rows(anchor.state[0]).mT), x, own, g_x, g_own)
-    _earlier_backward(anchor.co, g.co, g_mix, g_own)
+    _blend_backward(anchor.co, anchor.state[0], x, mix, own, error, g_output, g_x, g.co)
     g_x = without_ones(net, g_x)
     return (g_x if g_k is None else g_k + g_x), g_v
+
+
+def _blend_backward(
+    co: Coefficients, state: Tensor, x: Tensor, mix: Tensor, own: Tensor, error: Tensor, g_output: Tensor, g_x: Tensor,
+    g_co: Coefficients,
+) -> None:  # fmt: skip
+    """From Z, what each token's own weights answered, to the keys and coefficients it came from, added in place."""
+    g_blend = torch.bmm(g_output, error.mT).neg_()
+    g_gram = g_blend * mix
+    g_mix, g_own = g_blend.mul_(torch.bmm(x, x.mT)), torch.zeros_like(own)
+    g_x.baddbmm_(g_gram + g_gram.mT, x)
+    spread_backward(torch.bmm(g_output, rows(state).mT), x, own, g_x, g_own)
+    _earlier_backward(co, g_co, g_mix, g_own)
+
+
+class Prepared(NamedTuple):
+    """Of many chunks by the token-exact rule with the squared loss, what waits for no state: D = T (X~ J - target) = U J - known
+    (`_record_exact`), and the state at a chunk's end is F J - K^T D.
+    """
+
+    x: Tensor  # keys, with ones
+    mix: Tensor  # P and (a, r) one token earlier
+    own: Tensor
+    solver: Tensor  # T
+    U: Tensor
+    known: Tensor  # becomes the errors D as the chunks are walked
+    K: Tensor
+
+
+def prepare(net: MLP, co: Coefficients, k: Tensor, v: Tensor) -> Prepared:
+    x = with_ones(net, k)
+    mix, own = earlier(co)
+    solver = inverse(torch.bmm(x, x.mT).mul_(mix))
+    target = v - k if net.residual else v
+    return Prepared(x, mix, own, solver, torch.bmm(solver, spread(x, own)), torch.bmm(solver, target), spread(x, co.fold_mix))
+
+
+def exact_step(state: Tensor, U: Tensor, known: Tensor, K: Tensor, fold: Tensor, end: Tensor | None) -> None:
+    """One chunk: what is known becomes its errors, and the state's end is written, if it has one."""
+    known.baddbmm_(U, rows(state), beta=-1)
+    if end is not None:
+        torch.bmm(fold, state.flatten(2), out=end.flatten(2))
+        rows(end).baddbmm_(K.mT, known, alpha=-1)
+
+
+def exact_step_backward(g_end: Tensor | None, U: Tensor, K: Tensor, fold: Tensor, g_error: Tensor, g_start: Tensor) -> None:
+    """Adds what a chunk's end brings to the gradients of its errors and, through these too, of its start."""
+    if g_end is not None:
+        g_error.baddbmm_(K, rows(g_end), alpha=-1)
+        g_start.flatten(2).baddbmm_(fold.mT, g_end.flatten(2))
+    rows(g_start).baddbmm_(U.mT, g_error)
+
+
+def prepare_backward(
+    net: MLP, co: Coefficients, ready: Prepared, state: Tensor, error: Tensor, g_error: Tensor, g_end: Tensor | None, g_x: Tensor,
+    g_co: Coefficients,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of k and v, of many chunks at once, from those of their errors and of the states at their ends."""
+    if g_end is not None:
+        spread_backward(torch.bmm(error, rows(g_end).mT), ready.x, co.fold_mix, g_x, g_co.fold_mix, sign=-1)
+        g_co.fold.baddbmm_(g_end.flatten(2), state.flatten(2).mT)
+    g_output = torch.bmm(ready.solver.mT, g_error)
+    _blend_backward(co, state, ready.x, ready.mix, ready.own, error, g_output, g_x, g_co)
+    g_x = without_ones(net, g_x)
+    return (g_x + g_output if net.residual else g_x), -g_output
 
 
 def _earlier_backward(co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own: Tensor) -> None:
