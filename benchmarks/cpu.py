@@ -1,7 +1,8 @@
 """The layer on a CPU, forward + backward, side by side with titans-pytorch: tokens per second and peak memory.
 
 Times are medians of rounds in which the implementations take turns in one process; peak memory is each one's own process,
-over what it held before its first step. Prints a table, writes benchmarks/out/cpu.json.
+over what it held before its first step. Then how long the first call of a compiled layer takes, in a process of its own with an
+empty cache, behind the first call of anything compiled, which is torch's own. Prints tables, writes benchmarks/out/cpu.json.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +81,38 @@ def print_peak(name: str) -> None:
     print(high_water_mib() - before)
 
 
+COMPILED = (("deep", 23), ("deep", 2048), ("titans", 23), ("titans", 2048))
+"""Nets and numbers of tokens of layers whose first compiled call is timed."""
+
+
+def compiled_row(net: str, tokens: int) -> dict:
+    """Seconds of torch.compile's first calls in a new process: of a sine, then of a layer, forward, and forward + backward."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, __file__, "--compiled", net, str(tokens)]
+        kept = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        said = subprocess.run(command, check=True, capture_output=True, text=True, env=kept).stdout
+    anything, forward, both = map(float, said.split()[-3:])
+    return {"net": net, "tokens": tokens, "anything_s": anything, "forward_s": forward, "with_gradients_s": both}
+
+
+def print_compiled(net: str, tokens: int) -> None:
+    from remanence import NeuralMemory
+
+    def first_call(step: Callable[[], object]) -> float:
+        torch.compiler.reset()
+        start = time.perf_counter()
+        step()
+        return round(time.perf_counter() - start, 2)
+
+    x = torch.randn(1, tokens, 64)
+    layer = NeuralMemory(dim=64, net=net)
+    anything = first_call(lambda: torch.compile(torch.sin)(x))
+    with torch.no_grad():
+        forward = first_call(lambda: torch.compile(layer)(x))
+    both = first_call(lambda: torch.compile(layer)(x)[0].sum().backward())
+    print(anything, forward, both)
+
+
 def high_water_mib() -> float:
     """This process's largest resident size so far. Linux: not getrusage, whose figure a child inherits from its parent."""
     status = Path("/proc/self/status")
@@ -95,9 +129,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds, after one to warm up")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "cpu.json")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak_of:
         return print_peak(options.peak_of)
+    if options.compiled:
+        return print_compiled(options.compiled[0], int(options.compiled[1]))
     steps, rows, missing = {}, [], {}
     for name in IMPLEMENTATIONS:
         try:
@@ -119,11 +156,12 @@ def main() -> None:
         rows.append(
             {"case": CASE, "impl": name, "tokens_per_s": round(speed, 1), "peak_mib": round(peak_mib(name), 1), "note": ""}
         )
-    report(rows, options.out, options.rounds)
+    compiled = [compiled_row(net, tokens) for net, tokens in track(COMPILED, "compiling")]
+    report(rows, compiled, options.out, options.rounds)
     return None
 
 
-def report(rows: list[dict], out: Path, rounds: int) -> None:
+def report(rows: list[dict], compiled: list[dict], out: Path, rounds: int) -> None:
     base = next((row for row in rows if row["impl"] == BASELINE and row["tokens_per_s"]), None)
     table = Table(title=CASE)
     for column in ("implementation", "tokens/s", "speed", "peak MiB", "memory"):
@@ -135,10 +173,16 @@ def report(rows: list[dict], out: Path, rounds: int) -> None:
         ratios = [f"{row[key] / base[key]:.2f} x" if base else "" for key in ("tokens_per_s", "peak_mib")]
         table.add_row(row["impl"], f"{row['tokens_per_s']:,.0f}", ratios[0], f"{row['peak_mib']:,.0f}", ratios[1])
     Console().print(table)
+    table = Table(title="torch.compile(NeuralMemory(dim=64)): seconds of a first call, beyond those of anything compiled first")
+    for column in ("net", "tokens", "anything", "forward", "forward + backward"):
+        table.add_column(column, justify="left" if column == "net" else "right")
+    for row in compiled:
+        table.add_row(row["net"], f"{row['tokens']:,}", *[f"{row[key]:.1f}" for key in list(row)[2:]])
+    Console().print(table)
     versions = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"rounds": rounds, **versions, "rows": rows}, indent=1))
+    temporary.write_text(json.dumps({"rounds": rounds, **versions, "rows": rows, "compiled": compiled}, indent=1))
     os.replace(temporary, out)
     print(f"written: {out}")
 

@@ -474,6 +474,8 @@ class SegmentAttention(Heads):
         mask = segment_mask(q.shape[1], most, prefix[0].shape[0], position, retrieved is not None)
         y = self.out(from_rows(_softmax(q, keys, values, mask), back))
         counts = [q.shape[1]] * rows if offsets is None else [b - a for a, b in itertools.pairwise(offsets)]
+        if all(a + n == self.segment for a, n in zip(opened, counts, strict=True)):  # nothing is left open
+            return y, self.start(rows)
         index = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
         ends = [tuple(pick(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part) for part in joined]
         after = [(a + n) % self.segment for a, n in zip(opened, counts, strict=True)]

@@ -333,11 +333,13 @@ class Cuts:
     def __init__(self, x: Tensor, offsets: list[int] | None, opened: list[int], size: int) -> None:
         self.batch, self.tokens = x.shape[:2]
         self.parts: list[Part] = []
+        self.pieces: dict[int, Tensor] = {}  # split at once: a slice's gradient is as long as the whole call
         self.uniform = offsets is None and len(set(opened)) == 1
         if self.uniform:
             borders = [0, *range(size - opened[0], self.tokens, size), self.tokens]
             for a, b in itertools.pairwise(borders):
                 self.parts.append(Part(slice(a, b), None, [b - a] * self.batch))
+            self.pieces = dict(zip(borders, x.split([part.counts[0] for part in self.parts], 1), strict=False))
             return
         starts = offsets or [row * self.tokens for row in range(self.batch + 1)]
         counts = [b - a for a, b in itertools.pairwise(starts)]
@@ -357,7 +359,7 @@ class Cuts:
 
     def take(self, x: Tensor, part: Part) -> Tensor:
         if isinstance(part.where, slice):
-            return x[:, part.where]
+            return self.pieces[part.where.start]
         return x.flatten(0, 1).index_select(0, part.where).unsqueeze(0)
 
     def join(self, pieces: list[Tensor]) -> Tensor:

@@ -414,7 +414,7 @@ def memorize(
     y, surprise, layers = _run(walk_for(net, rule, layout.folds, parts), stretch, state)
     y, surprise = (from_chunks(x, q.shape[2]) for x in (y, surprise))
     new = layout.next_state(state, layers, k, v, gates, (y, surprise))
-    return layout.back(y), new, layout.back(surprise[:, layout.lead :])
+    return layout.back(y), new, layout.back(surprise[:, layout.lead :] if layout.lead else surprise)
 
 
 def arranged(

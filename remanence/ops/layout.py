@@ -77,7 +77,7 @@ class Layout:
     def _back(self, y: Tensor, lead: int) -> Tensor:
         if self.uniform:
             start = self.tails[0] - lead
-            return y[:, start : start + self.tokens]
+            return y if y.shape[1] == self.tokens else y[:, start : start + self.tokens]
         index = torch.empty(self.batch * self.tokens, dtype=torch.int64)
         for row, (kept, start, count) in enumerate(zip(self.tails, self.starts, self.counts, strict=True)):
             index[start : start + count] = torch.arange(count) + row * self.length + kept
