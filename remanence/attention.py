@@ -475,7 +475,7 @@ class SegmentAttention(Heads):
         y = self.out(from_rows(_softmax(q, keys, values, mask), back))
         counts = [q.shape[1]] * rows if offsets is None else [b - a for a, b in itertools.pairwise(offsets)]
         if all(a + n == self.segment for a, n in zip(opened, counts, strict=True)):  # nothing is left open
-            return y, self.start(rows)
+            return y, self.start(rows).clone()  # a tensor each: what is saved must not be shared
         index = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
         ends = [tuple(pick(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part) for part in joined]
         after = [(a + n) % self.segment for a, n in zip(opened, counts, strict=True)]
