@@ -437,9 +437,10 @@ class SegmentAttention(Heads):
         self.segment = segment
 
     def start(self, rows: int) -> SegmentState:
-        none = self.k_proj.weight.new_zeros(rows, self.segment - 1, self.heads, self.width)
-        nothing = placed(torch.zeros(rows, dtype=torch.int64, device=none.device), [0] * rows)
-        return SegmentState((none, none), (none, none), nothing)
+        like = self.k_proj.weight
+        none = lambda: like.new_zeros(rows, self.segment - 1, self.heads, self.width)  # each its own: files refuse shared tensors
+        nothing = placed(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
+        return SegmentState((none(), none()), (none(), none()), nothing)
 
     def forward(
         self,
@@ -475,7 +476,7 @@ class SegmentAttention(Heads):
         y = self.out(from_rows(_softmax(q, keys, values, mask), back))
         counts = [q.shape[1]] * rows if offsets is None else [b - a for a, b in itertools.pairwise(offsets)]
         if all(a + n == self.segment for a, n in zip(opened, counts, strict=True)):  # nothing is left open
-            return y, self.start(rows).clone()  # a tensor each: what is saved must not be shared
+            return y, self.start(rows)
         index = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
         ends = [tuple(pick(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part) for part in joined]
         after = [(a + n) % self.segment for a, n in zip(opened, counts, strict=True)]
@@ -493,7 +494,7 @@ class SegmentAttention(Heads):
 
 def whole_attention(q: Float[Tensor, "r c h e"], k: Float[Tensor, "r keys h e"], v: Float[Tensor, "r keys h e"]) -> Tensor:
     """Of whole segments: keys are persistent ones, then what each token retrieved, then the tokens. Half of the scores are of
-    what no query sees: on a GPU they are skipped (39 ms of a 340m MAC's step on an H200, where torch's masked attention takes 50).
+    what no query sees: on a GPU they are skipped (39 ms of a 340m MAC's step on an H200, where torch's with a mask takes 50).
     """
     length, prefix = q.shape[1], k.shape[1] - 2 * q.shape[1]
     if not (q.is_cuda and q.dtype != torch.float64 and length >= 128 and q.shape[-1] >= 16):

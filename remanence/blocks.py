@@ -223,7 +223,7 @@ class MAC(nn.Module):
                 settled = state.memory.memory.weights if known else self.memory.layer.settle(state.memory)
                 now = tuple(weight.contiguous() for weight in settled)
                 state = state._replace(weights=where(begins, now, state.weights))
-            y, state, seen = self._step(cuts.take(x, part), state, opened, part.borders, mode)
+            y, state, seen = self._step(cuts.take(part), state, opened, part.borders, mode)
             opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
             pieces.append(y)
             noted.append(seen)
@@ -313,7 +313,7 @@ class Memory(nn.Module):
             if any(ended):
                 state = where(ended, self.start(len(lived))._replace(conv=state.conv), state)
             lived = [(0 if over else place) + n for place, over, n in zip(lived, ended, part.counts, strict=True)]
-            y, state, seen = self(cuts.take(x, part), state, part.borders, "on")
+            y, state, seen = self(cuts.take(part), state, part.borders, "on")
             pieces.append(y)
             noted.append(seen)
         return Passed(cuts.join(pieces), state, cuts.join_seen(noted))
@@ -331,7 +331,7 @@ class Cuts:
     """A call cut where its rows' segments end, which is at different places if they stand at different ones."""
 
     def __init__(self, x: Tensor, offsets: list[int] | None, opened: list[int], size: int) -> None:
-        self.batch, self.tokens = x.shape[:2]
+        self.x, (self.batch, self.tokens) = x, x.shape[:2]
         self.parts: list[Part] = []
         self.pieces: dict[int, Tensor] = {}  # split at once: a slice's gradient is as long as the whole call
         self.uniform = offsets is None and len(set(opened)) == 1
@@ -357,10 +357,10 @@ class Cuts:
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)
 
-    def take(self, x: Tensor, part: Part) -> Tensor:
+    def take(self, part: Part) -> Tensor:
         if isinstance(part.where, slice):
             return self.pieces[part.where.start]
-        return x.flatten(0, 1).index_select(0, part.where).unsqueeze(0)
+        return self.x.flatten(0, 1).index_select(0, part.where).unsqueeze(0)
 
     def join(self, pieces: list[Tensor]) -> Tensor:
         whole = torch.cat(pieces, 1)

@@ -286,7 +286,7 @@ class Model(nn.Module):
         cuts = Cuts(tokens, borders, [place % window for place in places(state.position)], window)
         pieces, noted, layers = [], [], []
         for part in cuts:
-            some = cuts.take(tokens, part)
+            some = cuts.take(part)
             begun = state
             seen = self._pass(some, begun, begun.position, part.borders, mode)
             state = seen.state

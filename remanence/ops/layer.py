@@ -353,14 +353,15 @@ def _swiglu_backward(g_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    x, cos, sin = (tensor.contiguous() for tensor in (x, cos, sin))
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
     rows, tokens, heads, width = x.shape
     half = width // 2
     constants = {"HEADS": heads, "HALF": half, "BH": _power(half), "BT": max(1, TILE["rotary_kernel"] // _power(width))}
     stride = 0 if len(cos) == 1 else tokens * half
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (heads * -(-tokens // constants["BT"]), rows)
-    _launch("rotary_kernel", grid, x, cos, sin, y, tokens, stride, SIGN=-1 if back else 1, **constants)
+    _launch("rotary_kernel", grid, x, cos, sin, y, tokens, stride, *x.stride()[:3], SIGN=-1 if back else 1, **constants)
     return y
 
 

@@ -122,8 +122,9 @@ class TensorTuple:
 def carry_on(past: Tensor, new: Tensor) -> Tensor:
     """A history ``[r s ...]``, newest last, after more has come; its length stays. Never a view, which keeps a whole call."""
     length, count = past.shape[1], new.shape[1]
-    new = new.to(past.dtype)
-    return new[:, count - length :].clone() if count >= length else torch.cat([past[:, count:], new], 1)
+    if count >= length:
+        return new[:, count - length :].to(past.dtype, copy=True)
+    return torch.cat([past[:, count:], new.to(past.dtype)], 1)
 
 
 def take_back(past: Tensor, tokens: int) -> Tensor:

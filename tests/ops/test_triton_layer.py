@@ -52,8 +52,10 @@ def torch_rotary(x, position):
 
 
 def rotary(x, position):
+    """With heads before tokens, as attention has them, on half of the way."""
     turn = Rotary(position, x.shape[-1], 100.0, torch.float64)
-    return layer.rotary(x, turn.cos, turn.sin)
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)
+    return layer.rotary(turned, turn.cos, turn.sin)
 
 
 def torch_heads(x, weight, base=None):

@@ -42,7 +42,7 @@ def _columns(ptr, cols, D: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, A
 
 
 @triton.jit
-def _tile(ptr, rows, live, cols, D: tl.constexpr, BD: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr):
+def _tile(ptr, rows, live, cols, D: tl.constexpr, BD: tl.constexpr, STRIDE, ACC: tl.constexpr):
     mask = live[:, None] & (cols < D)[None, :] if D != BD else live[:, None]
     return tl.load(ptr + rows[:, None] * STRIDE + cols[None, :], mask=mask, other=0.0).to(ACC)
 
@@ -377,17 +377,20 @@ def swiglu_backward(gate, up, g_y, g_gate, g_up, count, BLOCK: tl.constexpr, ACC
 
 @kernel
 def rotary_kernel(
-    x, cos, sin, y, L, stride,
+    x, cos, sin, y, L, stride, x_row, x_token, x_head,
     HEADS: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, SIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Each head's two halves are the pairs. Angles by token ``[L HALF]``, `stride` apart from row to row, or the same for all."""
+    """Each head's two halves are the pairs. Angles by token ``[L HALF]``, `stride` apart from row to row, or the same for all. x
+    may stand in any order, as attention leaves its gradients.
+    """
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
     t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BH)
     c = _tile(cos + row * stride, t, t < L, cols, HALF, BH, HALF, ACC)
     s = SIGN * _tile(sin + row * stride, t, t < L, cols, HALF, BH, HALF, ACC)
+    x += row * x_row + head * x_head
+    a = _tile(x, t, t < L, cols, HALF, BH, x_token, ACC)
+    b = _tile(x + HALF, t, t < L, cols, HALF, BH, x_token, ACC)
     base = (row * L * HEADS + head) * 2 * HALF
-    a = _tile(x + base, t, t < L, cols, HALF, BH, HEADS * 2 * HALF, ACC)
-    b = _tile(x + base + HALF, t, t < L, cols, HALF, BH, HEADS * 2 * HALF, ACC)
     _put(y + base, a * c - b * s, t, t < L, cols, HALF, BH, HEADS * 2 * HALF)
     _put(y + base + HALF, b * c + a * s, t, t < L, cols, HALF, BH, HEADS * 2 * HALF)
 
