@@ -7,7 +7,8 @@
 
 (a) the memory operator alone beside its FLOP floor, (b) the layer, forward + backward, beside other layers, (c) training whole
 models (as `fit` does: forward and backward captured as a CUDA graph), (d) decoding, (e) training small models whose rows go on
-where they were, beside rows that begin anew at every step, (f) reading one long text. Medians of CUDA-event timings after warm-up. Each kind of row has a process of its own (gpu_rows.py),
+where they were, beside rows that begin anew at every step, (f) reading one long text. Medians of CUDA-event timings after
+warm-up. Each kind of row has a process of its own (gpu_rows.py),
 begun again after a crash for the cases that are left; the file is written after every row. benchmarks/gpu_tune.py is for tuning.
 
 About how long the parts take on an H200, estimated, not measured: building kernels 1.5 minutes; (b) 1 for the rows that something

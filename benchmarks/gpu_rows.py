@@ -352,6 +352,7 @@ def train_rows(cases: list[str], variant: str, lengths: dict[str, int], tiny: bo
             row["note"] = ", ".join(["checkpointing on, without it out of memory", *filter(None, [row.get("note")])])
             row["checkpointing"], model.checkpointing = True, False
         about = {"variant": variant, "length": length, "net": made.memory.net, "chunk": made.memory.chunk}
+        about["captured"] = DEVICE == "cuda"
         yield {"case": case, **about, "flops_per_token": flops_per_token(made, length), **row}
 
 

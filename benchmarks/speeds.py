@@ -30,7 +30,7 @@ def speeds(measured: Row, before: Row, origin: str | None = None) -> Row:
     origin = origin or "python benchmarks/gpu.py --parts c, " + ", ".join(
         f"{name} {measured[name]}" for name in ("torch", "triton") if name in measured
     )
-    kind = lambda row: (row["variant"], row.get("net"), row.get("chunk"))
+    kind = lambda row: (row["variant"], row.get("net"), row.get("chunk"), bool(row.get("captured")))
     new = []
     for row in measured["rows"]:
         if row["part"] != "c" or not row.get("tokens_per_s"):
@@ -38,11 +38,13 @@ def speeds(measured: Row, before: Row, origin: str | None = None) -> Row:
         made = {"variant": row["variant"], "length": row["length"]}
         made |= {} if row["variant"] == "attention" else {"net": row["net"], "chunk": row["chunk"]}
         made |= {"tokens_per_s": row["tokens_per_s"], "share": share(row, PEAKS[gpu])}
-        made |= {"checkpointing": True} if row.get("checkpointing") else {}
+        made |= {name: True for name in ("checkpointing", "captured") if row.get(name)}
         new.append({**made, "from": origin})
     replaced = {kind(row) for row in new}
     rows = [row for row in before.get("rows", []) if kind(row) not in replaced] + new
-    rows.sort(key=lambda row: (row["variant"], row.get("net") or "", -(row.get("chunk") or 0), row["length"]))
+    rows.sort(
+        key=lambda row: (row["variant"], row.get("net") or "", -(row.get("chunk") or 0), not row.get("captured"), row["length"])
+    )
     return {"gpu": gpu, "preset": "340m", "rows": rows}
 
 

@@ -368,11 +368,11 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
 def _head_tiles(x: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
     """Tiles of products by heads: whole rows of x, and as much of the matrix as fits beside them."""
     narrow = x.dtype == torch.bfloat16
-    block = min(_dot(outputs), 128 if narrow else 64)
+    block = min(_dot(outputs, x), 128 if narrow else 64)
     constants = {
         "HEADS": x.shape[2],
         "INPUTS": inputs,
-        "BI": _dot(inputs),
+        "BI": _dot(inputs, x),
         "OUTPUTS": outputs,
         "BO": block,
         "BT": 64 if narrow else 32,
@@ -391,13 +391,16 @@ _chip: ContextVar[int] = ContextVar("chip", default=90)
 
 def _roomy(x: Tensor) -> bool:
     """Whether a block may have some 160 KiB of shared memory."""
-    chip = launch.arch(x.device) if x.is_cuda else _chip.get()
-    return SHARED.get(chip, 227) > 160
+    return SHARED.get(_arch(x), 227) > 160
 
 
-def _dot(size: int) -> int:
-    """A side of a product's tile."""
-    return max(16, _power(size))
+def _dot(size: int, x: Tensor) -> int:
+    """A side of a product's tile, never too narrow for the chip."""
+    return launch.side(size, x.dtype, _arch(x))
+
+
+def _arch(x: Tensor) -> int:
+    return launch.arch(x.device) if x.is_cuda else 0 if launch.interpreted() else _chip.get()
 
 
 def _heads(x: Tensor, weight: Tensor, base: Tensor | None) -> Tensor:
@@ -429,9 +432,9 @@ def _heads_weight(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
     constants = {
         "HEADS": x.shape[2],
         "INPUTS": inputs,
-        "BI": min(_dot(inputs), side),
+        "BI": min(_dot(inputs, x), side),
         "OUTPUTS": outputs,
-        "BO": min(_dot(outputs), side),
+        "BO": min(_dot(outputs, x), side),
     }
     constants |= {"BT": 64 if side == 128 else 32, **_dtypes(x), "warps": 8 if side == 128 else 4}
     blocks = -(-inputs // constants["BI"]) * -(-outputs // constants["BO"])
@@ -457,15 +460,15 @@ def _lift_tiles(x: Tensor, down: Tensor, backward: bool) -> dict[str, Any]:
     count, width = down.shape[-2:]
     narrow = x.dtype == torch.bfloat16
     wide = narrow and max(count, width) > 64
-    constants = {
+    constants: dict[str, Any] = {
         "HEADS": x.shape[2],
         "D": width,
-        "BD": _dot(width),
+        "BD": _dot(width, x),
         "COUNT": count,
-        "BC": _dot(count),
-        "BT": 64 if narrow else 32,
+        "BC": _dot(count, x),
     }
-    return constants | {"SCALE": math.sqrt(width), "warps": 8 if wide else 4, "APART": wide and backward} | _dtypes(x)
+    constants |= {"BT": 64 if narrow else 32, "SCALE": math.sqrt(width), "APART": wide and backward, "warps": 8 if wide else 4}
+    return constants | _dtypes(x)
 
 
 def _lift_at_once(x: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Weights = tuple[Tensor, ...]
 """A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a state."""
@@ -16,16 +17,18 @@ def placed(position: Tensor, places: list[int]) -> Tensor:
     """A position ``[r]`` with its numbers noted beside it: who knows them on the host need not ask the device, and wait for it.
     What is made of the tensor does not have the note, and nothing noted is ever changed in place.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and position.device.type != "cpu":
         position._places = places  # type: ignore[attr-defined]
     return position
 
 
 def noted(position: Tensor) -> list[int] | None:
-    """The numbers of a position, if they are known on the host."""
-    if torch.compiler.is_compiling():
+    """The numbers of a position, if they are known on the host: noted, or there already. (So what runs on a CPU does not depend
+    on how a state came to be, and a run that goes on is the run that was not stopped, to the bit.)
+    """
+    if torch.compiler.is_compiling() or isinstance(position, FakeTensor):
         return None
-    return getattr(position, "_places", None)
+    return position.tolist() if position.device.type == "cpu" else getattr(position, "_places", None)
 
 
 def places(position: Tensor) -> list[int]:
@@ -75,7 +78,7 @@ def _with_note(copy: Tensor, tensor: Tensor) -> Tensor:
     """A copy of a position knows what the position knew; one that comes from the CPU can be asked for nothing."""
     if tensor.dtype != torch.int64 or tensor.dim() != 1 or copy is tensor:
         return copy
-    known = tensor.tolist() if tensor.device.type == "cpu" and not torch.compiler.is_compiling() else noted(tensor)
+    known = noted(tensor)
     return copy if known is None else placed(copy, known)
 
 

@@ -29,7 +29,7 @@ from remanence.graphs import border_of, unsupported
 from remanence.memory.policies import unigrams
 from remanence.model import Model, State, Trace, read_config
 from remanence.ops import leashed
-from remanence.ops.state import places, where
+from remanence.ops.state import placed, places, where
 from remanence.tokens import Tokenizer, load_tokenizer
 from remanence.train import checkpoint
 from remanence.train.begin import Begin, begin_of
@@ -448,15 +448,17 @@ def _at_border(model: Model, state: State) -> bool:
 
 
 def _without(model: Model, state: State, batch: Batch, graph: bool) -> State:
-    """Rows whose document ended in a step have read padding behind it: they are put before a document, which comes next. So are,
-    behind a graph, those whose memory diverged in it (else the next step's `_renewed` sees to them).
+    """Rows whose document ended in a step have read padding behind it: they are said to stand at 0, and the next step, which
+    begins a document, begins them anew. Behind a graph those whose memory diverged in it begin anew at once (else `_renewed`
+    does it).
     """
-    rows = [False] * len(batch.tokens)
-    if batch.begins is not None and batch.mask is not None:
-        rows = (~batch.mask.all(1)).tolist()
     if graph and bool((bad := state.diverged).any()):
-        rows = [ended or flag for ended, flag in zip(rows, bad.tolist(), strict=True)]
-    return where(rows, model.start(len(rows)).detach(), state) if any(rows) else state
+        state = where(bad.tolist(), model.start(len(bad)).detach(), state)
+    if batch.begins is None or batch.mask is None or bool(batch.mask.all()):
+        return state
+    ended = (~batch.mask.all(1)).tolist()
+    known = [0 if over else place for over, place in zip(ended, places(state.position), strict=True)]
+    return state._replace(position=placed(torch.tensor(known, device=state.position.device), known))
 
 
 def _renewed(model: Model, carried: State | None, batch: Batch, begin: Begin | None = None, number: int = 0) -> State:

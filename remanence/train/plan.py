@@ -123,8 +123,9 @@ def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
     """
     length, seconds, told = config.data.length, 0.0, []
     recomputed = False
+    captured = gpus == 1 and config.graph is not False and config.data.kind != "packed" and config.accumulate == 1
     for kind in dict.fromkeys(config.model.blocks):
-        found = reached(kind, config.model, length)
+        found = reached(kind, config.model, length, captured and config.begin == "fresh")
         again = config.checkpointing and not found.checkpointing  # one forward more for three
         cost = flops_per_token(replace(config.model, pattern=(kind,)), length) * (4 / 3 if again else 1)
         seconds += config.model.blocks.count(kind) / config.model.depth * cost / (PEAKS[gpu] * found.share)
@@ -132,6 +133,7 @@ def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
         recomputed |= again
     basis = f"from the {table()['preset']} preset on one {table()['gpu']}: {'; '.join(told)}"
     basis += "; a third more for checkpointing" if recomputed else ""
+    basis += "" if captured else "; not as one CUDA graph (packed documents, several GPUs or parts of a step)"
     basis += "; other sizes and GPUs differ"
     basis += ", and what GPUs exchange is not counted" if gpus > 1 else ""
     return gpus / seconds, basis

@@ -1,7 +1,8 @@
 """How much of a GPU's peak training has reached where it was measured (speeds.json), and from that for other models.
 
 The table is made by `python benchmarks/gpu.py --parts c` and then `python benchmarks/speeds.py`: the 340m preset on one GPU, by
-kind of block, the memory's net and chunk, and tokens of a row.
+kind of block, the memory's net and chunk, tokens of a row, and whether steps were captured as a CUDA graph or launched by the
+host.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def table() -> dict[str, Any]:
     return read_json(TABLE)
 
 
-def reached(kind: str, config: ModelConfig, length: int) -> Reached:
-    """By a model of such blocks alone: of what was measured, the nearest kind, then net, then chunk; between lengths, a line
-    through logarithms; beyond them, the last.
+def reached(kind: str, config: ModelConfig, length: int, captured: bool = True) -> Reached:
+    """By a model of such blocks alone: of what was measured, the nearest kind, then net, then chunk, then captured or not;
+    between lengths, a line through logarithms; beyond them, the last.
     """
     rows, said = table()["rows"], ""
     known = kind if any(row["variant"] == kind for row in rows) else NEAREST.get(kind, "lmm")
@@ -52,6 +53,9 @@ def reached(kind: str, config: ModelConfig, length: int) -> Reached:
         rows = nearest(rows, lambda row: abs(log(row["chunk"] / config.memory.chunk)))
         if (rows[0]["net"], rows[0]["chunk"]) != (net, config.memory.chunk):
             said = f", measured with the net {rows[0]['net']} in chunks of {rows[0]['chunk']}"
+    rows = nearest(rows, lambda row: bool(row.get("captured")) != captured)
+    if bool(rows[0].get("captured")) != captured:
+        said += f", steps {'launched' if captured else 'captured'}"
     rows = sorted(rows, key=lambda row: row["length"])
     below = [row for row in rows if row["length"] <= length] or rows[:1]
     above = [row for row in rows if row["length"] >= length] or rows[-1:]

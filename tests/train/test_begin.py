@@ -165,10 +165,10 @@ def test_a_skipped_step_leaves_nothing(tmp_path, shards, begin, monkeypatch):
     given = setting("recall", shards, begin=begin, steps=6, save_every=1, keep=9)
     real = engine.take_step
 
-    def stumbles(model, *rest):
+    def stumbles(model, *rest, **more):
         if rest[4] == 2:
             model.logits = lambda hidden: Model.logits(model, hidden) * float("nan")
-        step = real(model, *rest)
+        step = real(model, *rest, **more)
         model.__dict__.pop("logits", None)
         return step
 
