@@ -437,8 +437,8 @@ class SegmentAttention(Heads):
         self.segment = segment
 
     def start(self, rows: int) -> SegmentState:
-        like = self.k_proj.weight
-        none = lambda: like.new_zeros(rows, self.segment - 1, self.heads, self.width)  # each its own: files refuse shared tensors
+        like, shape = self.k_proj.weight, (rows, self.segment - 1, self.heads, self.width)
+        none = lambda: torch.zeros(shape, dtype=like.dtype, device=like.device)  # each its own: files refuse shared tensors
         nothing = placed(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         return SegmentState((none(), none()), (none(), none()), nothing)
 

@@ -33,6 +33,10 @@ class Seen(NamedTuple):
     gates: Gates
 
     @classmethod
+    def mapped(cls, seen: Seen | None, function: Callable[[Tensor], Tensor]) -> Seen | None:
+        return seen and cls(function(seen.surprise), seen.gates.map(function))
+
+    @classmethod
     def join(cls, noted: Sequence[Seen | None], joined: Callable[[list[Tensor]], Tensor] | None = None) -> Seen | None:
         """Of the pieces of a call, that of the whole."""
         joined = joined or (lambda pieces: torch.cat(pieces, 1))

@@ -22,7 +22,7 @@ from remanence.layers import RMSNorm
 from remanence.memory.policies import POLICIES, Tokens
 from remanence.ops import MemoryState
 from remanence.ops.checks import check_offsets, documents
-from remanence.ops.layout import from_rows, repad, to_rows
+from remanence.ops.layout import from_rows, pick, repad, to_rows
 from remanence.ops.state import TensorTuple, advanced, placed, places
 
 
@@ -192,14 +192,24 @@ class Model(nn.Module):
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
         memory: Mode | None = None,
+        keep: bool = True,
     ) -> Trace:
-        """`forward` up to the logits, with what each memory did beside it."""
+        """`forward` up to the logits, with what each memory did beside it. If the state is not to be kept, as in training on
+        packed documents, it may have no blocks: MAC is then read several layers and documents at once.
+        """
         self._check(tokens, state, mask, offsets)
         if mask is not None and not bool(mask.all()):
-            return self._trace_masked(tokens, state, mask, memory)
-        return self._trace(tokens, state, offsets, memory)
+            return self._trace_masked(tokens, state, mask, memory, keep)
+        return self._trace(tokens, state, offsets, memory, keep)
 
-    def _trace(self, tokens: Tensor, state: State | None, offsets: Tensor | Sequence[int] | None, memory: Mode | None) -> Trace:
+    def _trace(
+        self,
+        tokens: Tensor,
+        state: State | None,
+        offsets: Tensor | Sequence[int] | None,
+        memory: Mode | None,
+        keep: bool,
+    ) -> Trace:
         mode = self._memory if memory is None else self._mode(memory)
         rows = tokens.shape[0] if offsets is None else documents(offsets)
         borders = check_offsets(offsets, tokens.shape[0], tokens.shape[1], rows if state is None else len(state.position))
@@ -210,6 +220,8 @@ class Model(nn.Module):
             return Trace(none, state or self.start(rows), (None,) * len(self.blocks), (none,) * len(self.blocks))
         if self._stepwise:
             return self._trace_steps(tokens, state or self.start(rows), borders, mode)
+        if borders is not None and state is None and not keep and mode == "on" and self._fronts(tokens):
+            return self._pass_lanes(tokens, position, borders)
         return self._pass(tokens, state, position, borders, mode)
 
     def _pass(self, tokens: Tensor, state: State | None, position: Tensor, borders: list[int] | None, mode: Mode) -> Trace:
@@ -227,9 +239,7 @@ class Model(nn.Module):
 
     def _front(self, tokens: Tensor, state: State | None, borders: list[int] | None, mode: Mode) -> slice | None:
         """The whole segments of a call, if they are to be read in a wavefront."""
-        if self.schedule == "layers" or mode != "on" or borders is not None or torch.compiler.is_compiling():
-            return None
-        if (self.schedule == "auto" and not tokens.is_cuda) or wavefront.unsupported(list(self.blocks)) is not None:
+        if mode != "on" or borders is not None or not self._fronts(tokens):
             return None
         size = self.config.segment
         at = {0} if state is None else {place % size for place in places(state.position)}
@@ -238,6 +248,25 @@ class Model(nn.Module):
         if len(at) > 1 or count < wavefront.LEAST or not (state is None or self.remembers_all(state)):
             return None
         return slice(start, start + count * size)
+
+    def _fronts(self, tokens: Tensor) -> bool:
+        """Whether whole segments are read in a wavefront."""
+        if self.schedule == "layers" or (self.schedule == "auto" and not tokens.is_cuda) or torch.compiler.is_compiling():
+            return False
+        return wavefront.unsupported(list(self.blocks)) is None
+
+    def _pass_lanes(self, tokens: Tensor, position: Tensor, borders: list[int]) -> Trace:
+        """Packed documents from their starts, laid side by side; what they leave is lost."""
+        there, back, begins = (x.to(tokens.device) for x in wavefront.lanes(borders, self.config.segment))
+        x = pick(self.embed(tokens)[0], there)
+        checkpointing = self.checkpointing and self.training and torch.is_grad_enabled()
+        start = self.start(len(there)).blocks
+        passed = wavefront.read(list(self.blocks), x, start, begins=begins, checkpointing=checkpointing)
+        packed = lambda rows: rows.flatten(0, 1).index_select(0, back).unsqueeze(0)
+        seen = wavefront.Later(len(passed.seen), lambda layer: Seen.mapped(passed.seen[layer], packed))
+        layers = wavefront.Later(len(passed.layers), lambda layer: packed(passed.layers[layer]))
+        counts = torch.tensor(borders, device=position.device).diff()
+        return Trace(self.norm(packed(passed.x)), State((), position + counts), seen, layers)
 
     def remembers_all(self, state: State) -> bool:
         """Whether the memories have read what the model has: after a call with its memory off their chunks begin elsewhere."""
@@ -331,13 +360,13 @@ class Model(nn.Module):
             return checkpoint(block, *inputs, use_reentrant=False)
         return block(*inputs)
 
-    def _trace_masked(self, tokens: Tensor, state: State | None, mask: Tensor, memory: Mode | None) -> Trace:
+    def _trace_masked(self, tokens: Tensor, state: State | None, mask: Tensor, memory: Mode | None, keep: bool) -> Trace:
         """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or window."""
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
-        inside = self._trace(tokens[mask].unsqueeze(0), state, borders, memory)
+        inside = self._trace(tokens[mask].unsqueeze(0), state, borders, memory, keep)
 
         def spread(seen: Seen | None) -> Seen | None:
-            return seen and Seen(repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask)))
+            return Seen.mapped(seen, lambda tensor: repad(tensor, mask))
 
         layers = tuple(repad(layer, mask) for layer in inside.layers)
         return Trace(repad(inside.hidden, mask), inside.state, tuple(spread(seen) for seen in inside.seen), layers)

@@ -19,8 +19,9 @@ Of layers times segments small steps there remain layers plus segments large one
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from remanence.attention import Persistent
 from remanence.blocks import MAC, MACState, Seen
 from remanence.layers import Features, Linear, operand
 from remanence.memory.neural import InitialMemory, NeuralMemoryState
-from remanence.ops.state import TensorTuple, noted, placed
+from remanence.ops.state import TensorTuple, noted, placed, where
 
 LEAST = 2
 """Segments below which layer after layer is as good."""
@@ -48,8 +49,6 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
         return "a segment has to be so many chunks"
     if any(mixer.memory.layer.watch is not None for mixer in mixers):
         return "a memory is being watched"
-    if any(type(parameter.data) is not Tensor for parameter in blocks[0].parameters()):
-        return "the weights are sharded"
     return None
 
 
@@ -73,8 +72,61 @@ class Passage(NamedTuple):
     layers: Sequence[Tensor]
 
 
-def read(blocks: Sequence[nn.Module], x: Tensor, states: Sequence[MACState], *, checkpointing: bool = False) -> Passage:
-    """Whole segments ``[b t d]`` through all blocks, memory "on", from where a segment begins, and a chunk with it."""
+class Lanes(NamedTuple):
+    """Packed documents in rows of whole segments, several in a row, each from a segment's start on: where each row's token stands
+    in the call ``[rows t]``, -1 for none; where each of the call's tokens stands in the rows, laid flat; and which segments of
+    each row begin a document ``[rows segments]``.
+    """
+
+    there: Tensor
+    back: Tensor
+    begins: Tensor
+
+
+WIDE = 8
+"""Rows that packed documents are laid into, about, unless one of them is longer than all of them would then be."""
+
+
+def lanes(borders: list[int], size: int) -> Lanes:
+    """The longest first, each into the first row that has room."""
+    counts = [b - a for a, b in itertools.pairwise(borders)]
+    needed = [-(-count // size) for count in counts]
+    room = max(1, *needed, -(-sum(needed) // WIDE))
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for document in sorted(range(len(counts)), key=lambda each: -needed[each]):
+        row = next((row for row, free in enumerate(left) if free >= needed[document]), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            left.append(room)
+        rows[row].append(document)
+        left[row] -= needed[document]
+    there = torch.full((len(rows), room * size), -1)
+    back, begins = torch.empty(borders[-1], dtype=torch.int64), torch.zeros(len(rows), room, dtype=torch.bool)
+    for row, documents in enumerate(rows):
+        at = 0
+        for document in documents:
+            first, count = borders[document], counts[document]
+            there[row, at * size : at * size + count] = torch.arange(first, first + count)
+            back[first : first + count] = torch.arange(count) + (row * room + at) * size
+            begins[row, at : at + 1] = count > 0
+            at += needed[document]
+    return Lanes(there, back, begins)
+
+
+def read(
+    blocks: Sequence[nn.Module],
+    x: Tensor,
+    states: Sequence[MACState],
+    *,
+    begins: Tensor | None = None,
+    checkpointing: bool = False,
+) -> Passage:
+    """Whole segments ``[b t d]`` through all blocks, memory "on", from where a segment begins, and a chunk with it.
+
+    Where `begins` ``[b segments]`` says so a row begins anew, as it did before its first segment.
+    """
     mixers: list[Any] = [block.mixer for block in blocks]
     segments = x.split(mixers[0].size, 1)
     rows, depth, count = x.shape[0], len(blocks), len(segments)
@@ -95,6 +147,9 @@ def read(blocks: Sequence[nn.Module], x: Tensor, states: Sequence[MACState], *, 
             begun = Carry(states[time].memory, states[time].asked)
             carry = begun if carry is None else Carry.concat([carry, begun])
         assert carry is not None
+        if begins is not None:
+            anew = begins[:, time - last : time - first + 1].mT.flip(0).flatten()
+            carry = where(anew, Carry.concat([Carry(state.memory, state.asked) for state in states[first : last + 1]]), carry)
         before, step = carry.memory.memory.weights, torch.cat(inputs) if len(inputs) > 1 else inputs[0]
         arguments = (reads, stack.take(first, last + 1), step, carry)
         y, carry, seen = checkpoint(_step, *arguments, use_reentrant=False) if checkpointing else _step(*arguments)
@@ -189,15 +244,17 @@ class Stack:
         self.groups = [[each[name] for each in found] for name in self.names]
         self.dtypes = [narrow if narrow is not None and kinds[name] else group[0].dtype
                        for name, group in zip(self.names, self.groups, strict=True)]  # fmt: skip
-        self.sums: list[Tensor] | None = None
+        self.depth, self.sums = len(blocks), cast("list[Tensor] | None", None)
         self.trains = torch.is_grad_enabled() and any(parameter.requires_grad for group in self.groups for parameter in group)
-        flat = [parameter for group in self.groups for parameter in group]
-        self.stacked = _Stacked.apply(self, *flat) if self.trains else self.stack()
+        flat = [_gathered(parameter) for group in self.groups for parameter in group]
+        mesh = getattr(self.groups[0][0], "device_mesh", None)
+        self.mesh = 1 if mesh is None else mesh.size()
+        self.stacked = _Stacked.apply(self, *flat) if self.trains else self.stack(flat)
 
-    def stack(self) -> tuple[Tensor, ...]:
+    def stack(self, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            pairs = zip(self.groups, self.dtypes, strict=True)
-            return tuple(torch.stack([parameter.detach() for parameter in group]).to(dtype) for group, dtype in pairs)
+            groups = [flat[first : first + self.depth] for first in range(0, len(flat), self.depth)]
+            return tuple(torch.stack(list(group)).to(dtype) for group, dtype in zip(groups, self.dtypes, strict=True))
 
     def take(self, first: int, last: int) -> dict[str, Tensor]:
         """Those of some layers in a row, by the names that `_Reads` has for them."""
@@ -206,8 +263,8 @@ class Stack:
 
     def add(self, first: int, last: int, grads: Sequence[Tensor | None]) -> None:
         if self.sums is None:
-            self.sums = [torch.zeros(len(group), *group[0].shape, dtype=group[0].dtype, device=group[0].device)
-                         for group in self.groups]  # fmt: skip
+            self.sums = [torch.zeros_like(each, dtype=group[0].dtype)
+                         for each, group in zip(self.stacked, self.groups, strict=True)]  # fmt: skip
         for total, grad in zip(self.sums, grads, strict=True):
             if grad is not None:
                 total[first:last] += grad
@@ -216,7 +273,17 @@ class Stack:
         sums, self.sums = self.sums, None
         if sums is None:
             return [None] * sum(len(group) for group in self.groups)
-        return [grad for total in sums for grad in total.unbind(0)]
+        # Of weights that several processes share the gradient is the mean of theirs, as FSDP has it; these are added up.
+        return [grad for total in sums for grad in (total if self.mesh == 1 else total / self.mesh).unbind(0)]
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    """A parameter whole, where processes share it; its gradient goes back to those who have it."""
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    return parameter.full_tensor(grad_placements=[Partial()])
 
 
 class _Stacked(torch.autograd.Function):
@@ -226,7 +293,7 @@ class _Stacked(torch.autograd.Function):
     def forward(ctx: Any, stack: Stack, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.stack = stack
         ctx.set_materialize_grads(False)
-        return stack.stack()
+        return stack.stack(parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -1,5 +1,7 @@
 """The wavefront is another order of the same work: outputs, states and gradients are those of layer after layer."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -140,3 +142,46 @@ def test_the_default_on_a_cpu_is_layer_after_layer(counted):
     subject(torch.randint(50, (1, 4 * SEGMENT)))
     assert subject.schedule == "auto" and not counted
     assert len(tensors(subject.start(1))) > 0
+
+
+DOCUMENTS = {
+    "one": [0, 3 * SEGMENT],
+    "many of all sizes": [0, 5, 5 + SEGMENT, 40, 40, 41, 41 + 4 * SEGMENT, 130, 150],
+    "whole segments": [0, SEGMENT, 3 * SEGMENT, 4 * SEGMENT],
+    "short": [0, 1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("net", [{}, {"memory": {"net": "titans", "expansion": 1.0, "chunk": 8}}], ids=["deep", "titans"])
+@pytest.mark.parametrize("borders", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_packed_documents_side_by_side(borders, net, counted):
+    """If the state is not to be kept: the same outputs and gradients as document by document; nothing of one reaches another."""
+    subject, tokens = model(**net), torch.randint(50, (1, borders[-1]))
+
+    def found(schedule):
+        subject.schedule = schedule
+        seen = subject.trace(tokens, offsets=borders, keep=False)
+        gates = [gate for each in seen.seen for gate in each.gates.tensors()]
+        grads = torch.autograd.grad(seen.hidden.sin().sum(), list(subject.parameters()), allow_unused=True)
+        return [seen.hidden, seen.surprise, *seen.layers, *gates], seen.state.position, grads
+
+    one, other = found("layers"), found("wavefront")
+    assert counted == [1]
+    for a, b in zip(one, other, strict=True):
+        assert_close(a, b, 1e-9)
+
+
+def test_documents_lie_in_few_rows_and_none_is_lost():
+    torch.manual_seed(0)
+    borders = [0, *torch.randint(0, 900, (60,)).cumsum(0).tolist()]
+    there, back, begins = wavefront.lanes(borders, 512)
+    assert len(there) <= wavefront.WIDE + 1 and there.shape[1] == 512 * begins.shape[1]
+    assert torch.equal(there.flatten()[back], torch.arange(borders[-1]))
+    assert int(begins.sum()) == sum(b > a for a, b in itertools.pairwise(borders))
+
+
+def test_a_state_that_is_asked_for_is_there(counted):
+    subject, tokens = model(), torch.randint(50, (1, 60))
+    subject.schedule = "wavefront"
+    seen = subject.trace(tokens, offsets=[0, 20, 60])
+    assert len(seen.state.blocks) == 3 and not counted

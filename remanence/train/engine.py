@@ -388,7 +388,8 @@ def take_step(
         every = asked_here == sum(each.targets.numel() for each in batches)
         batch = Batch._make(x.to(world.device, non_blocking=True) if isinstance(x, Tensor) else x for x in batch)
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            seen = model.trace(batch.tokens, state, mask=None if mask is None else batch.mask, offsets=batch.offsets)
+            kept = config.carry or begin is not None
+            seen = model.trace(batch.tokens, state, mask=None if mask is None else batch.mask, offsets=batch.offsets, keep=kept)
             asked = slice(None) if every else batch.targets >= 0
             logits = model.logits(seen.hidden[asked]).flatten(0, -2)
             loss = F.cross_entropy(logits.float(), batch.targets[asked].flatten(), reduction="sum") / max(1, count)

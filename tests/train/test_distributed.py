@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from runs import config, losses, weights
 
 from remanence import Model
+from remanence.config import change
 from remanence.testing import assert_close
 from remanence.train import DataConfig, export, fit
 from remanence.train.checkpoint import checkpoints
@@ -61,6 +62,41 @@ def train_all(named, folder):
 def resume_all(names, folder):
     for name in names:
         fit(None, Path(folder) / name, resume=True)
+
+
+def train_in_front(named, folder):
+    """MAC's layers several at once, which on a CPU they are not by themselves."""
+    made = Model.__init__
+
+    def init(self, *args, **fields):
+        made(self, *args, **fields)
+        self.schedule = "wavefront"
+
+    Model.__init__ = init
+    train_all(named, folder)
+    Model.__init__ = made
+
+
+def test_a_wavefront_of_shared_weights(tmp_path, shards):
+    """Rows of one length, documents carried on, documents packed: two processes with MAC in a wavefront are one without."""
+    common = {"steps": 4, "save_every": 4}
+    small = {"segment": 16, "window": 16}
+    model = change(config("mac", **common).model, {**small, "depth": 3})
+    named = {
+        "recall": config("mac", model=model, **common),
+        "carried": config("mac", model=model, **common, data=DataConfig(kind="documents", path=shards, length=48), carry=True),
+        "packed": config(
+            "mac", model=model, **common, data=DataConfig(kind="packed", path=shards, length=48), checkpointing=True
+        ),
+    }
+    train_all(named, tmp_path / "one")
+    on_two(train_in_front, named, tmp_path / "two")
+    for name in named:
+        alone, found = losses(tmp_path / "one" / name), losses(tmp_path / "two" / name)
+        assert len(alone) == 4
+        for step, loss in alone.items():
+            assert found[step] == pytest.approx(loss, abs=1e-5), (name, step)
+        assert_close(weights(tmp_path / "two" / name), weights(tmp_path / "one" / name), 1e-4)
 
 
 def half(source, target):
