@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from math import lcm
 from typing import Any, TypeVar
@@ -27,7 +28,9 @@ def capture(
     the function returned, which every replay writes anew. With a graph `beside` it shares the memory, so that what one of them
     left is lost when the other is replayed.
     """
-    with torch.cuda.device(device):
+    with warnings.catch_warnings(), torch.cuda.device(device):
+        # Steps before it ran on another stream, for which torch would wait: it is the one that this stream has waited for.
+        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,32 @@ def test_resuming_from_any_checkpoint_is_not_stopping(tmp_path, shards, kind):
         assert losses(part) == losses(whole)
         assert_close(weights(part), weights(whole), 0.0)
         shutil.rmtree(part)
+
+
+def test_the_end_of_a_document(tmp_path, shards):
+    """Its padding is read, yet the loss is that of the document alone, nothing of it is left to the next, and no memory of it is
+    handed out.
+    """
+    data = DataConfig(kind="documents", path=shards, length=24)
+    given = config("mag", data=data, carry=True, keep=99, save_every=1)
+    source = engine.SOURCES["documents"](given, 4, 0, 1)
+    ends = {step: (~source.step(step).mask.all(1)).tolist() for step in range(12)}
+    last = max(step for step, rows in ends.items() if any(rows) and not all(rows))
+    given = replace(given, steps=last + 1)
+    fit(given, tmp_path / "run")
+    over, inside = ends[last].index(True), ends[last].index(False)
+    with pytest.raises(
+        ValueError, match=rf"row: expected one of [\d, ]+, got {over}, whose document ended with the run's last step"
+    ):
+        engine.export(tmp_path / "run", tmp_path / "no", memory=tmp_path / "no.mem", row=over)
+    assert not (tmp_path / "no").exists() and not (tmp_path / "no.mem").exists()
+    engine.export(tmp_path / "run", tmp_path / "model", memory=tmp_path / "run.mem", row=inside)
+
+    torch.manual_seed(0)
+    model, batch = Model(given.model).double(), source.step(last)
+    with torch.no_grad():
+        padded, masked = model(batch.tokens)[0], model(batch.tokens, mask=batch.mask)[0]
+    assert_close(padded[batch.targets >= 0], masked[batch.targets >= 0], 1e-10)
 
 
 def test_what_was_trained_can_be_talked_to(tmp_path, shards):

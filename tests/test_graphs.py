@@ -1,0 +1,145 @@
+"""What is captured as a CUDA graph is what is launched: to the bit on a GPU, and elsewhere it is said why nothing is captured."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from remanence import Model, preset, reader
+from remanence.graphs import border_of, longest_window, stand_at, unsupported
+from remanence.model import memories
+from remanence.ops import layer
+from remanence.ops.state import advanced, aligned, noted, placed, places, where
+from remanence.train.graphed import Graphed
+
+on_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="needs a GPU, not under the interpreter"
+)
+VARIANTS = ["lmm", "mag", "mal", "mac", "window"]
+
+
+def model(variant, **fields):
+    torch.manual_seed(0)
+    shape = {"segment": 128, "window": 256, "vocabulary": 256, "dim": 256, "heads": 4, "depth": 3, **fields}
+    made = Model(preset("tiny", variant, **shape))
+    with torch.no_grad():  # nothing may hide behind gains of 1 or features of nothing
+        for name, parameter in made.named_parameters():
+            if "features.down" in name:
+                parameter.normal_()
+            elif parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
+
+
+def test_why_nothing_is_captured():
+    assert unsupported(model("lmm"), 512, True) == "only CUDA has graphs"
+    with pytest.raises(ValueError, match="model: expected one whose step can be captured, but only CUDA has graphs"):
+        Graphed(model("lmm"))(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_where_everything_ends_together():
+    subject = model("mac", memory={"chunk": 64})
+    assert border_of(subject) == 128 and longest_window(subject) == 0
+    assert border_of(model("mag", memory={"chunk": 64})) == 64 and longest_window(model("mag")) == 256
+
+
+def test_a_state_that_is_said_to_stand_somewhere():
+    """Every position in it; a segment's counts from its own start."""
+    state = stand_at(model("mac").start(2).to("meta"), [256, 300])
+    assert noted(state.position) == [256, 300]
+    assert [noted(memory.position) for memory in memories(state)] == [[256, 300]] * 3
+    assert [noted(block.segment.position) for block in state.blocks] == [[0, 44]] * 3
+
+
+def test_what_the_host_knows_of_positions():
+    """Notes go on with what all rows read, with copies and with a choice of rows; not with what the device alone decides."""
+    position = placed(torch.zeros(2, dtype=torch.int64, device="meta"), [0, 64])
+    assert noted(advanced(position, 64)) == [64, 128] and aligned(advanced(position, 64), 64)
+    assert noted(advanced(position, torch.ones(2, dtype=torch.int64, device="meta"))) is None
+    assert noted(position + 1) is None and not aligned(position + 1, 1)
+    later = advanced(position, 64)
+    assert noted(where([True, False], position, later)) == [0, 128]
+    assert noted(where(torch.tensor([True, False], device="meta"), position, later)) is None
+    here = torch.tensor([3, 5])
+    assert noted(here) == places(here) == [3, 5]
+
+
+def test_reading_in_pieces_is_reading():
+    subject, tokens = model("mag").double(), torch.randint(256, (1, 700))
+    with torch.no_grad():
+        whole = subject.trace(tokens)
+        found = reader.read(subject, tokens)
+    assert torch.allclose(found.last, whole.hidden[:, -1], atol=1e-9) and not found.diverged
+    assert found.surprise == pytest.approx(float(whole.surprise.sum())) and found.surprised == 700
+    found.state.blocks[0].memory.memory.diverged[0] = True
+    assert reader.read(subject, tokens[:, :3], found.state).diverged
+
+
+def gradients(subject, tokens, dtype, *, fused=True, schedule="auto"):
+    before, layer.AUTO, subject.schedule = layer.AUTO, fused, schedule
+    with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        logits, _ = subject(tokens)
+    found = torch.autograd.grad(100 * logits.float().sin().mean(), list(subject.parameters()))
+    layer.AUTO, subject.schedule = before, "auto"
+    return [logits.detach(), *found]
+
+
+def apart(true, x):
+    error = float((true.double() - x.double()).square().mean().sqrt() / true.double().square().mean().sqrt().clamp_min(1e-30))
+    return error if error == error else float("inf")
+
+
+@on_gpu
+@pytest.mark.parametrize("schedule", ["layers", "wavefront"])
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize("variant", ["mac", "mag", "attention"])
+def test_whole_models_on_their_own_kernels(variant, width, schedule):
+    """At most twice as far from float32 as torch's own parts are in bfloat16, and the same twice."""
+    subject = model(variant, memory={"head_dim": width}).cuda()
+    tokens = torch.randint(256, (3, 600), device="cuda")
+    true = gradients(subject, tokens, torch.float32, fused=False, schedule="layers")
+    usual = gradients(subject, tokens, torch.bfloat16, fused=False, schedule="layers")
+    first, second = (gradients(subject, tokens, torch.bfloat16, schedule=schedule) for _ in range(2))
+    for name, exact, plain, ours, again in zip(["y", *dict(subject.named_parameters())], true, usual, first, second, strict=True):
+        assert torch.equal(ours, again), name
+        assert apart(exact, ours) <= 2 * apart(exact, plain) + 1e-5, name
+
+
+@on_gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_captured_steps_are_steps(variant):
+    """Rows that begin, go on, and begin again beside others that go on."""
+    subject = model(variant).cuda().train()
+    parameters, graphed, state = list(subject.parameters()), Graphed(subject, torch.bfloat16), subject.start(3).detach()
+    for step in range(5):
+        tokens, begins = torch.randint(256, (3, 513), device="cuda"), [step == 3, False, False]
+        loss, seen = graphed(tokens[:, :-1], tokens[:, 1:], state, torch.tensor(begins))
+        found = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+        after, said = seen.state.clone(), float(loss)
+        with torch.autocast("cuda", torch.bfloat16):
+            plain = subject.trace(tokens[:, :-1], where(begins, subject.start(3), state))
+            truth = F.cross_entropy(subject.logits(plain.hidden).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        assert said == pytest.approx(float(truth), abs=1e-6)
+        for a, b in zip(torch.autograd.grad(truth, parameters, allow_unused=True), found, strict=True):
+            assert a is None or torch.equal(a, b)
+        assert all(torch.equal(a, b) for a, b in zip(plain.state.tensors(), after.tensors(), strict=True))
+        assert places(after.position) == after.position.tolist()
+        state = after.detach()
+    assert len(graphed.held) == 2
+
+
+@on_gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_captured_pieces_are_pieces(variant, monkeypatch):
+    subject, tokens = model(variant).cuda().eval(), torch.randint(256, (1, 512 * 7 + 100), device="cuda")
+    monkeypatch.setattr(reader, "LARGE", 512)
+    monkeypatch.setattr(reader, "PIECE", 512)
+    captured = reader.read(subject, tokens)
+    assert reader._COUNTED[subject].graph is not None
+    reader._COUNTED.clear()
+    monkeypatch.setattr(reader, "PATIENCE", 10**9)
+    launched = reader.read(subject, tokens)
+    assert torch.equal(captured.last, launched.last) and captured.surprise == launched.surprise
+    assert all(torch.equal(a, b) for a, b in zip(captured.state.tensors(), launched.state.tensors(), strict=True))
+    assert places(captured.state.position) == [512 * 7 + 100]
