@@ -18,7 +18,7 @@ from remanence.evaluate.bookmark import Bookmark
 from remanence.files import read_json
 from remanence.generate import DIVERGED, Generation, Sampling, check_tokenizer
 from remanence.model import Model, State
-from remanence.reader import PIECE, read
+from remanence.reader import PIECE, piece_of, read
 from remanence.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.train import TrainConfig
 from remanence.train.engine import TRAINED
@@ -95,15 +95,16 @@ class Subject:
         found = self.bookmark.find(self.model, whole)
         state, at = (found[0], found[1]["at"]) if found else (self.model.start(len(texts)), 0)
         self.passed(at * len(texts))
-        for start in range(at, max(len(text) for text in texts), PIECE):
-            parts = [text[start : start + PIECE].astype(np.int64) for text in texts]
+        size = piece_of(self.model)
+        for start in range(at, max(len(text) for text in texts), size):
+            parts = [text[start : start + size].astype(np.int64) for text in texts]
             longest = max(len(part) for part in parts)
             tokens = torch.from_numpy(np.stack([np.pad(part, (0, longest - len(part))) for part in parts])).to(self.place)
             here = torch.tensor([len(part) for part in parts])
             mask = (torch.arange(longest) < here[:, None]).to(self.place) if int(here.min()) < longest else None
             state = read(self.model, tokens, state, mask=mask).state
             self.passed(sum(len(part) for part in parts))
-            self.bookmark.keep(self.model, state, lambda at=start + PIECE: {"at": at}, whole)  # type: ignore[misc]
+            self.bookmark.keep(self.model, state, lambda at=start + size: {"at": at}, whole)  # type: ignore[misc]
         return state
 
     def answers(

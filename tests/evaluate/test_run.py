@@ -312,6 +312,7 @@ def test_a_unit_of_hours_goes_on_in_its_middle(home, monkeypatch, task, variant)
     saved(home / "m", variant)
     monkeypatch.setattr(bookmark, "EVERY", 0.0)
     monkeypatch.setattr(subject, "PIECE", 128)
+    monkeypatch.setattr("remanence.reader.PIECE", 128)
     lines = [{"text": TEXT * 2}, {"text": "é" + TEXT * 3}]
     (home / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {
