@@ -181,11 +181,14 @@ class MAC(nn.Module):
         return MACState(memory, memory.memory.weights, memory.conv[0], self.attention.start(rows))
 
     def forward(self, x: Tensor, state: MACState | None, offsets: list[int] | None, mode: Mode) -> Passed:
+        new = state is None
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
-        if mode == "on" and offsets is None and self.begins(state) and x.shape[1] >= self.size:
+        begins = (new and self.size % self.memory.layer.config.chunk == 0) or self.begins(state)
+        if mode == "on" and offsets is None and begins and x.shape[1] >= self.size:
             return self._wholes(x, state)
-        return self._parts(x, state, offsets, mode)
+        opened = [0] * len(state.segment.position) if new else places(state.segment.position)
+        return self._parts(x, state, offsets, mode, opened, begins and offsets is None)
 
     def begins(self, state: MACState) -> bool:
         """Whether every row is known to stand where a segment begins, and a chunk with it."""
@@ -205,28 +208,29 @@ class MAC(nn.Module):
             noted.append(seen)
         state = MACState(memory, weights, asked, self.attention.start(x.shape[0]))
         if left is not None:
-            last = self._parts(left, state, None, "on")
+            last = self._parts(left, state, None, "on", [0] * x.shape[0], True)
             state = last.state
             pieces.append(last.y)
             noted.append(last.seen)
         return Passed(torch.cat(pieces, 1), state, Seen.join(noted))
 
-    def _parts(self, x: Tensor, state: MACState, offsets: list[int] | None, mode: Mode) -> Passed:
-        """Wherever rows stand in their segments."""
-        opened = places(state.segment.position)
+    def _parts(
+        self, x: Tensor, state: MACState, offsets: list[int] | None, mode: Mode, opened: list[int], begins: bool
+    ) -> Passed:
+        """Wherever rows stand in their segments (`opened`); whether it is known that a chunk begins with each of these."""
         if mode == "fresh":
             old = [place > self.size for place in places(state.memory.memory.position)]
             state = self._anew(state, old) if any(old) else state
         cuts = Cuts(x, offsets, opened, self.size)
         pieces, noted = [], []
         for part in cuts:
-            begins = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
-            if any(begins):
-                state = self._anew(state, begins) if mode == "fresh" else state
-                known = aligned(state.memory.memory.position, self.memory.layer.config.chunk)
+            starts = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
+            if any(starts):
+                state = self._anew(state, starts) if mode == "fresh" else state
+                known = begins or aligned(state.memory.memory.position, self.memory.layer.config.chunk)
                 settled = state.memory.memory.weights if known else self.memory.layer.settle(state.memory)
                 now = tuple(weight.contiguous() for weight in settled)
-                state = state._replace(weights=where(begins, now, state.weights))
+                state = state._replace(weights=where(starts, now, state.weights))
             y, state, seen = self._step(cuts.take(part), state, opened, part.borders, mode)
             opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
             pieces.append(y)

@@ -32,8 +32,9 @@ def kept(make: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(make)
     def ask(*args: P.args, **kwargs: P.kwargs) -> T:
-        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        return make(*args, **kwargs) if fake or torch.compiler.is_compiling() else remembered(*args, **kwargs)
+        if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return make(*args, **kwargs)
+        return remembered(*args, **kwargs)
 
     return ask
 

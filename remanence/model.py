@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from remanence import wavefront
+import remanence.wavefront as wavefront
 from remanence.blocks import Block, Cuts, Seen
 from remanence.config import MODES, Mode, ModelConfig, change, known
 from remanence.files import aligned, read_json, read_tensors, write_json, write_tensors

@@ -102,7 +102,7 @@ def test_what_is_claimed_comes_first(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--out", str(tmp_path / "gpu.json")])
     gpu.main()
     titles = [title for _, title, _ in order]
-    claimed = "bbbb" + "eee" + "ffff" + "ccccc"
+    claimed = "bbbb" + "e" + "ffff" + "cccc"
     assert "".join(part for part, *_ in order[: len(claimed)]) == claimed
     assert {part for part, *_ in order[len(claimed) :]} == set("bcda")
     assert titles[:4] == [gpu.OURS, gpu.MATRIX, gpu.DEFAULT, "remanence, linear, token-exact, momentum"]

@@ -85,7 +85,10 @@ def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     begin = time.perf_counter()
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    try:
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    except SystemError:  # CPython 3.11 miscounts its recursion where several threads parse at once
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return Need(built.metadata.shared, built.asm["ptx"], time.perf_counter() - begin)
 
 
