@@ -94,8 +94,8 @@ class Model(nn.Module):
 
     ``model.memory`` says what becomes of the memories, neural and kNN: "on"; "off", as if there were none; "frozen", read but
     never written; "fresh", begun anew at every segment. ``model.checkpointing`` trades a second forward pass for memory in
-    training. ``model.schedule`` is how MAC layers read whole segments: "layers", one layer after the other; "wavefront", several
-    layers at once (`remanence.wavefront`; where that cannot be, one after the other); "auto" takes the latter on CUDA.
+    training. ``model.schedule`` is how MAC layers read whole segments: "wavefront", several layers at once where that can be
+    (`remanence.wavefront`), or "layers", one after the other.
     """
 
     def __init__(self, config: ModelConfig, **fields: Any) -> None:
@@ -117,7 +117,7 @@ class Model(nn.Module):
         # What a store is to hold is known only when all layers have read a segment, or is another layer's to say.
         self._stepwise = bool(stores) and (c.knn.write == "surprise" or (c.knn.shared and len(stores) > 1))
         self.checkpointing = False
-        self.schedule: Literal["auto", "layers", "wavefront"] = "auto"
+        self.schedule: Literal["wavefront", "layers"] = "wavefront"
         self._memory: Mode = "on"
         self.reset_parameters()
 
@@ -220,7 +220,7 @@ class Model(nn.Module):
             return Trace(none, state or self.start(rows), (None,) * len(self.blocks), (none,) * len(self.blocks))
         if self._stepwise:
             return self._trace_steps(tokens, state or self.start(rows), borders, mode)
-        if borders is not None and state is None and not keep and mode == "on" and self._fronts(tokens):
+        if borders is not None and state is None and not keep and mode == "on" and self._fronts():
             return self._pass_lanes(tokens, position, borders)
         return self._pass(tokens, state, position, borders, mode)
 
@@ -239,7 +239,7 @@ class Model(nn.Module):
 
     def _front(self, tokens: Tensor, state: State | None, borders: list[int] | None, mode: Mode) -> slice | None:
         """The whole segments of a call, if they are to be read in a wavefront."""
-        if mode != "on" or borders is not None or not self._fronts(tokens):
+        if mode != "on" or borders is not None or not self._fronts():
             return None
         size = self.config.segment
         at = {0} if state is None else {place % size for place in places(state.position)}
@@ -249,9 +249,9 @@ class Model(nn.Module):
             return None
         return slice(start, start + count * size)
 
-    def _fronts(self, tokens: Tensor) -> bool:
+    def _fronts(self) -> bool:
         """Whether whole segments are read in a wavefront."""
-        if self.schedule == "layers" or (self.schedule == "auto" and not tokens.is_cuda) or torch.compiler.is_compiling():
+        if self.schedule == "layers" or torch.compiler.is_compiling():
             return False
         return wavefront.unsupported(list(self.blocks)) is None
 

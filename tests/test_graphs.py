@@ -76,12 +76,12 @@ def test_reading_in_pieces_is_reading():
     assert reader.read(subject, tokens[:, :3], found.state).diverged
 
 
-def gradients(subject, tokens, dtype, *, fused=True, schedule="auto"):
+def gradients(subject, tokens, dtype, *, fused=True, schedule="wavefront"):
     before, layer.AUTO, subject.schedule = layer.AUTO, fused, schedule
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
         logits, _ = subject(tokens)
     found = torch.autograd.grad(100 * logits.float().sin().mean(), list(subject.parameters()))
-    layer.AUTO, subject.schedule = before, "auto"
+    layer.AUTO, subject.schedule = before, "wavefront"
     return [logits.detach(), *found]
 
 
