@@ -78,9 +78,9 @@ class Trace(NamedTuple):
     @classmethod
     def join(cls, pieces: Sequence[Trace]) -> Trace:
         """Of a call that was read in pieces, one behind the other."""
-        seen = [Seen.join(column) for column in zip(*[piece.seen for piece in pieces], strict=True)]
-        layers = [torch.cat(column, 1) for column in zip(*[piece.layers for piece in pieces], strict=True)]
-        return cls(torch.cat([piece.hidden for piece in pieces], 1), pieces[-1].state, tuple(seen), tuple(layers))
+        seen = wavefront.Later(len(pieces[0].seen), lambda layer: Seen.join([piece.seen[layer] for piece in pieces]))
+        layers = wavefront.Later(len(seen), lambda layer: torch.cat([piece.layers[layer] for piece in pieces], 1))
+        return cls(torch.cat([piece.hidden for piece in pieces], 1), pieces[-1].state, seen, layers)
 
     @property
     def surprise(self) -> Tensor | None:

@@ -30,9 +30,15 @@ from torch.utils.checkpoint import checkpoint
 
 from remanence.attention import Persistent
 from remanence.blocks import MAC, MACState, Seen
-from remanence.layers import Features, Linear, operand
+from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, operand
 from remanence.memory.neural import InitialMemory, NeuralMemoryState
 from remanence.ops.state import TensorTuple, noted, placed, where
+
+NARROW = (Linear, Features, InitialMemory, Persistent)
+"""Whose parameters are operands of products, which autocast narrows."""
+
+KNOWN = (*NARROW, RMSNorm, ShortConv, GateProjection)
+"""Whose parameters may have one axis more."""
 
 LEAST = 2
 """Segments below which layer after layer is as good."""
@@ -49,6 +55,11 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
         return "a segment has to be so many chunks"
     if any(mixer.memory.layer.watch is not None for mixer in mixers):
         return "a memory is being watched"
+    inside = [module for block in blocks for module in block.modules() if module is not block]
+    if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
+        return "a module has hooks, which belong to one layer"
+    if not all(isinstance(module, KNOWN) or not module._parameters for module in inside):
+        return "a module is not one of ours, and may not know what to do with several layers' weights"
     return None
 
 
@@ -220,10 +231,6 @@ class Later(Sequence[T]):
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
         chosen = range(self.size)[index]
         return self.make(chosen) if isinstance(chosen, int) else [self.make(each) for each in chosen]
-
-
-NARROW = (Linear, Features, InitialMemory, Persistent)
-"""Whose parameters are operands of products, which autocast narrows."""
 
 
 class Stack:

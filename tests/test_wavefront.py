@@ -112,7 +112,13 @@ def test_frozen_parameters_get_none():
 
 @pytest.mark.parametrize(
     ("case", "why"),
-    [("mag", "only MAC"), ("one layer", "only MAC"), ("watched", "watched")],
+    [
+        ("mag", "only MAC"),
+        ("one layer", "only MAC"),
+        ("watched", "watched"),
+        ("hooked", "hooks"),
+        ("another's", "not one of ours"),
+    ],
 )
 def test_what_cannot_be_is_read_layer_after_layer(case, why, counted):
     subject = model(1 if case == "one layer" else 2)
@@ -120,6 +126,10 @@ def test_what_cannot_be_is_read_layer_after_layer(case, why, counted):
         subject = Model(preset("tiny", "mag", vocabulary=50)).double()
     if case == "watched":
         subject.blocks[0].mixer.memory.layer.watch = lambda values, answers: None
+    if case == "hooked":
+        subject.blocks[1].ffn.register_forward_hook(lambda module, inputs, output: None)
+    if case == "another's":  # as LoRA puts its own in their place
+        subject.blocks[1].ffn.down = torch.nn.Linear(48, 32, bias=False).double()
     subject.schedule = "wavefront"
     assert why in wavefront.unsupported(list(subject.blocks))
     subject(torch.randint(50, (1, 4 * SEGMENT)))
