@@ -415,7 +415,7 @@ class Graphs:
 
     def __init__(self, model: Model, config: TrainConfig, world: World, begins: bool) -> None:
         self.graphed = Graphed(model, torch.bfloat16 if config.precision == "bfloat16" else None)
-        self.config, self.steps, self.at_border = config, 0, False
+        self.config, self.steps, self.captured = config, 0, False
         self.reason = "steps are shared by several processes" if world.size > 1 else None
         self.reason = self.reason or ("rows begin in states that the host chooses" if begins else None)
         self.reason = self.reason or ("several parts make a step" if config.accumulate > 1 else None)
@@ -424,7 +424,7 @@ class Graphs:
     def of(self, batches: list[Batch], carried: State | None) -> Graphed | None:
         """The graph for a step, or None."""
         graph = self._of(batches[0], carried)
-        self.at_border = graph is not None
+        self.captured = graph is not None
         return graph
 
     def _of(self, batch: Batch, carried: State | None) -> Graphed | None:
@@ -434,7 +434,9 @@ class Graphs:
             return None
         if batch.mask is not None and batch.begins is None:
             return None
-        if self.config.carry and not self.at_border and (carried is None or not _at_border(model, carried)):
+        if self.captured:  # the step before, which left its rows where they can go on
+            return self.graphed
+        if self.config.carry and (carried is None or not _at_border(model, carried)):
             return None
         self.reason = unsupported(model, batch.tokens.shape[1], self.config.carry)
         if self.reason is None and self.config.graph is None and not self.graphed.held:

@@ -43,7 +43,8 @@ class Graphed:
 
     def __init__(self, model: Model, dtype: torch.dtype | None = None) -> None:
         self.model, self.dtype = model, dtype
-        self.device = model.embed.weight.device
+        self.device, self.parameters = model.embed.weight.device, list(model.parameters())
+        self.border, self.window = border_of(model), longest_window(model)  # asked once: every step waits for the host here
         self.held: dict[Any, _Held] = {}
 
     def __call__(
@@ -59,13 +60,13 @@ class Graphed:
         Rows carry `state`, all of them at a multiple of `border_of`, but for those that are `anew` ``[b]``: they begin a
         document. A step in which some do, or some have not read a whole window yet, is another graph than the usual one.
         """
-        reason = unsupported(self.model, tokens.shape[1], state is not None)
-        if reason is not None:
-            raise ValueError(f"model: expected one whose step can be captured, but {reason}")
         begins = None if anew is None or state is None else anew.tolist()
-        whole = state is not None and not any(begins or ()) and min(places(state.position)) >= longest_window(self.model)
+        whole = state is not None and not any(begins or ()) and min(places(state.position)) >= self.window
         key = (*tokens.shape, state is None, whole)
         if key not in self.held:
+            reason = unsupported(self.model, tokens.shape[1], state is not None)
+            if reason is not None:
+                raise ValueError(f"model: expected one whose step can be captured, but {reason}")
             self.held[key] = self._capture(tokens, targets, state, whole)
         held = self.held[key]
         held.tokens.copy_(tokens, non_blocking=True)
@@ -75,7 +76,7 @@ class Graphed:
             copy_all(held.state.tensors(), state.tensors())
             held.anew.zero_() if anew is None else held.anew.copy_(anew, non_blocking=True)
         held.graph.replay()
-        for parameter, grad in zip(self.model.parameters(), held.grads, strict=True):
+        for parameter, grad in zip(self.parameters, held.grads, strict=True):
             parameter.grad = grad
         if state is None:
             return held.loss, held.seen
@@ -90,14 +91,13 @@ class Graphed:
         anew = torch.zeros(rows, dtype=torch.bool, device=self.device)
         fixed = None if state is None else state.detach().map(torch.clone)
         made: list[Any] = []
-        border = border_of(self.model)
 
         def step() -> None:
             self.model.zero_grad(set_to_none=True)
             begun = None
             if fixed is not None:  # the host knows of rows that they stand at a border, and whether they have read a window
                 begun = fixed if whole else where(anew, self.model.start(rows), fixed)
-                begun = stand_at(begun, [border * longest_window(self.model) if whole else 0] * rows)
+                begun = stand_at(begun, [self.border * self.window if whole else 0] * rows)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
                 seen = self.model.trace(tokens, begun)
                 logits = self.model.logits(seen.hidden).flatten(0, 1)
@@ -109,5 +109,5 @@ class Graphed:
         # Of what a step leaves all is taken up before the next one begins, so that all graphs can have the same memory.
         graph, _ = capture(step, self.device, beside=next((held.graph for held in self.held.values()), None))
         loss, seen = made
-        grads = [parameter.grad for parameter in self.model.parameters()]
+        grads = [parameter.grad for parameter in self.parameters]
         return _Held(graph, tokens, targets, count, anew, fixed, loss, seen, grads)
