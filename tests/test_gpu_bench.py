@@ -104,7 +104,7 @@ def test_what_is_claimed_comes_first(gpu, monkeypatch, tmp_path):
     titles = [title for _, title, _ in order]
     claimed = "bbbb" + "e" + "ffff" + "cccc"
     assert "".join(part for part, *_ in order[: len(claimed)]) == claimed
-    assert {part for part, *_ in order[len(claimed) :]} == set("bcda")
+    assert {part for part, *_ in order[len(claimed) :]} == set("bceda")
     assert titles[:4] == [gpu.OURS, gpu.MATRIX, gpu.DEFAULT, "remanence, linear, token-exact, momentum"]
     assert [count for *_, count in order] == [*range(2, len(order) + 1), len(order)]
 
