@@ -25,6 +25,8 @@ from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import from_rows, pick, repad, to_rows
 from remanence.ops.state import TensorTuple, advanced, placed, places
 
+Schedule = Literal["wavefront", "layers"]
+
 
 class _State(NamedTuple):
     blocks: tuple[Any, ...]
@@ -117,7 +119,7 @@ class Model(nn.Module):
         # What a store is to hold is known only when all layers have read a segment, or is another layer's to say.
         self._stepwise = bool(stores) and (c.knn.write == "surprise" or (c.knn.shared and len(stores) > 1))
         self.checkpointing = False
-        self.schedule: Literal["wavefront", "layers"] = "wavefront"
+        self._schedule: Schedule = "wavefront"
         self._memory: Mode = "on"
         self.reset_parameters()
 
@@ -143,6 +145,15 @@ class Model(nn.Module):
     @memory.setter
     def memory(self, mode: Mode) -> None:
         self._memory = self._mode(mode)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        known("schedule", schedule, ("wavefront", "layers"))
+        self._schedule = schedule
 
     @property
     def has_memory(self) -> bool:

@@ -193,3 +193,8 @@ def test_a_state_that_is_asked_for_is_there(counted):
     subject.schedule = "wavefront"
     seen = subject.trace(tokens, offsets=[0, 20, 60])
     assert len(seen.state.blocks) == 3 and not counted
+
+
+def test_a_schedule_that_there_is_not():
+    with pytest.raises(ValueError, match=r"schedule: expected one of wavefront, layers, got 'layer'; did you mean 'layers'\?"):
+        model(2).schedule = "layer"

@@ -5,6 +5,7 @@ if it had not been.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -86,6 +87,8 @@ def fit(
 
 def _fit(config: TrainConfig, out: Path, resume: bool, log: Callable[[Line], None] | None, world: World) -> Model:
     source, begin = _source(config, resume, world), begin_of(config, world)
+    if config.graph and world.device.type != "cuda":
+        raise ValueError(f"graph: expected None or false on {world.device.type}, which has no CUDA graphs, got true")
     torch.manual_seed(config.seed)
     model = shard(_first(config, out).to(world.device).train(), world)
     model.checkpointing = config.checkpointing
@@ -415,7 +418,7 @@ class Graphs:
 
     def __init__(self, model: Model, config: TrainConfig, world: World, begins: bool) -> None:
         self.graphed = Graphed(model, torch.bfloat16 if config.precision == "bfloat16" else None)
-        self.config, self.steps, self.captured = config, 0, False
+        self.config, self.steps, self.captured, self.said = config, 0, False, ""
         self.reason = "steps are shared by several processes" if world.size > 1 else None
         self.reason = self.reason or ("rows begin in states that the host chooses" if begins else None)
         self.reason = self.reason or ("several parts make a step" if config.accumulate > 1 else None)
@@ -425,6 +428,10 @@ class Graphs:
         """The graph for a step, or None."""
         graph = self._of(batches[0], carried)
         self.captured = graph is not None
+        said = "captured as a CUDA graph" if graph else f"launched by the host: {self.reason}" if self.reason else None
+        if said is not None and said != self.said:
+            self.said = said
+            logging.getLogger("remanence").info("training steps: %s", said)
         return graph
 
     def _of(self, batch: Batch, carried: State | None) -> Graphed | None:

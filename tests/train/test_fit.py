@@ -81,6 +81,12 @@ def test_the_end_of_a_document(tmp_path, shards):
     assert_close(padded[batch.targets >= 0], masked[batch.targets >= 0], 1e-10)
 
 
+def test_a_graph_is_refused_where_there_is_none(tmp_path):
+    with pytest.raises(ValueError, match="graph: expected None or false on cpu, which has no CUDA graphs, got true"):
+        fit(config(graph=True), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_was_trained_can_be_talked_to(tmp_path, shards):
     fit(config(data=DataConfig(kind="packed", path=shards, length=24), steps=2), tmp_path / "run")
     assert isinstance(Session(tmp_path / "run" / "model").generate("abc", max_tokens=3), str)
