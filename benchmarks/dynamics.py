@@ -24,8 +24,10 @@ import torch
 import torch.nn.functional as F
 
 from remanence import Model, ModelConfig
+from remanence.graphs import capture
 from remanence.model import matched
 from remanence.ops import leashed, reset_leashed
+from remanence.ops.state import where
 
 RUNS: dict[str, dict[str, Any]] = {  # the memory's configuration; all but the last two have a path that is never forgotten
     "deep": {"head_dim": 128},
@@ -56,30 +58,9 @@ def streams(books: list[torch.Tensor], length: int, most: int) -> torch.Tensor:
     return torch.stack(cut[:most])
 
 
-def replaced(rows: torch.Tensor, new: Any, old: Any) -> Any:
-    """A state with some rows from another, decided on the device."""
-    if isinstance(new, torch.Tensor):
-        return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)
-    if new is None:
-        return None
-    parts = [replaced(rows, a, b) for a, b in zip(new, old, strict=True)]
-    return type(new)(*parts) if hasattr(new, "_fields") else tuple(parts)
-
-
 def captured(step: Any, device: str) -> Any:
     """A function of no arguments that works in place, as a CUDA graph where there is one."""
-    if device != "cuda":
-        return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    return capture(step, torch.device(device))[0].replay if device == "cuda" else step
 
 
 def knows_borders(model: Model) -> Model:
@@ -129,7 +110,7 @@ class Training:
     def step(self) -> None:
         span = torch.arange(self.length + 1, device=self.device)
         x = self.text[self.at.unsqueeze(1) + span].long()
-        state = replaced(self.fresh, self.model.start(len(x)), self.state)
+        state = where(self.fresh, self.model.start(len(x)), self.state)
         with torch.autocast(self.device, torch.bfloat16, cache_enabled=False):
             logits, after = self.model(x[:, :-1], state)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten())

@@ -96,8 +96,8 @@ def _stacked(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def shared(weight: Tensor, plain: int, x: Tensor) -> Tensor:
-    """A weight of `plain` axes as it is, or several layers' so shaped that they meet their own shares of x's rows when x has its
-    first axis split (`shares`).
+    """A weight of `plain` axes as it is, or several layers' so shaped that each meets its own share of x's rows, once x's first
+    axis is split into shares.
     """
     return weight if weight.dim() == plain else weight.view(len(weight), *[1] * (x.dim() - plain), *weight.shape[1:])
 

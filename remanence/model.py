@@ -250,9 +250,9 @@ class Model(nn.Module):
 
     def _front(self, tokens: Tensor, state: State | None, borders: list[int] | None, mode: Mode) -> slice | None:
         """The whole segments of a call, if they are to be read in a wavefront."""
-        if mode != "on" or borders is not None or not self._fronts():
-            return None
         size = self.config.segment
+        if mode != "on" or borders is not None or tokens.shape[1] < wavefront.LEAST * size or not self._fronts():
+            return None
         at = {0} if state is None else {place % size for place in places(state.position)}
         start = -min(at) % size
         count = max(0, tokens.shape[1] - start) // size
