@@ -39,13 +39,14 @@ class Seen(NamedTuple):
     @classmethod
     def join(cls, noted: Sequence[Seen | None], joined: Callable[[list[Tensor]], Tensor] | None = None) -> Seen | None:
         """Of the pieces of a call, that of the whole."""
-        joined = joined or (lambda pieces: torch.cat(pieces, 1))
+        if joined is None:
+            joined = lambda pieces: torch.cat(pieces, 1)
         present = [seen for seen in noted if seen is not None]
         if len(present) < len(noted):
             return None
         columns = zip(*[seen.gates for seen in present], strict=True)
         gates = [None if column[0] is None else joined(list(column)) for column in columns]
-        return cls(joined([seen.surprise for seen in present]), Gates._make(gates))
+        return cls(joined([seen.surprise for seen in present]), Gates(*gates))
 
 
 class Passed(NamedTuple):

@@ -48,6 +48,8 @@ class Linear(nn.Linear):
     def forward(self, x: Float[Tensor, "b t inputs"]) -> Float[Tensor, "b t outputs"]:
         if self.weight.dim() == 2:
             return F.linear(x, self.weight)
+        if hasattr(self.weight, "gradient_sum") and torch.is_grad_enabled():
+            return _projected(x, self)[0]
         stacked = x.reshape(len(self.weight), -1, x.shape[-1])
         return torch.bmm(stacked, self.weight.mT).view(*x.shape[:-1], self.out_features)
 
@@ -56,14 +58,24 @@ def project(x: Float[Tensor, "b t d"], *projections: Linear) -> tuple[Tensor, ..
     """Several projections of the same x. On a GPU their gradients are added up inside the products, not by other kernels."""
     if len(projections) < 2 or not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tuple(projection(x) for projection in projections)
+    return _projected(x, *projections)
+
+
+def _projected(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
     dtype = operand(x)
-    return _Projected.apply(x.to(dtype), *[projection.weight.to(dtype) for projection in projections])
+    sums = tuple(getattr(projection.weight, "gradient_sum", None) for projection in projections)
+    return _Projected.apply(x.to(dtype), sums, *[projection.weight.to(dtype) for projection in projections])
 
 
 class _Projected(torch.autograd.Function):
+    """A weight may say where its gradients are added up (`gradient_sum`, which gives the tensor): there they are, and autograd
+    gets none. On a GPU that is part of the product, so that each step's gradient is neither rounded nor written and read again.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, sums: tuple[Callable[[], Tensor] | None, ...], *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
+        ctx.sums = sums
         ctx.set_materialize_grads(False)
         stacked = _stacked(x, weights[0])
         with torch.autocast(x.device.type, enabled=False):
@@ -75,10 +87,13 @@ class _Projected(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         x, *weights = ctx.saved_tensors
         inputs, total, found = _stacked(x, weights[0]), None, []
-        wanted, *wants = ctx.needs_input_grad
-        for weight, grad, wants_this in zip(weights, grads, wants, strict=True):
+        wanted, _, *wants = ctx.needs_input_grad
+        for weight, grad, wants_this, gradient_sum in zip(weights, grads, wants, ctx.sums, strict=True):
             g = None if grad is None else _stacked(grad, weight)
-            found.append(g.mT @ inputs if g is not None and wants_this else None)
+            if g is None or not wants_this or gradient_sum is None:
+                found.append(g.mT @ inputs if g is not None and wants_this else None)
+            else:
+                found.append(_add_products(gradient_sum(), g.mT, inputs))
             if g is None or not wanted:
                 continue
             if total is None:
@@ -87,7 +102,17 @@ class _Projected(torch.autograd.Function):
                 total.addmm_(g, weight)
             else:
                 total.baddbmm_(g, weight)
-        return None if total is None else total.view_as(x), *found
+        return None if total is None else total.view_as(x), None, *found
+
+
+def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, ``[n i o]`` each; on a GPU without a rounding in between, as the product itself adds in float32."""
+    if total.dtype == a.dtype:
+        total.baddbmm_(a, b)
+    elif a.is_cuda and total.dtype == torch.float32:
+        torch.ops.aten.baddbmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def _stacked(x: Tensor, weight: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -266,15 +267,23 @@ class Stack:
     def take(self, first: int, last: int) -> dict[str, Tensor]:
         """Those of some layers in a row, by the names that `_Reads` has for them."""
         taken = _Taken.apply(self, first, last, *self.stacked) if self.trains else [each[first:last] for each in self.stacked]
+        if self.trains:
+            for index, each in enumerate(taken):
+                each.gradient_sum = partial(self.sum_of, index, first, last)  # which projections ask for
         return {f"block.{name}": each for name, each in zip(self.names, taken, strict=True)}
 
-    def add(self, first: int, last: int, grads: Sequence[Tensor | None]) -> None:
+    def sum_of(self, index: int, first: int, last: int) -> Tensor:
+        """Where the gradients of some layers' parameters are added up."""
         if self.sums is None:
             self.sums = [torch.zeros_like(each, dtype=group[0].dtype)
                          for each, group in zip(self.stacked, self.groups, strict=True)]  # fmt: skip
-        for total, grad in zip(self.sums, grads, strict=True):
+        return self.sums[index][first:last]
+
+    def add(self, first: int, last: int, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads):
             if grad is not None:
-                total[first:last] += grad
+                total = self.sum_of(index, first, last)
+                total += grad
 
     def hand_over(self) -> list[Tensor | None]:
         sums, self.sums = self.sums, None

@@ -110,7 +110,7 @@ def check_state(
             raise ValueError(f"state: expected layers [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {came}")
         if tensor.shape[2] != parts:
             raise ValueError(f"state: expected one of a rule with momentum={rule.momentum}, got momentum={not rule.momentum}")
-    if isinstance(net, MLP):
+    if isinstance(net, MLP) and not torch.compiler.is_compiling():  # torch 2.11 stumbles over widths it takes for variable
         shapes, expected = [tuple(layer.shape[3:]) for layer in state.layers], net.shapes(width, values)
         if shapes != expected:
             raise ValueError(f"state: expected weights of shapes {expected} for this net, got {shapes}")

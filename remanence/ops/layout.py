@@ -157,7 +157,7 @@ class DeviceLayout:
         if self.uniform:
             return x
         both = torch.cat([x.flatten(0, 1), tail.to(x.dtype).flatten(0, 1)])
-        return _Moved.apply(both, self.there.flatten(), self.here.flatten()).unflatten(0, self.there.shape)
+        return _Moved.apply(both, self.there.flatten(), self.here.flatten()).view(*self.there.shape, *x.shape[2:])
 
     def queries(self, q: Tensor) -> Tensor:
         return self.rows(q.new_zeros(self.count, self.chunk - 1, *q.shape[2:]), q)
@@ -168,7 +168,7 @@ class DeviceLayout:
             return y
         tokens = self.batch * self.tokens
         there = torch.where(self.there < tokens, self.there, -1).flatten()
-        return _Moved.apply(y.flatten(0, 1), self.here[:tokens], there).unflatten(0, (self.batch, self.tokens))
+        return _Moved.apply(y.flatten(0, 1), self.here[:tokens], there).view(self.batch, self.tokens, *y.shape[2:])
 
     def _there(self) -> Tensor:
         """``[r length]``: which of the call's tokens, and behind them of the tail's slots, stands at a row's place; -1: none."""
@@ -260,4 +260,4 @@ def pick(rows: Tensor, index: Tensor) -> Tensor:
 
 def gates_rows(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:
     pairs = zip(state.gates, gates, strict=True)
-    return Gates._make(layout.rows(old, new) if old is not None and new is not None else None for old, new in pairs)
+    return Gates(*[layout.rows(old, new) if old is not None and new is not None else None for old, new in pairs])

@@ -104,12 +104,12 @@ def memorize(
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The arguments are those of `remanence.ops.memorize`, already checked."""
     call = _Call(q, k, v, gates, state, offsets, chunk, net, rule)
-    train = torch.is_grad_enabled() and any(x.requires_grad for x in (*call.differentiable, *state.layers))
+    train = torch.is_grad_enabled() and any([x.requires_grad for x in (*call.differentiable, *state.layers)])
     y, surprise, *rest = chunked_forward(*call.arguments, train)
     depth = len(state.layers)
     layers, (tail_k, tail_v), rest = tuple(rest[:depth]), rest[depth : depth + 2], rest[depth + 2 :]
     found = iter(rest)
-    tails = Gates._make(None if gate is None else next(found) for gate in gates)
+    tails = Gates(*[None if gate is None else next(found) for gate in gates])
     return y, MemoryState(layers, tail_k, tail_v, tails, next(found), next(found)), surprise
 
 

@@ -97,7 +97,7 @@ def memorize(
         check = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if check:
         check_values(q, k, v, gates)
-    train = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *gates.tensors(), *state.layers))
+    train = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, *gates.tensors(), *state.layers)])
     backend = _choose(backend, q, v, net, rule, chunk, train)
     if q.shape[1] == 0:
         return v, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)

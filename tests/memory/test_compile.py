@@ -82,7 +82,7 @@ def test_positions_are_not_compiled(aside):
 
 def test_a_layers_operators_are_torchs():
     """torch's own checks of what stands around the memory, with keys narrower than float32, too."""
-    make = lambda *shape: torch.randn(*shape, dtype=torch.float64).requires_grad_()
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, device="cpu").requires_grad_()
     x, heads = make(2, 5, 8), make(2, 5, 2, 4)
     torch.library.opcheck(layer_cpu.short_conv_forward, (x, make(2, 3, 8), make(8, 4), 2, True))
     torch.library.opcheck(layer_cpu.short_conv_forward, (x, make(2, 3, 8), make(8, 4), 2, False))

