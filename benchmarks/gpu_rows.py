@@ -72,12 +72,11 @@ def several(run: Callable[[], Any], count: int) -> float:
 
 
 def median_ms(run: Callable[[], Any], seconds: float = 1.0, most: int = 10) -> float:
-    """Of as many rounds as fit, after two calls to warm up; what is quick is called several times a round."""
-    begin = time.perf_counter()
+    """Of as many rounds as fit, after two calls to warm up; what is quick is called several times a round. A first call can take
+    minutes, where a peer tries dozens of settings of each of its kernels: it says nothing of the next.
+    """
     run()
     synchronize()
-    if time.perf_counter() - begin > 60.0:  # building kernels takes less
-        return 1e3 * (time.perf_counter() - begin)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()  # autotuning may have needed more
     about = several(run, 1)

@@ -46,7 +46,7 @@ class Seen(NamedTuple):
             return None
         columns = zip(*[seen.gates for seen in present], strict=True)
         gates = [None if column[0] is None else joined(list(column)) for column in columns]
-        return cls(joined([seen.surprise for seen in present]), Gates(*gates))
+        return cls(joined([seen.surprise for seen in present]), Gates._make(gates))
 
 
 class Passed(NamedTuple):

@@ -86,15 +86,19 @@ class _Projected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         x, *weights = ctx.saved_tensors
-        inputs, total, found = _stacked(x, weights[0]), None, []
+        inputs, total = _stacked(x, weights[0]), None
+        found: list[Tensor | None] = []
         wanted, _, *wants = ctx.needs_input_grad
         for weight, grad, wants_this, gradient_sum in zip(weights, grads, wants, ctx.sums, strict=True):
-            g = None if grad is None else _stacked(grad, weight)
-            if g is None or not wants_this or gradient_sum is None:
-                found.append(g.mT @ inputs if g is not None and wants_this else None)
-            else:
-                found.append(_add_products(gradient_sum(), g.mT, inputs))
-            if g is None or not wanted:
+            found.append(None)
+            if grad is None:
+                continue
+            g = _stacked(grad, weight)
+            if wants_this and gradient_sum is None:
+                found[-1] = g.mT @ inputs
+            elif wants_this:
+                _add_products(gradient_sum(), g.mT, inputs)
+            if not wanted:
                 continue
             if total is None:
                 total = g @ weight

@@ -33,7 +33,7 @@ from remanence.attention import Persistent
 from remanence.blocks import MAC, MACState, Seen
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, operand
 from remanence.memory.neural import InitialMemory, NeuralMemoryState
-from remanence.ops.state import TensorTuple, noted, placed, where
+from remanence.ops.state import TensorTuple, noted, placed, trains, where
 
 NARROW = (Linear, Features, InitialMemory, Persistent)
 """Whose parameters are operands of products, which autocast narrows."""
@@ -253,7 +253,7 @@ class Stack:
         self.dtypes = [narrow if narrow is not None and kinds[name] else group[0].dtype
                        for name, group in zip(self.names, self.groups, strict=True)]  # fmt: skip
         self.depth, self.sums = len(blocks), cast("list[Tensor] | None", None)
-        self.trains = torch.is_grad_enabled() and any(parameter.requires_grad for group in self.groups for parameter in group)
+        self.trains = trains(itertools.chain(*self.groups))
         flat = [_gathered(parameter) for group in self.groups for parameter in group]
         mesh = getattr(self.groups[0][0], "device_mesh", None)
         self.mesh = 1 if mesh is None else mesh.size()

@@ -22,7 +22,7 @@ from remanence.ops.layout import Layout, gates_rows
 from remanence.ops.leash import counter
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Coefficients, Rule, coefficients, coefficients_backward
-from remanence.ops.state import Gates, MemoryState, Weights
+from remanence.ops.state import Gates, MemoryState, Weights, trains
 
 INFERENCE_STRETCH = 16
 """Chunks whose answers are computed together when nothing is kept for backward: enough to fill a machine, bounded in memory."""
@@ -381,7 +381,7 @@ def _run(walk: Walk, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tens
     """Walk all chunks from a state: answers and surprise ``[n m c ...]``, then the state's layers at the end."""
     start = [layer.flatten(0, 1) for layer in state.layers]
     tensors = (*stretch, *start, *walk.slow)
-    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    needed = trains(tensors)
     y, surprise, *end = _Sequence.apply(walk, needed, *tensors)
     layers = tuple(layer.unflatten(0, state.layers[0].shape[:2]) for layer in end)
     return y, surprise, layers if walk.folds else state.layers

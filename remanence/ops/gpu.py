@@ -13,7 +13,7 @@ from remanence.ops.layout import DeviceLayout, gates_rows
 from remanence.ops.nets import MLP, Net
 from remanence.ops.resources import lacking
 from remanence.ops.rules import Rule
-from remanence.ops.state import Gates, MemoryState, advanced
+from remanence.ops.state import Gates, MemoryState, advanced, trains
 
 PIECE = 256
 """Chunks of a call without gradients that are under way at once."""
@@ -95,7 +95,7 @@ def memorize(
     rows, _, heads, width = q.shape
     inputs = [*[x.contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
     start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
-    train = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (*inputs, *start)])
+    train = trains([*inputs, *start])
     plan = plan_of(net, rule, width, v.shape[-1], heads, chunk)
     reason = fits(plan, op, q.device, train)
     if reason is not None:

@@ -260,4 +260,4 @@ def pick(rows: Tensor, index: Tensor) -> Tensor:
 
 def gates_rows(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:
     pairs = zip(state.gates, gates, strict=True)
-    return Gates(*[layout.rows(old, new) if old is not None and new is not None else None for old, new in pairs])
+    return Gates._make([layout.rows(old, new) if old is not None and new is not None else None for old, new in pairs])

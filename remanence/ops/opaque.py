@@ -18,7 +18,7 @@ from remanence.ops.launch import GATES, once, operator
 from remanence.ops.layout import Layout
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Rule
-from remanence.ops.state import Gates, MemoryState
+from remanence.ops.state import Gates, MemoryState, trains
 
 STRETCH = 16
 """Chunks from one kept state to the next. Not the root of their number, which the compiler would have to know."""
@@ -104,12 +104,12 @@ def memorize(
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The arguments are those of `remanence.ops.memorize`, already checked."""
     call = _Call(q, k, v, gates, state, offsets, chunk, net, rule)
-    train = torch.is_grad_enabled() and any([x.requires_grad for x in (*call.differentiable, *state.layers)])
+    train = trains([*call.differentiable, *state.layers])
     y, surprise, *rest = chunked_forward(*call.arguments, train)
     depth = len(state.layers)
     layers, (tail_k, tail_v), rest = tuple(rest[:depth]), rest[depth : depth + 2], rest[depth + 2 :]
     found = iter(rest)
-    tails = Gates(*[None if gate is None else next(found) for gate in gates])
+    tails = Gates._make([None if gate is None else next(found) for gate in gates])
     return y, MemoryState(layers, tail_k, tail_v, tails, next(found), next(found)), surprise
 
 

@@ -15,7 +15,7 @@ from remanence.ops.checks import check_call, check_chunk, check_kinds, check_off
 from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import MLP, NETS, Net
 from remanence.ops.rules import RULES, Rule
-from remanence.ops.state import Gates, MemoryState, Weights, fresh
+from remanence.ops.state import Gates, MemoryState, Weights, fresh, trains
 
 log = logging.getLogger("remanence")
 
@@ -97,7 +97,7 @@ def memorize(
         check = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if check:
         check_values(q, k, v, gates)
-    train = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, *gates.tensors(), *state.layers)])
+    train = trains([q, k, v, *gates.tensors(), *state.layers])
     backend = _choose(backend, q, v, net, rule, chunk, train)
     if q.shape[1] == 0:
         return v, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -11,6 +11,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 Weights = tuple[Tensor, ...]
 """A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a state."""
+
+
+def trains(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether anyone can ask for a gradient of what is made of these. (A loop: torch 2.11 does not compile a generator that
+    is left halfway.)
+    """
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def placed(position: Tensor, places: list[int]) -> Tensor:
