@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 
 from remanence import Model, ModelConfig
-from remanence.graphs import capture
+from remanence.core.state import where
+from remanence.inference.graphs import capture
 from remanence.model import matched
 from remanence.ops import leashed, reset_leashed
-from remanence.ops.state import where
 
 RUNS: dict[str, dict[str, Any]] = {  # the memory's configuration; all but the last two have a path that is never forgotten
     "deep": {"head_dim": 128},

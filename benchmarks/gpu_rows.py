@@ -28,11 +28,14 @@ import torch.nn.functional as F
 from gpu import LOST, RESET
 from torch import Tensor, nn
 
-from remanence import Model, NeuralMemory, preset, reader
-from remanence.attention import SegmentState
+from remanence import Model, NeuralMemory, preset
 from remanence.data import Batch
+from remanence.inference import reader
+from remanence.layers.attention import SegmentState
 from remanence.model import matched
-from remanence.ops import MLP, RULES, Gates, Rule, gpu, launch, memorize, operator, resources, start
+from remanence.ops import MLP, RULES, Gates, Rule, memorize, operator, start
+from remanence.ops.triton import dispatch as gpu
+from remanence.ops.triton import launch, resources
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, engine
 from remanence.train.distributed import World
 from remanence.train.graphed import Graphed
@@ -412,7 +415,7 @@ def one_decoding(model: Model, batch: int, context: int, tiny: bool) -> Row:
     held: list[Any] = [state, logits[:, -1].argmax(-1)]
     del logits
     try:
-        decoder = importlib.import_module("remanence.decoding").Decoder(model, state)
+        decoder = importlib.import_module("remanence.inference.decoder").Decoder(model, state)
         how = "Decoder"
     except Exception as error:
         how = "model(tokens, state)"

@@ -29,8 +29,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from remanence.ops import MLP, Gates, fused, memorize, start
-from remanence.ops.launch import kernels
+from remanence.ops import MLP, Gates, memorize, start
+from remanence.ops.triton import mlp as fused
+from remanence.ops.triton.launch import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH = 64

@@ -11,9 +11,9 @@ import os
 
 import torch
 
-from remanence.ops import fused
-from remanence.ops.launch import PRECISION, kernels
-from remanence.ops.resources import SHARED, Launch, assembled, build
+from remanence.ops.triton import mlp as fused
+from remanence.ops.triton.launch import PRECISION, kernels
+from remanence.ops.triton.resources import SHARED, Launch, assembled, build
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

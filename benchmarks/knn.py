@@ -26,7 +26,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from remanence import Model, ModelConfig, memfile
+from remanence import Model, ModelConfig
+from remanence.inference import memfile
 from remanence.memory.ivf import recall
 from remanence.memory.search import SEARCHES, attend, exact, unit
 from remanence.memory.store import Store, StoreState

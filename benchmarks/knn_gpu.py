@@ -32,7 +32,7 @@ from rich.table import Table
 from remanence.memory import search
 from remanence.memory.search import SEARCHES, Found, exact, unit
 from remanence.memory.store import Store, StoreState
-from remanence.ops import launch, nearest
+from remanence.ops.triton import launch, nearest
 
 KERNELS, PLAIN, MATMUL = "kernels", "exact, no kernels", "matmul + topk"
 CLUSTERS, SCORES = 1024, 2**31

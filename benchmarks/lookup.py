@@ -24,8 +24,8 @@ from rich.table import Table
 
 from remanence import Model, ModelConfig
 from remanence.config import change
+from remanence.core.files import write_json
 from remanence.data import Batch
-from remanence.files import write_json
 from remanence.memory.policies import unigrams
 from remanence.train.sources import Recall
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from remanence import Model, preset
+from remanence.core.tokens import ByteTokenizer
 from remanence.evaluate import TASKS, Subject, configured
-from remanence.reader import PIECE
-from remanence.tokens import ByteTokenizer
+from remanence.inference.reader import PIECE
 
 
 def seconds(work: Callable[[], object]) -> float:

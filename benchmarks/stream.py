@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from remanence.device import resolve
+from remanence.core.device import resolve
 from remanence.layers import unit
 from remanence.memory.neural import NeuralMemory
 from remanence.ops import MemoryState, recall

@@ -11,9 +11,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Model": "remanence.model",
     "State": "remanence.model",
-    "Session": "remanence.session",
-    "Sampling": "remanence.generate",
-    "Generation": "remanence.generate",
+    "Session": "remanence.inference.session",
+    "Sampling": "remanence.inference.generate",
+    "Generation": "remanence.inference.generate",
     "ModelConfig": "remanence.config",
     "MemoryConfig": "remanence.config",
     "preset": "remanence.config",
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from remanence.config import MemoryConfig as MemoryConfig
     from remanence.config import ModelConfig as ModelConfig
     from remanence.config import preset as preset
-    from remanence.generate import Generation as Generation
-    from remanence.generate import Sampling as Sampling
+    from remanence.inference.generate import Generation as Generation
+    from remanence.inference.generate import Sampling as Sampling
+    from remanence.inference.session import Session as Session
     from remanence.memory.neural import NeuralMemory as NeuralMemory
     from remanence.memory.neural import NeuralMemoryState as NeuralMemoryState
     from remanence.model import Model as Model
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from remanence.ops import memorize as memorize
     from remanence.ops import recall as recall
     from remanence.ops import start as start
-    from remanence.session import Session as Session
 
 
 def __getattr__(name: str) -> Any:

@@ -197,7 +197,7 @@ class ModelConfig:
         vocabulary: number of different tokens.
         dim: width of the residual stream.
         depth: number of layers.
-        pattern: names of entries of `remanence.blocks.BLOCKS`, repeated to `depth`: ("mac",), ("lmm", "window"), ...
+        pattern: names of entries of `remanence.mixers.BLOCKS`, repeated to `depth`: ("mac",), ("lmm", "window"), ...
         heads: attention heads. Memory heads are the memory's own.
         ffn: width of the feed-forward layers. Default: 8/3 of dim, rounded up to a multiple of 8.
         window: tokens that sliding attention sees, the current one included.
@@ -291,7 +291,7 @@ BYTES = 257
 def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Any) -> ModelConfig:
     """A configuration by name: ``preset("340m", "mag", window=1024, memory={"chunk": 64})``.
 
-    The variant is an entry of `remanence.blocks.BLOCKS`, a pattern of several, or "memorizing": sliding windows with a kNN layer
+    The variant is an entry of `remanence.mixers.BLOCKS`, a pattern of several, or "memorizing": sliding windows with a kNN layer
     at three quarters of the depth. The vocabulary, unless given, is the byte
     tokenizer's for `tiny` and `small`, and 32,000 for the papers' sizes.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from remanence.config import ModelConfig, preset
-from remanence.files import aligned
+from remanence.core.files import aligned
 from remanence.model import Model, State, Trace, describe
 
 try:

@@ -13,17 +13,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import remanence.wavefront as wavefront
-from remanence.blocks import Block, Cuts, Seen
+import remanence.mixers.wavefront as wavefront
 from remanence.config import MODES, Mode, ModelConfig, change, known
-from remanence.files import aligned, read_json, read_tensors, write_json, write_tensors
-from remanence.knn import Aside, Knn, KnnState
+from remanence.core.files import aligned, read_json, read_tensors, write_json, write_tensors
+from remanence.core.state import TensorTuple, advanced, placed, places
 from remanence.layers import RMSNorm
 from remanence.memory.policies import POLICIES, Tokens
+from remanence.mixers import Block, Cuts, Seen
+from remanence.mixers.knn import Aside, Knn, KnnState
 from remanence.ops import MemoryState
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import from_rows, pick, repad, to_rows
-from remanence.ops.state import TensorTuple, advanced, placed, places
 
 Schedule = Literal["wavefront", "layers"]
 
@@ -97,7 +97,7 @@ class Model(nn.Module):
     ``model.memory`` says what becomes of the memories, neural and kNN: "on"; "off", as if there were none; "frozen", read but
     never written; "fresh", begun anew at every segment. ``model.checkpointing`` trades a second forward pass for memory in
     training. ``model.schedule`` is how MAC layers read whole segments: "wavefront", several layers at once where that can be
-    (`remanence.wavefront`), or "layers", one after the other.
+    (`remanence.mixers.wavefront`), or "layers", one after the other.
     """
 
     def __init__(self, config: ModelConfig, **fields: Any) -> None:
@@ -407,7 +407,7 @@ class Model(nn.Module):
                 raise ValueError(f"mask: expected booleans of shape {list(tokens.shape)}, true where a token counts, got {came}")
 
     def save(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``; a tokenizer is saved by itself, `remanence.tokens`."""
+        """Write ``config.json`` and ``model.safetensors``; a tokenizer is saved by itself, `remanence.core.tokens`."""
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"folder: expected a folder to write into, got the file {folder}")

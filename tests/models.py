@@ -3,7 +3,7 @@
 import torch
 
 from remanence import Model, ModelConfig
-from remanence.blocks import BLOCKS
+from remanence.mixers import BLOCKS
 
 VARIANTS = {name: (name,) for name in BLOCKS} | {
     "hybrid": ("lmm", "window", "mac"),

@@ -2,7 +2,7 @@
 
 import torch
 
-from remanence.files import ALIGNMENT
+from remanence.core.files import ALIGNMENT
 
 
 def unaligned(tensor, by=8):

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from remanence import Model, Session, cli, commands, memfile, train_commands
-from remanence.blocks import BLOCKS
+from remanence import Model, Session, cli
+from remanence.cli import model_commands as commands
+from remanence.cli import train_commands
 from remanence.config import PRESETS, preset
+from remanence.core.tokens import load_tokenizer
+from remanence.inference import memfile
+from remanence.mixers import BLOCKS
 from remanence.model import matched, parameters
 from remanence.testing import assert_close
-from remanence.tokens import load_tokenizer
 from remanence.train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -192,7 +195,7 @@ def test_preparing_data(run, tmp_path):
 
 
 def test_training_by_a_recipe(run, tmp_path):
-    recipe, out = ROOT / "recipes" / "recall.py", tmp_path / "run"
+    recipe, out = ROOT / "remanence" / "recipes" / "recall.py", tmp_path / "run"
     small = ["--steps=3", "--batch=2", "--model.depth=1", "--log_every=1"]
     assert "the model is in" in run("train", recipe, "--out", out, *small)
     assert json.loads((out / "config.json").read_text())["batch"] == 2
@@ -211,7 +214,7 @@ def test_training_by_a_recipe(run, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "remanence" / "recipes").glob("[a-z]*.py")), ids=lambda path: path.stem)
 def test_recipes_make_configs(recipe):
     config = train_commands.read_recipe(recipe)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -9,8 +9,9 @@ import torch
 from models import MEMORIES, STORES, VARIANTS, model, tokens
 from torch import Tensor
 
-from remanence import Generation, Sampling, Session, decoding, generate
-from remanence.decoding import Decoder, unsupported
+from remanence import Generation, Sampling, Session, generate
+from remanence.inference import decoder as decoding
+from remanence.inference.decoder import Decoder, unsupported
 from remanence.ops import decode
 from remanence.testing import assert_close
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from remanence import Model, demo, memfile
+from remanence import Model
+from remanence.cli import demo
+from remanence.inference import memfile
 
 ROOT = Path(__file__).parent.parent
 

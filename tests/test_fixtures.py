@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from remanence import Model, Session, memfile
+from remanence import Model, Session
+from remanence.core.files import read_json, read_tensors, write_json
 from remanence.data import Documents, Packed, Tokens
-from remanence.files import read_json, read_tensors, write_json
+from remanence.inference import memfile
 from remanence.train import export, fit
 
 pytestmark = pytest.mark.skipif(os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU")

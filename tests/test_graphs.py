@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from remanence import Model, preset, reader
-from remanence.graphs import border_of, longest_window, stand_at, unsupported
+from remanence import Model, preset
+from remanence.core.state import advanced, aligned, noted, placed, places, where
+from remanence.inference import reader
+from remanence.inference.graphs import border_of, longest_window, stand_at, unsupported
 from remanence.model import memories
-from remanence.ops import layer
-from remanence.ops.state import advanced, aligned, noted, placed, places, where
+from remanence.ops.triton import layer
 from remanence.train.graphed import Graphed
 
 on_gpu = pytest.mark.skipif(

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from models import STORES, config, model, tokens
 
-from remanence import Model, ModelConfig, Session, memfile, preset
-from remanence.blocks import Softmax
-from remanence.commands import inspect
+from remanence import Model, ModelConfig, Session, preset
+from remanence.cli.model_commands import inspect
 from remanence.config import memorizing
-from remanence.knn import Aside, Knn
+from remanence.inference import memfile
 from remanence.memory import ivf
+from remanence.mixers import Softmax
+from remanence.mixers.knn import Aside, Knn
 from remanence.testing import assert_close
 
 COUNT = 29
@@ -314,7 +315,8 @@ def test_a_writer_killed_at_any_time_leaves_the_old_store_or_the_new(tmp_path):
     path = tmp_path / "a.mem"
     code = """
 import sys, torch
-from remanence import Model, ModelConfig, memfile
+from remanence import Model, ModelConfig
+from remanence.inference import memfile
 memfile.LARGE = 2**16
 torch.manual_seed(0)
 model = Model(ModelConfig(vocabulary=8, dim=8, depth=1, heads=2, pattern=("knn",), window=4, knn={"size": 100_000}))

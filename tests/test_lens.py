@@ -13,10 +13,10 @@ from browser import Browser, executable
 from models import MEMORIES, model
 
 from remanence import Session, cli
+from remanence.core.tokens import read_tokenizer
 from remanence.lens import SIGNALS, Look, Page, look, matches, norms, stride, unpack
 from remanence.lens.look import Past, watched
 from remanence.testing import assert_close
-from remanence.tokens import read_tokenizer
 
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. "
 ODD = "a <b>bold</b> </script><script>alert(1)</script> &amp; “naïve” 東京 🧲\u2028\r\n\x00 end <!-- {title} -->\n" * 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import model
 
-from remanence.tokens import ByteTokenizer
+from remanence.core.tokens import ByteTokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("remanence.hf")

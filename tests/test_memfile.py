@@ -12,8 +12,9 @@ import torch
 from models import VARIANTS, model
 from safetensors.torch import load_file, save_file
 
-from remanence import Model, Session, memfile
-from remanence.files import Stored, read_tensors
+from remanence import Model, Session
+from remanence.core.files import Stored, read_tensors
+from remanence.inference import memfile
 from remanence.testing import assert_close
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from remanence import Model, NeuralMemory, preset
-from remanence.ops import MLP, NETS, RULES, Gates, Rule, gpu, layer, memorize, operator, start
+from remanence.ops import MLP, NETS, RULES, Gates, Rule, memorize, operator, start
+from remanence.ops.triton import dispatch as gpu
+from remanence.ops.triton import layer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -13,8 +13,9 @@ from models import VARIANTS, model, tokens
 from places import misaligned, misplace, unaligned
 from runs import config, losses, weights
 
-from remanence import Model, Session, memfile
-from remanence.files import aligned, read_tensors, write_tensors
+from remanence import Model, Session
+from remanence.core.files import aligned, read_tensors, write_tensors
+from remanence.inference import memfile
 from remanence.testing import assert_close
 from remanence.train import DataConfig, fit
 from remanence.train.checkpoint import checkpoints

@@ -6,10 +6,10 @@ from models import VARIANTS, model
 
 from remanence import Generation, Model, Sampling, Session, preset
 from remanence import generate as generating
-from remanence.generate import choose
+from remanence.core.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
+from remanence.inference.generate import choose
 from remanence.model import memories
 from remanence.testing import assert_close
-from remanence.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
 
 TEXT = "Call me Ishmael. Some years ago - never mind how long précisément - having little or no money in my purse. "
 
@@ -124,7 +124,7 @@ class TestChoosing:
 @pytest.mark.parametrize("variant", ["mac", "lmm", "window"])
 def test_reading_in_any_pieces_is_reading_at_once(variant, monkeypatch):
     """To the last bit: calls are cut at fixed positions of the document, whatever pieces the text comes in."""
-    monkeypatch.setattr("remanence.reader.PIECE", 32)
+    monkeypatch.setattr("remanence.inference.reader.PIECE", 32)
     subject = bytes_model(variant)
     one, other = Session(subject), Session(subject)
     first = one.read(TEXT * 3)
@@ -139,7 +139,7 @@ def test_reading_in_any_pieces_is_reading_at_once(variant, monkeypatch):
 
 @pytest.mark.parametrize("lengths", [(31, 70), (33, 2), (64, 200), (1, 129)])
 def test_long_prompts_side_by_side_take_few_calls(lengths, monkeypatch):
-    monkeypatch.setattr("remanence.reader.PIECE", 32)
+    monkeypatch.setattr("remanence.inference.reader.PIECE", 32)
     subject, calls = bytes_model("lmm", torch.float64), []
     prompts = [(TEXT * 3)[:n] for n in lengths]
     trace = Model.trace
@@ -254,7 +254,7 @@ class TestTokenizers:
     def test_a_json_tokenizer_streams_what_it_encodes_at_once(self, tmp_path, monkeypatch):
         from tokenizers import Tokenizer, models, pre_tokenizers
 
-        monkeypatch.setattr("remanence.tokens.PIECE", 16)
+        monkeypatch.setattr("remanence.core.tokens.PIECE", 16)
         inner = Tokenizer(models.WordLevel({"[UNK]": 0, "Call": 1, "me": 2, "Ishmael": 3, "ago": 4}, unk_token="[UNK]"))
         inner.pre_tokenizer = pre_tokenizers.Whitespace()
         inner.save(str(tmp_path / "tokenizer.json"))

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from remanence import Model, preset, wavefront
+from remanence import Model, preset
+from remanence.mixers import wavefront
 from remanence.model import memories
 from remanence.testing import assert_close
 

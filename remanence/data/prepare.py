@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from remanence.core.files import read_json, write_json
+from remanence.core.tokens import ByteTokenizer, Tokenizer, read_tokenizer
 from remanence.data import streams
 from remanence.data.shards import Room, cut_shard, dtype_for, shard_is_there, write_index, write_shard
 from remanence.data.sources import File, files
-from remanence.files import read_json, write_json
-from remanence.tokens import ByteTokenizer, Tokenizer, read_tokenizer
 
 Done = Callable[[int, int, int], None]
 Shard = dict[str, Any]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from remanence.files import read_json, replacing, write_json
-from remanence.tokens import Tokenizer, load_tokenizer
+from remanence.core.files import read_json, replacing, write_json
+from remanence.core.tokens import Tokenizer, load_tokenizer
 
 FORMAT, SCHEMA = "remanence-tokens", 1
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from remanence.core.tokens import Tokenizer
 from remanence.data.sources import LINES, OPENERS, _read, documents, files, kind
 from remanence.data.streams import PREFIX, parts
-from remanence.tokens import Tokenizer
 
 SENTENCE = 1000
 """Characters after which a sentence without an end is cut."""

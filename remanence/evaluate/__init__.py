@@ -9,7 +9,7 @@ from remanence.evaluate.recall import Recall
 from remanence.evaluate.run import evaluate, provenance, write_rows
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Row, Task, configured
-from remanence.evaluate.words import Lambada, Wikitext
+from remanence.evaluate.wikitext_lambada import Lambada, Wikitext
 
 TASKS: dict[str, type[Task]] = {
     task.name: task for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense, Ablate, Depth)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from remanence import published
 from remanence.config import known
 from remanence.data.babi import ALL, PROMPT, Story, placed, read
 from remanence.data.streams import PREFIX
@@ -18,6 +17,7 @@ from remanence.data.texts import Hay, Texts
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share, told
+from remanence.report import published
 
 ORDERED = ("qa19",)
 """Tasks whose answers are several words in an order."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from remanence import memfile
+from remanence.inference import memfile
 from remanence.model import Model, State
 
 EVERY = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence import published
 from remanence.config import ModelConfig, change, known
 from remanence.evaluate.plots import Points, curves
 from remanence.evaluate.subject import LOGITS, PIECE, Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
 from remanence.model import Model, parameters
 from remanence.ops import RULES
+from remanence.report import published
 from remanence.train import TrainConfig, fit, run_config
 from remanence.train.sources import SOURCES
 

@@ -19,12 +19,12 @@ import torch
 
 import remanence
 from remanence.config import MODES, Mode, known
+from remanence.core.files import called, read_json, write_json
+from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 from remanence.evaluate.bookmark import Bookmark
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task
-from remanence.files import called, read_json, write_json
-from remanence.memfile import fingerprint
-from remanence.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
+from remanence.inference.memfile import fingerprint
 
 MADE_BY = "remanence eval"
 ORIGIN = ("date", "commit", "hardware", "torch", "remanence")

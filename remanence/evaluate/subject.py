@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.config import Mode
+from remanence.core.files import read_json
+from remanence.core.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.evaluate.bookmark import Bookmark
-from remanence.files import read_json
-from remanence.generate import DIVERGED, Generation, Sampling, check_tokenizer
+from remanence.inference.generate import DIVERGED, Generation, Sampling, check_tokenizer
+from remanence.inference.reader import PIECE, piece_of, read
 from remanence.model import Model, State
-from remanence.reader import PIECE, piece_of, read
-from remanence.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.train import TrainConfig
 from remanence.train.engine import TRAINED
 

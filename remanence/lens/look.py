@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from remanence.blocks import Seen
+from remanence.inference.reader import PIECE
+from remanence.inference.session import Session
 from remanence.layers import unit
 from remanence.memory.neural import NeuralMemory
+from remanence.mixers import Seen
 from remanence.model import Model, State, memories
 from remanence.ops import settle
-from remanence.reader import PIECE
-from remanence.session import Session
 
 SIGNALS = ("surprise", "step", "momentum", "forget")
 """What is told of each token and memory, as the mean over heads: inner loss, step size, momentum, forget gate."""

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from torch import Tensor
 
+from remanence.core.tokens import Tokenizer
 from remanence.lens.look import SIGNALS, Look
-from remanence.tokens import Tokenizer
 
 COSINE = 127
 """What a cosine of 1 is written as."""

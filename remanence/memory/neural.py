@@ -12,12 +12,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from remanence.config import MemoryConfig, build, change, known
+from remanence.core.state import TensorTuple, take_back
+from remanence.core.state import aligned as stands_aligned
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, by_heads, project
 from remanence.ops import MLP, NETS, RULES, Deep, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
-from remanence.ops.state import TensorTuple, Weights, take_back
-from remanence.ops.state import aligned as stands_aligned
+from remanence.ops.state import Weights
 
 
 class _NeuralMemoryState(NamedTuple):

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from remanence.memory.store import StoreState
-from remanence.ops import launch
-from remanence.ops.nearest import nearest, pack, unpack, unsupported
+from remanence.ops.triton import launch
+from remanence.ops.triton.nearest import nearest, pack, unpack, unsupported
 
 P, T = ParamSpec("P"), TypeVar("T")
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from remanence.config import known
-from remanence.ops.state import TensorTuple
+from remanence.core.state import TensorTuple
 
 Evict = Literal["oldest", "importance"]
 EVICTIONS: tuple[Evict, ...] = ("oldest", "importance")

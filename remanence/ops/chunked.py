@@ -16,13 +16,14 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from remanence.core.state import trains
 from remanence.ops import closed_form as cf
 from remanence.ops.generic import chunk_step
 from remanence.ops.layout import Layout, gates_rows
 from remanence.ops.leash import counter
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Coefficients, Rule, coefficients, coefficients_backward
-from remanence.ops.state import Gates, MemoryState, Weights, trains
+from remanence.ops.state import Gates, MemoryState, Weights
 
 INFERENCE_STRETCH = 16
 """Chunks whose answers are computed together when nothing is kept for backward: enough to fill a machine, bounded in memory."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from remanence.ops import closed_form as cf
-from remanence.ops import launch
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Rule, coefficients
 from remanence.ops.state import Gates, MemoryState, Weights
+from remanence.ops.triton import launch
 
 BLOCK = 64
 """Of the kernels, along the hidden axis or a matrix's columns; half of it for heads wider, or chunks longer, than 64."""

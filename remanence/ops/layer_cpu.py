@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.ops.launch import once, operator, tensors
-from remanence.ops.state import carry_on as carried
+from remanence.core.state import carry_on as carried
+from remanence.ops.triton.launch import once, operator, tensors
 
 _aten = torch.ops.aten
 

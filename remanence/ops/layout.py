@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.ops.state import Gates, MemoryState, Weights, advanced, places
+from remanence.core.state import advanced, places
+from remanence.ops.state import Gates, MemoryState, Weights
 
 
 class Layout:

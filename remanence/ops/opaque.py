@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remanence.core.state import trains
 from remanence.ops.chunked import Stretch, Walk, arranged, from_chunks, stretches, stretches_backward, to_chunks, walk_for
-from remanence.ops.launch import GATES, once, operator
 from remanence.ops.layout import Layout
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Rule
-from remanence.ops.state import Gates, MemoryState, trains
+from remanence.ops.state import Gates, MemoryState
+from remanence.ops.triton.launch import GATES, once, operator
 
 STRETCH = 16
 """Chunks from one kept state to the next. Not the root of their number, which the compiler would have to know."""

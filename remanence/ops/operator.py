@@ -10,12 +10,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.func import vmap
 
-from remanence.ops import chunked, gpu, layer, opaque, reference
+from remanence.core.state import trains
+from remanence.ops import chunked, opaque, reference
 from remanence.ops.checks import check_call, check_chunk, check_kinds, check_offsets, check_start, check_state, check_values
 from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import MLP, NETS, Net
 from remanence.ops.rules import RULES, Rule
-from remanence.ops.state import Gates, MemoryState, Weights, fresh, trains
+from remanence.ops.state import Gates, MemoryState, Weights, fresh
+from remanence.ops.triton import dispatch as gpu
+from remanence.ops.triton import layer
 
 log = logging.getLogger("remanence")
 

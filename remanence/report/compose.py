@@ -8,9 +8,9 @@ from math import isfinite, isinf
 from pathlib import Path
 from typing import Any
 
-from remanence.files import replacing
+from remanence.core.files import replacing
 from remanence.report import plots
-from remanence.report.beside import Beside, Measured, beside, short
+from remanence.report.comparisons import Beside, Measured, beside, short
 from remanence.report.document import MARK, Heading, Part, Picture, Table, Text, markdown, page
 from remanence.report.rows import Found, Row, Run, read
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from remanence.report.beside import Beside, Measured, label
+from remanence.report.comparisons import Beside, Measured, label
 from remanence.report.rows import Row, Run
 
 OURS = ("#1b6ca8", "#e07a1f", "#3a8f5c", "#8a4f9e", "#b3322e", "#4fb0ae")

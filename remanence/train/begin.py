@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from remanence.blocks import MACState
 from remanence.data import Batch
+from remanence.mixers import MACState
 from remanence.model import State, memories
 from remanence.ops import MemoryState
 from remanence.ops.state import Weights

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remanence import memfile
-from remanence.files import read_json, read_tensors, write_json, write_tensors
+from remanence.core.files import read_json, read_tensors, write_json, write_tensors
+from remanence.inference import memfile
 from remanence.model import Model, State, describe, read_config
 from remanence.train.begin import Begin
 from remanence.train.distributed import World, spread

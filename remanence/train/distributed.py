@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from remanence.device import resolve
+from remanence.core.device import resolve
 from remanence.model import Model
 
 

@@ -20,18 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remanence import memfile
 from remanence.config import known
+from remanence.core.files import read_json, write_json, write_tensors
+from remanence.core.state import placed, places, where
+from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.data import Batch
 from remanence.data.streams import PREFIX
-from remanence.files import read_json, write_json, write_tensors
-from remanence.generate import Generation, Sampling
-from remanence.graphs import border_of, unsupported
+from remanence.inference import memfile
+from remanence.inference.generate import Generation, Sampling
+from remanence.inference.graphs import border_of, unsupported
 from remanence.memory.policies import unigrams
 from remanence.model import Model, State, Trace, read_config
 from remanence.ops import leashed
-from remanence.ops.state import placed, places, where
-from remanence.tokens import Tokenizer, load_tokenizer
 from remanence.train import checkpoint
 from remanence.train.begin import Begin, begin_of
 from remanence.train.checkpoint import Progress

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.graphs import border_of, capture, copy_all, longest_window, stand_at, unsupported
+from remanence.core.state import places, where
+from remanence.inference.graphs import border_of, capture, copy_all, longest_window, stand_at, unsupported
 from remanence.model import Model, State, Trace
-from remanence.ops.state import places, where
 
 SHARE = {False: 0.75, True: 0.45}
 """Of a GPU's memory: what a step may need if it is captured unasked. Where rows carry a state there are two graphs, and the

@@ -16,7 +16,7 @@ from uuid import uuid4
 import torch
 
 from remanence.config import known
-from remanence.files import replacing
+from remanence.core.files import replacing
 from remanence.model import Trace
 from remanence.train.plan import flops_per_token, peak
 

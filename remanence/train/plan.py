@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from remanence.config import ModelConfig, known
-from remanence.device import resolve
+from remanence.core.device import resolve
 from remanence.model import Model
 from remanence.train.config import TrainConfig
 from remanence.train.speeds import reached, table

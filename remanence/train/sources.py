@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from remanence.config import known
+from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer, pair_tokens
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.babi import ALL, PROMPT, Story, placed, read
 from remanence.data.texts import Hay, Texts
-from remanence.tokens import ByteTokenizer, Tokenizer, load_tokenizer, pair_tokens
 from remanence.train.config import TrainConfig
 
 HAY = 256

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from remanence.core.files import read_json, write_json
+from remanence.core.tokens import ByteTokenizer
 from remanence.data import Documents, Packed, Tokens, prepare
 from remanence.data.sources import File
-from remanence.files import read_json, write_json
-from remanence.tokens import ByteTokenizer
 
 TEXTS = ["Call me Ishmael.", "é" * 40, "x", "It was the best of times, it was the worst of times. " * 6, "end\n"]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from evaluations import measured, saved, telling
 
+from remanence.core.tokens import ByteTokenizer
 from remanence.data.babi import Story, find, read, stories
 from remanence.evaluate import TASKS, Subject, configured
 from remanence.evaluate.babilong import judged
-from remanence.tokens import ByteTokenizer
 
 PLACES = ("hallway", "kitchen", "garden", "office")
 

@@ -169,7 +169,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
             "--recipe.batch: expected a task that trains models by a recipe",
         ),
         (["r.py", "lm", "ablate"], "tasks: expected tasks of a model or tasks of a recipe, got both"),
-        (["d.runs/depth-1-0/model", "depth", "--json", "x.json"], "model: expected a recipe, as recipes/recall.py"),
+        (["d.runs/depth-1-0/model", "depth", "--json", "x.json"], "model: expected a recipe, such as recall"),
         (["r.py", "depth", "--variants=5", "--json", "x.json"], "depth.variants: expected one of 1, 2, 3, 4, got '5'"),
         (["r.py", "depth", "--lengths=3", "--json", "x.json"], "length: expected at least 8 for 2 rounds"),
     ):

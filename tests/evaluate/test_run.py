@@ -19,12 +19,14 @@ import torch
 from evaluations import measured, saved
 from models import model
 
-from remanence import Model, cli, eval_commands, memfile
+from remanence import Model, cli
+from remanence.cli import eval_commands
+from remanence.core.tokens import byte_level_json
 from remanence.evaluate import TASKS, Subject, bookmark, provenance, subject
 from remanence.evaluate import run as run_module
 from remanence.evaluate.run import Journal, commit, write_rows
 from remanence.evaluate.task import Row, configured, perplexity, share, told, whole, wilson
-from remanence.tokens import byte_level_json
+from remanence.inference import memfile
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "It was the best of times, it was the worst of times. " * 6
@@ -312,7 +314,7 @@ def test_a_unit_of_hours_goes_on_in_its_middle(home, monkeypatch, task, variant)
     saved(home / "m", variant)
     monkeypatch.setattr(bookmark, "EVERY", 0.0)
     monkeypatch.setattr(subject, "PIECE", 128)
-    monkeypatch.setattr("remanence.reader.PIECE", 128)
+    monkeypatch.setattr("remanence.inference.reader.PIECE", 128)
     lines = [{"text": TEXT * 2}, {"text": "é" + TEXT * 3}]
     (home / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {

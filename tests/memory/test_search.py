@@ -213,7 +213,7 @@ class TestTriton:
     """What the kernels find is in tests/ops/test_nearest.py."""
 
     def test_a_missing_triton_names_the_extra(self, monkeypatch):
-        monkeypatch.setattr("remanence.ops.launch.kernels", lambda: None)
+        monkeypatch.setattr("remanence.ops.triton.launch.kernels", lambda: None)
         with pytest.raises(ImportError, match=r"search 'triton' needs Triton: pip install 'remanence\[triton\]'"):
             SEARCHES["triton"]()
 

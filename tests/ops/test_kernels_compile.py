@@ -11,23 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remanence.ops import (
-    MLP,
-    NETS,
-    RULES,
-    Gates,
-    Rule,
-    decode,
-    fused,
-    fused_linear,
-    gpu,
-    layer,
-    nearest,
-    operator,
-    resources,
-    start,
-)
-from remanence.ops.launch import PRECISION, kernels
+from remanence.ops import MLP, NETS, RULES, Gates, Rule, decode, operator, start
+from remanence.ops.triton import dispatch as gpu
+from remanence.ops.triton import layer, nearest, resources
+from remanence.ops.triton import linear as fused_linear
+from remanence.ops.triton import mlp as fused
+from remanence.ops.triton.launch import PRECISION, kernels
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from plain import plain
 
 from remanence.layers import Features
-from remanence.ops import MLP, RULES, Gates, fused, layer, memorize, start
-from remanence.ops.nearest import nearest
+from remanence.ops import MLP, RULES, Gates, memorize, start
+from remanence.ops.triton import layer
+from remanence.ops.triton import mlp as fused
+from remanence.ops.triton.nearest import nearest
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -11,8 +11,8 @@ from cases import pairwise
 
 from remanence.memory.search import SEARCHES, exact
 from remanence.memory.store import Store, StoreState
-from remanence.ops import nearest as module
-from remanence.ops.nearest import nearest
+from remanence.ops.triton import nearest as module
+from remanence.ops.triton.nearest import nearest
 from remanence.testing import assert_close
 
 pytestmark = pytest.mark.interpreted

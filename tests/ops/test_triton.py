@@ -12,7 +12,9 @@ import torch.utils.checkpoint
 from cases import Case, pairwise
 
 from remanence import Model, preset
-from remanence.ops import MLP, Gates, Rule, fused, gpu, leashed, memorize, operator, reset_leashed, start
+from remanence.ops import MLP, Gates, Rule, leashed, memorize, operator, reset_leashed, start
+from remanence.ops.triton import dispatch as gpu
+from remanence.ops.triton import mlp as fused
 from remanence.testing import assert_close, assert_same_function, distance
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from remanence import NeuralMemory
-from remanence.blocks import Join
 from remanence.layers import Features, GateProjection, RMSNorm, Rotary, ShortConv, by_heads
-from remanence.ops import layer
+from remanence.mixers import Join
+from remanence.ops.triton import layer
 from remanence.testing import assert_close, assert_same_function, distance, tensors
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]

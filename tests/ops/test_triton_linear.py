@@ -7,7 +7,8 @@ import pytest
 import torch
 from cases import Case, pairwise
 
-from remanence.ops import MLP, NETS, RULES, Gates, Rule, chunked, fused_linear, leashed, memorize, reset_leashed, start
+from remanence.ops import MLP, NETS, RULES, Gates, Rule, chunked, leashed, memorize, reset_leashed, start
+from remanence.ops.triton import linear as fused_linear
 from remanence.testing import assert_same_function, distance
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]

@@ -173,7 +173,7 @@ def test_what_two_processes_see_refuse_and_export(tmp_path):
 
 
 def test_torchrun_and_the_command_line(tmp_path):
-    recipe = Path(__file__).parents[2] / "recipes" / "recall.py"
+    recipe = Path(__file__).parents[2] / "remanence" / "recipes" / "recall.py"
     small = ["--steps=2", "--batch=2", "--model.depth=1", "--data.length=48", "--log_every=1", "--device=cpu"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port())]
     command = [*launch, "-m", "remanence", "train", str(recipe), "--out", str(tmp_path / "run"), *small]

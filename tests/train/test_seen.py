@@ -16,7 +16,7 @@ from remanence.model import Model
 from remanence.train import DataConfig, TrainConfig, fit
 from remanence.train.plan import flops_per_token, plan
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
+RECIPES = sorted((Path(__file__).parents[2] / "remanence" / "recipes").glob("[a-z]*.py"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

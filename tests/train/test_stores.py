@@ -8,9 +8,10 @@ import pytest
 import torch
 from runs import config, losses, weights
 
-from remanence import Model, Session, memfile
+from remanence import Model, Session
 from remanence.config import change
 from remanence.data import Tokens
+from remanence.inference import memfile
 from remanence.testing import assert_close
 from remanence.train import DataConfig, engine, fit
 from remanence.train.checkpoint import checkpoints

@@ -1,0 +1,6 @@
+"""``python -m remanence.cli``."""
+
+from remanence.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What every room needs and that is no numerics: state, files, devices, tokens, axes."""

@@ -1,0 +1,160 @@
+"""Typed tuples of tensors, one row per document: what is carried between two calls, and where rows stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def trains(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether anyone can ask for a gradient of what is made of these. (A loop: torch 2.11 does not compile a generator that
+    is left halfway.)
+    """
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def placed(position: Tensor, places: list[int]) -> Tensor:
+    """A position ``[r]`` with its numbers noted beside it: who knows them on the host need not ask the device, and wait for it.
+    What is made of the tensor does not have the note, and nothing noted is ever changed in place.
+    """
+    if not torch.compiler.is_compiling() and position.device.type != "cpu":
+        position._places = places  # type: ignore[attr-defined]
+    return position
+
+
+def noted(position: Tensor) -> list[int] | None:
+    """The numbers of a position, if they are known on the host: noted, or there already. (So what runs on a CPU does not depend
+    on how a state came to be, and a run that goes on is the run that was not stopped, to the bit.)
+    """
+    if torch.compiler.is_compiling() or isinstance(position, FakeTensor):
+        return None
+    return position.tolist() if position.device.type == "cpu" else getattr(position, "_places", None)
+
+
+def places(position: Tensor) -> list[int]:
+    """The numbers of a position, asked of the device if they must be."""
+    known = noted(position)
+    return position.tolist() if known is None else known
+
+
+def advanced(position: Tensor, counts: Tensor | int) -> Tensor:
+    """A position after more was read; its note goes on if all rows read as many."""
+    known = noted(position)
+    after = position + counts
+    return placed(after, [place + counts for place in known]) if known is not None and isinstance(counts, int) else after
+
+
+def aligned(position: Tensor, size: int) -> bool:
+    """Whether all rows are known to stand at a multiple of so many tokens."""
+    known = noted(position)
+    return known is not None and all(place % size == 0 for place in known)
+
+
+def _map(function: Callable[[Tensor], Tensor], node: Any) -> Any:
+    if isinstance(node, Tensor):
+        return function(node)
+    if node is None:
+        return None
+    children = [_map(function, child) for child in node]
+    return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
+
+
+def _tensors(node: Any) -> list[Tensor]:
+    if isinstance(node, Tensor):
+        return [node]
+    return [] if node is None else [tensor for child in node for tensor in _tensors(child)]
+
+
+def _concat(nodes: Sequence[Any]) -> Any:
+    first = nodes[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(nodes))
+    if isinstance(first, TensorTuple):
+        return type(first).concat(nodes)
+    return None if first is None else tuple(_concat(children) for children in zip(*nodes, strict=True))
+
+
+def _with_note(copy: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a position knows what the position knew; one that comes from the CPU can be asked for nothing."""
+    if tensor.dtype != torch.int64 or tensor.dim() != 1 or copy is tensor:
+        return copy
+    known = noted(tensor)
+    return copy if known is None else placed(copy, known)
+
+
+class TensorTuple:
+    """Methods for a named tuple of tensors (or of such tuples) whose first axis is always the state's rows."""
+
+    __slots__ = ()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return _map(function, self)
+
+    def tensors(self) -> list[Tensor]:
+        return _tensors(self)
+
+    def detach(self) -> Self:
+        return self.map(lambda tensor: tensor.detach() if tensor.is_floating_point() else tensor)
+
+    def clone(self) -> Self:
+        return self.map(lambda tensor: _with_note(tensor.clone(), tensor))
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move to a device. The dtype is part of what a state is, and stays."""
+        place = torch.device(device)
+        return self.map(lambda tensor: _with_note(tensor.to(place), tensor))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def rows(self, index: int | slice | Sequence[int] | Tensor) -> Self:
+        """The chosen rows, in the order given, as a state of their own."""
+        if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0):
+            index = [int(index)]
+        return self.map(lambda tensor: tensor[index])
+
+    @classmethod
+    def concat(cls, states: Sequence[Self]) -> Self:
+        """Several states as one, row after row."""
+        if not states:
+            raise ValueError("states: expected at least one state to concatenate, got none")
+        return cls(*[_concat(children) for children in zip(*states, strict=True)])
+
+
+def carry_on(past: Tensor, new: Tensor) -> Tensor:
+    """A history ``[r s ...]``, newest last, after more has come; its length stays. Never a view, which keeps a whole call."""
+    length, count = past.shape[1], new.shape[1]
+    if count >= length:
+        return new[:, count - length :].to(past.dtype, copy=True)
+    return torch.cat([past[:, count:], new.to(past.dtype)], 1)
+
+
+def take_back(past: Tensor, tokens: int) -> Tensor:
+    """A history ``[r s ...]``, newest last, without its last entries; zeros take the oldest places."""
+    gone = min(tokens, past.shape[1])
+    return torch.cat([torch.zeros_like(past[:, :gone]), past[:, : past.shape[1] - gone]], 1)
+
+
+def where(rows: list[bool] | Tensor, new: Any, old: Any) -> Any:
+    """Each row from the one tree of tensors or the other; which, the host knows, or the device."""
+    if isinstance(rows, list) and all(rows):
+        return new
+    if isinstance(new, Tensor):
+        chosen = torch.as_tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1))
+        result = torch.where(chosen, new, old)
+        if isinstance(rows, Tensor) or noted(new) is None or noted(old) is None:
+            return result
+        return placed(result, [a if anew else b for anew, a, b in zip(rows, places(new), places(old), strict=True)])
+    if new is None:
+        return None
+    children = [where(rows, a, b) for a, b in zip(new, old, strict=True)]
+    return type(new)(*children) if hasattr(new, "_fields") else tuple(children)

@@ -1,0 +1,214 @@
+"""Text to tokens and back: bytes, or any ``tokenizer.json``. A tokenizer lies in its model's folder."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from remanence.config import BYTES
+from remanence.core.files import read_json, replacing, write_json
+
+PIECE = 1 << 16
+"""Characters (or bytes) that are encoded at a time when a text comes as a stream."""
+
+
+class Decoder(Protocol):
+    """Turns tokens into text as they come; a character whose bytes are not all there yet is held back."""
+
+    def push(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Tokenizer(Protocol):
+    vocabulary: int
+    end: int | None  # the token that ends a document, if there is one
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def decoder(self) -> Decoder: ...
+
+    def stream(self, pieces: Iterable[str | bytes]) -> Iterator[list[int]]:
+        """Tokens of a text that comes in pieces cut anywhere, in lists of bounded length."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8, and 256 for the end of a document. Bytes that are no UTF-8 are read as they are."""
+
+    vocabulary: int = BYTES
+    end: int | None = BYTES - 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogateescape"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
+    def decoder(self) -> Decoder:
+        return _ByteDecoder()
+
+    def stream(self, pieces: Iterable[str | bytes]) -> Iterator[list[int]]:
+        for piece in pieces:
+            raw = piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogateescape")
+            for start in range(0, len(raw), PIECE):
+                yield list(raw[start : start + PIECE])
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / "tokenizer.json", byte_level_json())
+        _write_settings(folder, END, self.end)
+
+
+class _ByteDecoder:
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self.decoder.decode(bytes([token])) if token < 256 else ""
+
+    def finish(self) -> str:
+        return self.decoder.decode(b"", final=True)
+
+
+END = "<|end|>"
+
+
+def byte_level_json() -> dict[str, Any]:
+    """The byte tokenizer in the ``tokenizers`` library's format, so that Hugging Face reads the same tokens.
+
+    That format writes a byte as one character: itself where it is printable in Latin-1, else the next free one from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letter = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": BYTES - 1, "content": END, **added}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {letter[byte]: byte for byte in range(256)},
+            "merges": [],
+        },
+    }
+
+
+class JsonTokenizer:
+    """A tokenizer of the ``tokenizers`` library, from its ``tokenizer.json``."""
+
+    def __init__(self, path: Path, end: str | None = None) -> None:
+        try:
+            from tokenizers import Tokenizer as Inner
+        except ImportError:
+            raise ValueError(f"{path}: reading it needs the extra 'hf'; pip install 'remanence[hf]'") from None
+        try:
+            self.text = path.read_text(encoding="utf-8")
+            self.inner = Inner.from_str(self.text)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path}: not a tokenizer.json ({error})") from None
+        self.vocabulary = self.inner.get_vocab_size()
+        self.end_text = end
+        self.end = self.inner.token_to_id(end) if end else None
+
+    def encode(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.inner.decode(list(tokens))
+
+    def decoder(self) -> Decoder:
+        return _JsonDecoder(self)
+
+    def stream(self, pieces: Iterable[str | bytes]) -> Iterator[list[int]]:
+        """Cut at the ends of lines (or, failing that, before a space), where most tokenizers do not join."""
+        reader = codecs.getincrementaldecoder("utf-8")("replace")
+        held = ""
+        for piece in pieces:
+            held += reader.decode(piece) if isinstance(piece, bytes) else piece
+            while len(held) >= PIECE:
+                line, space = held.rfind("\n", 0, PIECE) + 1, held.rfind(" ", 1, PIECE)
+                cut = line or (space if space > 0 else PIECE)
+                yield self.encode(held[:cut])
+                held = held[cut:]
+        held += reader.decode(b"", final=True)
+        if held:
+            yield self.encode(held)
+
+    def save(self, folder: Path) -> None:
+        with replacing(folder / "tokenizer.json") as temporary:
+            temporary.write_text(self.text, encoding="utf-8")
+        _write_settings(folder, self.end_text, self.end)
+
+
+class _JsonDecoder:
+    """Text comes once its last character is whole; what is then still pending comes at the end as it is."""
+
+    def __init__(self, tokenizer: JsonTokenizer) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self.inner, self.stream = tokenizer.inner, DecodeStream(skip_special_tokens=True)
+        self.pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        text = self.stream.step(self.inner, token) or ""
+        self.pending = [] if text else [*self.pending, token]
+        return text
+
+    def finish(self) -> str:
+        return self.inner.decode(self.pending)
+
+
+def _write_settings(folder: Path, end: str | None, number: int | None) -> None:
+    """What Hugging Face wants to know beside the tokens: padding stands at the left, and where a text ends."""
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+    }
+    write_json(folder / "tokenizer_config.json", settings | ({"eos_token": end, "pad_token": end} if end else {}))
+    if number is not None:
+        write_json(folder / "generation_config.json", {"eos_token_id": number, "pad_token_id": number})
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer in a model's folder; bytes if there is none."""
+    path = Path(folder) / "tokenizer.json"
+    return read_tokenizer(path) if path.is_file() else ByteTokenizer()
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A ``tokenizer.json``, with the end of a text that a ``tokenizer_config.json`` beside it names."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if read_json(path) == byte_level_json():
+        return ByteTokenizer()
+    settings = path.with_name("tokenizer_config.json")
+    end = read_json(settings).get("eos_token") if settings.is_file() else None
+    return JsonTokenizer(path, end["content"] if isinstance(end, dict) else end)
+
+
+def pair_tokens(tokenizer: Tokenizer, context: str, end: str) -> tuple[list[int], list[int]]:
+    """Tokens of a text and of what follows it, as the whole is encoded: an end's first token may hold a space."""
+    before, whole = tokenizer.encode(context), tokenizer.encode(context + end)
+    return whole[: len(before)], whole[len(before) :]

@@ -1,0 +1,238 @@
+"""From prompts to text: greedy or sampled, streamed, for prompts of any length side by side, continuing any state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from remanence.config import Mode
+from remanence.core.tokens import ByteTokenizer, Tokenizer
+from remanence.inference.decoder import Decoder, unsupported
+from remanence.inference.reader import read
+from remanence.model import Model, State
+
+IN_PLACE = {"cuda"}
+"""Kinds of devices on which tokens are decoded in place where the model can be: there a step's launches take all the time."""
+
+DIVERGED = "state: expected finite numbers, got a memory that has diverged; start again without it"
+
+Write = Literal["all", "prompt", "none"]
+WRITES: tuple[Write, ...] = ("all", "prompt", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen, and when to stop.
+
+    Attributes:
+        max_tokens: how many at most, for each prompt.
+        temperature: 0 takes the most likely token; above, logits are divided by it.
+        top_k: only among so many of the most likely.
+        top_p: only among the most likely whose probabilities add up to this.
+        stop: texts that end the output (and are not part of it).
+        seed: of the first prompt's random numbers; the next one has the next seed, so no text depends on its neighbours.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.max_tokens) is not int or self.max_tokens < 0:
+            raise ValueError(f"max_tokens: expected a whole number of at least 0, got {self.max_tokens!r}")
+        if not isfinite(self.temperature) or self.temperature < 0:
+            raise ValueError(f"temperature: expected a number of at least 0, got {self.temperature!r}")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise ValueError(f"top_k: expected a whole number of at least 1, got {self.top_k!r}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected a number above 0 and up to 1, got {self.top_p!r}")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**62:
+            raise ValueError(f"seed: expected a whole number from 0 to 2^62, got {self.seed!r}")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop: expected texts of at least one character, got {list(self.stop)!r}")
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token from the logits ``[v]`` of one row. Always on the CPU, so that a seed means the same everywhere."""
+    logits = logits.detach().to("cpu", torch.float64)
+    if not sampling.temperature:
+        return int(logits.argmax())
+    logits = (logits - logits.max()) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(logits):
+        logits = logits.index_fill(0, logits.sort(descending=True, stable=True).indices[sampling.top_k :], -torch.inf)
+    if sampling.top_p is not None:
+        ordered, order = logits.sort(descending=True, stable=True)
+        before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
+        logits = logits.index_fill(0, order[before >= sampling.top_p], -torch.inf)
+    return int(torch.multinomial(logits.softmax(0), 1, generator=generator))
+
+
+class Generation:
+    """An answer to each prompt while it comes: ``for row, text in generation``, then ``.texts``, ``.tokens`` and ``.state``.
+
+    The state holds all that was read and said, and is up to date whenever the loop is left.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[str],
+        sampling: Sampling | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        state: State | None = None,
+        write: Write = "all",
+    ) -> None:
+        self.model, self.sampling = model, sampling or Sampling()
+        self.tokenizer = check_tokenizer(model, tokenizer)
+        if write not in WRITES:
+            raise ValueError(f"write: expected one of {', '.join(WRITES)}, got {write!r}")
+        if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+            raise ValueError(f"prompts: expected texts of at least one character, got {prompts!r}")
+        self.prompts = [self.tokenizer.encode(prompt) for prompt in prompts]
+        if not all(self.prompts):
+            raise ValueError("prompts: expected at least one token each, got a text of which the tokenizer leaves nothing")
+        if state is not None and len(state.position) == 1:
+            state = state.rows([0] * len(prompts))
+        elif state is not None and len(state.position) != len(prompts):
+            raise ValueError(f"state: expected one row, or one for each of {len(prompts)} prompts, got {len(state.position)}")
+        self._state: State | None = model.start(len(prompts)) if state is None else state
+        self._decoder: Decoder | None = None
+        self.modes: tuple[Mode | None, Mode | None] = {
+            "all": (None, None),
+            "prompt": (None, "frozen" if model.has_memory else None),
+            "none": ("frozen" if model.has_memory else None,) * 2,
+        }[write]
+        self.begun = False
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.texts = [""] * len(prompts)
+
+    @property
+    def state(self) -> State:
+        if self._state is None:  # only made when it is asked for: a copy for every token would take longer than the token
+            assert self._decoder is not None
+            self._state = self._decoder.state
+        return self._state
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        if self.begun:
+            raise ValueError("generation: expected to be run once, got a second run; make another one from .state")
+        self.begun = True
+        writers = [_Writer(self.tokenizer, self.sampling.stop) for _ in self.prompts]
+        chance = [torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(self.prompts))]
+        logits = self._read_prompts()
+        active = [self.sampling.max_tokens > 0] * len(writers)
+        while any(active):
+            chosen = [choose(logits[row], self.sampling, chance[row]) if on else 0 for row, on in enumerate(active)]
+            said = [on and token != self.tokenizer.end for on, token in zip(active, chosen, strict=True)]
+            if any(said):
+                logits = self._say(chosen, said)
+            for row, token in enumerate(chosen):
+                if not active[row]:
+                    continue
+                text = writers[row].push(token) if said[row] else ""
+                if said[row]:
+                    self.tokens[row].append(token)
+                if not said[row] or writers[row].stopped or len(self.tokens[row]) >= self.sampling.max_tokens:
+                    active[row] = False
+                    text += writers[row].finish()
+                if text:
+                    self.texts[row] += text
+                    yield row, text
+        self._state, self._decoder = self.state, None
+        if bool(self._state.diverged.any()):  # by the last token's own writing
+            raise ValueError(DIVERGED)
+
+    def run(self) -> Generation:
+        """To the end, without looking."""
+        for _ in self:
+            pass
+        return self
+
+    @torch.no_grad()
+    def _read_prompts(self) -> Tensor:
+        longest = max(len(prompt) for prompt in self.prompts)
+        place = self.model.embed.weight.device
+        padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in self.prompts], device=place)
+        mask = torch.tensor([[True] * len(prompt) + [False] * (longest - len(prompt)) for prompt in self.prompts], device=place)
+        whole = bool(mask.all())
+        last, state, *_ = read(self.model, padded, self.state, mask=None if whole else mask, memory=self.modes[0])
+        self._state = state
+        if place.type in IN_PLACE and self.sampling.max_tokens > 0 and unsupported(self.model, self.modes[1]) is None:
+            self._decoder = Decoder(self.model, state, self.modes[1])
+        return self._finite(self.model.logits(last), state.diverged, [True] * len(self.prompts))
+
+    @torch.no_grad()
+    def _say(self, chosen: list[int], said: list[bool]) -> Tensor:
+        place = self.model.embed.weight.device
+        tokens, rows = torch.tensor(chosen, device=place), torch.tensor(said, device=place)
+        if self._decoder is not None:
+            self._state = None
+            return self._finite(self._decoder.step(tokens, rows), self._decoder.diverged, said)
+        mask = None if all(said) else rows.unsqueeze(-1)
+        seen = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory=self.modes[1])
+        self._state = seen.state
+        return self._finite(self.model.logits(seen.hidden[:, -1]), seen.state.diverged, said)
+
+    def _finite(self, logits: Tensor, diverged: Tensor, said: list[bool]) -> Tensor:
+        """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token waits for."""
+        logits, flags = torch.cat([logits[:, : self.tokenizer.vocabulary], diverged.unsqueeze(-1)], 1).cpu().tensor_split([-1], 1)
+        if bool(flags.any()):
+            raise ValueError(DIVERGED)
+        if not bool(logits[torch.tensor(said, device="cpu")].isfinite().all()):
+            raise ValueError(
+                "model: expected finite logits, got infinite or NaN ones; its weights, or a store's file, are damaged"
+            )
+        return logits
+
+
+class _Writer:
+    """Tokens to text that may be shown: never half a character, never the beginning of what might be a stop text."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self.decoder, self.stop = tokenizer.decoder(), stop
+        self.held, self.stopped = "", False
+
+    def push(self, token: int) -> str:
+        return self._release(self.decoder.push(token))
+
+    def finish(self) -> str:
+        text = self._release(self.decoder.finish())
+        if self.stopped:
+            return text
+        text, self.held = text + self.held, ""
+        return text
+
+    def _release(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        self.held += text
+        places = [place for place in (self.held.find(stop) for stop in self.stop) if place >= 0]
+        if places:
+            self.stopped = True
+            return self.held[: min(places)]
+        keep = max((_overlap(self.held, stop) for stop in self.stop), default=0)
+        text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the text's last characters could begin the stop text."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def check_tokenizer(model: Model, tokenizer: Tokenizer | None) -> Tokenizer:
+    """A tokenizer whose tokens the model knows; bytes by default."""
+    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+    if tokenizer.vocabulary > model.config.vocabulary:
+        raise ValueError(f"tokenizer: expected at most the model's {model.config.vocabulary} tokens, got {tokenizer.vocabulary}")
+    return tokenizer

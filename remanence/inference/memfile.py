@@ -1,0 +1,263 @@
+"""A memory as a file: what a model has read, without the text. safetensors, checked in full before anything is used.
+
+The header holds the schema, the model's configuration and fingerprint, the tokens read, and a checksum over all of it and every
+tensor; but tensors above `LARGE` bytes, as a kNN store's are, have checksums of their own and are not read when a file is opened:
+they stay in the file until they are used. A memory is made from what was read and can reveal it: treat a file as you would treat
+the text. It is also untrusted input: nothing in it is executed or unpickled, and what does not fit the model is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remanence.config import ModelConfig
+from remanence.core.files import Stored, read_tensors, write_tensors
+from remanence.layers.attention import AttentionState, SegmentState
+from remanence.memory.store import StoreState
+from remanence.model import Model, State
+from remanence.ops import MemoryState
+
+FORMAT, SCHEMA = "remanence-memory", 1
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+LARGE = 2**28
+"""Bytes of a tensor that is mapped instead of read."""
+
+MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
+"""From a schema to the next one: each is given a file's tensors and header (as text) as that schema wrote them."""
+
+
+class Fingerprint(NamedTuple):
+    """Of a model: its configuration, and its weights as bfloat16, so that float64, float32 and bfloat16 copies agree."""
+
+    config: str
+    weights: str
+
+
+def fingerprint(model: Model) -> Fingerprint:
+    weights = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        weights.update(f"{name} {list(parameter.shape)}".encode())
+        weights.update(_bytes(parameter.detach().to("cpu", torch.bfloat16)))
+    return Fingerprint(hashlib.sha256(_canonical(model.config.to_dict()).encode()).hexdigest()[:32], weights.hexdigest()[:32])
+
+
+def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | None = None) -> None:
+    """Write what was read. A memory that has become infinite or NaN is refused: it could not be used again.
+
+    `notes` are a few facts of the caller's own, as JSON; `remanence read` keeps there where its reading began.
+    """
+    if not isinstance(state, State):
+        raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
+    if bool(state.diverged.any()):
+        raise ValueError("state: expected finite numbers, got a memory that has diverged; it was not saved")
+    # Copied, as parts of a state may share memory, which safetensors refuses; stores never do, and may be too large for it.
+    tensors = {name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous() for name, tensor in named(state)}
+    fitted("state", model, tensors)
+    header = {
+        "format": FORMAT,
+        "schema": str(SCHEMA),
+        "config": _canonical(model.config.to_dict()),
+        "fingerprint": json.dumps(fingerprint(model)),
+        "tokens": json.dumps(state.position.tolist()),
+        "state": json.dumps({name: _describe(tensor) for name, tensor in tensors.items()}),
+        "notes": json.dumps(notes or {}),
+        "large": _canonical({name: _digest(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}),
+    }
+    write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)})
+
+
+def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = False) -> State:
+    """The state in a file, on the model's device, if every part of it fits this model.
+
+    `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that the
+    model keeps its state in. `verify` reads large tensors, too: damage inside them is not noticed otherwise.
+    """
+    header, tensors = peek(path, verify=verify)
+    differing = _differences(_present(header["config"]), model.config.to_dict())
+    if differing:
+        raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
+    if header["fingerprint"][1] != fingerprint(model).weights and not force:
+        raise ValueError(f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway")
+    unread = {name for name in header["large"] if tensors[name].nbytes > LARGE and not verify}
+    state = fitted(str(path), model, tensors, unread)
+    if state.position.tolist() != header["tokens"]:
+        raise ValueError(f"{path}: position: expected the header's {header['tokens']} tokens, got {state.position.tolist()}")
+    return state
+
+
+def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A file's header and tensors: checked as a file, brought to the present schema, not yet fitted to a model."""
+    path = Path(path)
+    stored = read_tensors(path, mapped=LARGE)
+    if stored.metadata.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected a memory file, got a safetensors file of another kind")
+    header = dict(stored.metadata)
+    large = _large(header, stored.tensors)
+    if large is None or header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
+        raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
+    for name, digest in large.items():
+        if (verify or stored.tensors[name].nbytes <= LARGE) and _digest(stored.tensors[name]) != digest:
+            raise ValueError(f"{path}: altered or damaged: the checksum of {name} does not fit its content")
+    schema = int(header["schema"]) if header.get("schema", "").isdecimal() else None
+    if schema is None or schema > SCHEMA:
+        raise ValueError(f"{path}: expected schema {SCHEMA} or older, got {header.get('schema')}; a newer remanence can read it")
+    for old in range(schema, SCHEMA):
+        if old not in MIGRATIONS:
+            raise ValueError(f"{path}: schema {old} cannot be brought to schema {SCHEMA}")
+        stored = MIGRATIONS[old](stored)
+    try:
+        data = {name: json.loads(stored.metadata[name]) for name in ("config", "fingerprint", "tokens", "state", "notes")}
+    except (KeyError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: its header is not complete ({type(error).__name__})") from None
+    kinds = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
+    described = {name: _describe(tensor) for name, tensor in stored.tensors.items()}
+    well = all(isinstance(data[name], kind) for name, kind in kinds.items()) and data["state"] == described
+    if not well or [type(part) for part in data["fingerprint"]] != [str, str] or any(type(n) is not int for n in data["tokens"]):
+        raise ValueError(f"{path}: its header does not describe its content")
+    return {**data, "schema": schema, "large": large}, stored.tensors
+
+
+def _large(header: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, str] | None:
+    """The tensors with checksums of their own, and these; None if the header is no good."""
+    try:
+        large = json.loads(header.get("large", "{}"))
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    named_well = isinstance(large, dict) and all(isinstance(digest, str) for digest in large.values())
+    return large if named_well and all(name in tensors for name in large) else None
+
+
+def _present(config: dict[str, Any]) -> dict[str, Any]:
+    """A file's configuration with the fields that are newer than the file, as they are by default."""
+    try:
+        return ModelConfig.from_dict(config).to_dict()
+    except (ValueError, TypeError):
+        return config
+
+
+def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str] | None = None) -> State:
+    """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes sense; of
+    those that stay `unread`, the numbers are not looked at.
+    """
+    with torch.device("meta"):  # a large store is not allocated only to be compared with
+        template = Model(model.config).to(model.embed.weight.dtype).start(1)
+    wanted = dict(named(template))
+    for name in wanted:
+        if name not in tensors:
+            raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
+    rows, growing = list(tensors["position"].shape), _growing(template)
+    if len(rows) != 1 or rows == [0]:
+        raise ValueError(f"{what}: position: expected a count for each document, got shape {rows}")
+    for name, tensor in tensors.items():
+        if name not in wanted:
+            raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
+        length = tensor.shape[1:2] if name in growing else wanted[name].shape[1:2]
+        _check(f"{what}: {name}", tensor, wanted[name], [*rows, *length, *wanted[name].shape[2:]], name in (unread or ()))
+    state = assembled(template, tensors, model.embed.weight.device)
+    if any(0 < tensors[name].shape[1] < int(state.position.max()) for name in growing):
+        raise ValueError(f"{what}: expected full attention to hold all {int(state.position.max())} tokens, got fewer")
+    _check_counts(what, state, state)
+    return state
+
+
+def assembled(template: State, tensors: dict[str, Tensor], device: torch.device) -> State:
+    """Tensors by name as a state built like `template`, in its dtypes, on a device; nothing is checked."""
+    found = iter([tensors[name].to(device, like.dtype) for name, like in named(template)])
+    return template.map(lambda _: next(found))
+
+
+def named(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a state with its place: ``blocks.0.memory.layers.1``."""
+    if isinstance(node, Tensor):
+        yield path, node
+    elif node is not None:
+        names = node._fields if hasattr(node, "_fields") else range(len(node))
+        for name, child in zip(names, node, strict=True):
+            yield from named(child, f"{path}.{name}" if path else str(name))
+
+
+def _growing(node: Any, path: str = "") -> set[str]:
+    """Where full attention keeps what it has seen, whose length is the text's."""
+    if isinstance(node, AttentionState) and node.k.shape[1] == 0:
+        return {f"{path}.k", f"{path}.v"}
+    if not isinstance(node, tuple):
+        return set()
+    names = node._fields if hasattr(node, "_fields") else range(len(node))
+    found = [_growing(child, f"{path}.{name}" if path else str(name)) for name, child in zip(names, node, strict=True)]
+    return set().union(*found)
+
+
+def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int], unread: bool) -> None:
+    """Shape, kind and values of one tensor."""
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{what}: expected shape {shape}, got {list(tensor.shape)}")
+    if tensor.dtype not in (REAL if like.is_floating_point() else (like.dtype,)):
+        raise ValueError(f"{what}: expected {like.dtype}, got {tensor.dtype}")
+    if tensor.is_floating_point() and not unread:
+        # A closed gate's logarithm is -inf, and so is the worth of a token that is not to be stored; nothing else is infinite.
+        open_below = ".gates." in what or what.endswith(".worth")
+        bad = tensor.isnan() | (tensor == torch.inf) if open_below else ~tensor.isfinite()
+        if bool(bad.any()):
+            raise ValueError(f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}")
+
+
+def _check_counts(what: str, node: Any, whole: State) -> None:
+    """That every part stands where the whole does: what it counts cannot be more, nor other, than the tokens read."""
+    read = whole.position
+    if isinstance(node, MemoryState):
+        good = (node.position >= 0) & (node.position <= read) & ~node.diverged
+    elif isinstance(node, AttentionState):
+        good = (node.position == read) & (node.slack >= 0) & (node.slack <= read) & torch.tensor(node.k.shape == node.v.shape)
+    elif isinstance(node, SegmentState):
+        good = node.position == read % (node.tokens[0].shape[1] + 1)
+    elif isinstance(node, StoreState):
+        places = ((node.position >= -1) & (node.position < read.unsqueeze(-1))).all(1)
+        good = places & (node.written >= 0) & (node.written <= read)
+    else:
+        good = read >= 0 if node is whole else torch.tensor(True)
+    if not bool(good.all()):
+        raise ValueError(f"{what}: its parts do not agree on the tokens read, or it has diverged ({type(node).__name__})")
+    if isinstance(node, tuple):
+        for child in node:
+            _check_counts(what, child, whole)
+
+
+def _differences(theirs: Any, ours: Any, path: str = "") -> list[str]:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        names = sorted({*theirs, *ours})
+        return [x for name in names for x in _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else name)]
+    return [] if theirs == ours else [f"{path} is {theirs!r} in the file, {ours!r} in the model"]
+
+
+def _describe(tensor: Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+
+
+def _canonical(data: Any) -> str:
+    return json.dumps(data, sort_keys=True)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _checksum(tensors: dict[str, Tensor], header: dict[str, str], unread: set[str] | None = None) -> str:
+    """Of the header, and of every tensor but those that have their own checksums in it."""
+    unread = {name for name, tensor in tensors.items() if tensor.nbytes > LARGE} if unread is None else unread
+    digest = hashlib.sha256(_canonical(header).encode())
+    for name in sorted(set(tensors) - unread):
+        digest.update(name.encode())
+        digest.update(_bytes(tensors[name]))
+    return digest.hexdigest()
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()

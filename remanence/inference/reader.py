@@ -1,0 +1,134 @@
+"""Reading without answering: the one loop that takes a long text through a model piece by piece, in constant memory.
+
+On a GPU, whole pieces of documents that have begun are one captured graph each: the host looks after nothing while they run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from remanence.config import Mode
+from remanence.core.state import places
+from remanence.inference.graphs import capture, copy_all, longest_window, stand_at, unsupported
+from remanence.model import Model, State
+
+PIECE = 2048
+"""Tokens of one call when a long text is read. Cut where the document's position is a multiple of it, so that a text read with
+an interruption gives the same numbers to the last bit.
+"""
+
+LARGE = 8192
+"""The same on a GPU."""
+
+PATIENCE = 2
+"""Whole pieces that a model reads before they are captured, which takes as long as some pieces."""
+
+
+def piece_of(model: Model) -> int:
+    return max(PIECE, LARGE) if model.embed.weight.device.type == "cuda" else PIECE
+
+
+class Read(NamedTuple):
+    """What comes of reading: each row's last hidden vector ``[b d]``, the state, summed surprise and how many tokens had one, and
+    whether any row's memory has diverged.
+    """
+
+    last: Tensor
+    state: State
+    surprise: float
+    surprised: int
+    diverged: bool
+
+
+@torch.no_grad()
+def read(
+    model: Model, tokens: Tensor, state: State | None = None, *, mask: Tensor | None = None, memory: Mode | None = None
+) -> Read:
+    """Read tokens ``[b t]`` of any length in pieces, without computing logits. The device is asked once, at the end."""
+    state = model.start(tokens.shape[0]) if state is None else state
+    last = model.embed.weight.new_zeros(tokens.shape[0], model.config.dim)
+    size, start, count = piece_of(model), 0, 0
+    surprises: list[Tensor] = []
+    while start < tokens.shape[1]:
+        # One document is cut at multiples of a piece; rows that stand at different places, anywhere.
+        stop = start + size - (places(state.position)[0] % size if mask is None else 0)
+        some, here = tokens[:, start:stop], None if mask is None else mask[:, start:stop]
+        graph = None if mask is not None else _captured(model, some, state, size, memory)
+        if graph is not None:
+            last, state, surprise = graph(some, state)
+        else:
+            seen = model.trace(some, state, mask=here, memory=memory)
+            state, surprise = seen.state, None if seen.surprise is None else seen.surprise.sum()
+            last = seen.hidden[:, -1] if here is None else _last(seen.hidden, here, last)
+        if surprise is not None:
+            surprises.append(surprise)
+            count += some.numel() if here is None else int(here.sum())
+        start = stop
+    *found, bad = torch.stack([*[each.double() for each in surprises], state.diverged.any().double()]).tolist()
+    return Read(last, state, sum(found), count, bool(bad))
+
+
+def _last(hidden: Tensor, mask: Tensor, before: Tensor) -> Tensor:
+    """Each row's vector where its mask is true for the last time; what it was before where there is no such place."""
+    place = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1)
+    return torch.where(mask.any(1, keepdim=True), hidden[torch.arange(len(place), device=place.device), place], before)
+
+
+class Captured:
+    """A whole piece as a CUDA graph, of rows that have read a window at least; states come and go as the caller's own."""
+
+    def __init__(self, model: Model, tokens: Tensor, state: State) -> None:
+        self.model, self.size = model, tokens.shape[1]
+        self.tokens, fixed = tokens.clone(), state.map(torch.clone)
+        # What the host knows of positions: that they are multiples of a piece, and that windows are full.
+        self.state = stand_at(fixed, [self.size] * len(tokens))
+        self.graph, (self.last, self.after, self.surprise) = capture(self._read, tokens.device)
+
+    def _read(self) -> tuple[Tensor, State, Tensor | None]:
+        seen = self.model.trace(self.tokens, self.state, memory="on" if self.model.has_memory else None)
+        surprise = seen.surprise
+        return seen.hidden[:, -1], seen.state, None if surprise is None else surprise.sum()
+
+    def __call__(self, tokens: Tensor, state: State) -> tuple[Tensor, State, Tensor | None]:
+        self.tokens.copy_(tokens)
+        copy_all(self.state.tensors(), state.tensors())
+        self.graph.replay()
+        after = stand_at(self.after.map(torch.clone), [place + self.size for place in places(state.position)])
+        return self.last.clone(), after, None if self.surprise is None else self.surprise.clone()
+
+
+class _Counted(NamedTuple):
+    """How many whole pieces a model has read, with weights that lie where they do, and the graph of them."""
+
+    key: Any
+    pieces: int
+    graph: Captured | None
+
+
+_COUNTED: WeakKeyDictionary[Model, _Counted] = WeakKeyDictionary()
+
+
+def _captured(model: Model, tokens: Tensor, state: State, size: int, memory: Mode | None) -> Captured | None:
+    """The graph that reads a piece, if it is a whole one and one of many; else None."""
+    if not tokens.is_cuda or tokens.shape[1] != size or (memory or model.memory) != "on" or _narrows(tokens):
+        return None
+    window = longest_window(model)
+    if unsupported(model, size, True) is not None or window > size:
+        return None
+    if any(place < window or place % size for place in places(state.position)) or not model.remembers_all(state):
+        return None
+    key = (len(tokens), model.schedule, *[parameter.data_ptr() for parameter in model.parameters()])
+    known = _COUNTED.get(model)
+    count, graph = (known.pieces + 1, known.graph) if known is not None and known.key == key else (1, None)
+    if graph is None and count > PATIENCE:
+        graph = Captured(model, tokens, state)
+    _COUNTED[model] = _Counted(key, count, graph)
+    return graph
+
+
+def _narrows(tokens: Tensor) -> bool:
+    return torch.is_autocast_enabled(tokens.device.type)

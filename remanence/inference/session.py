@@ -1,0 +1,131 @@
+"""A model that reads, remembers and answers: one document without an end, one memory, saved and restored as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from remanence.core.state import places
+from remanence.core.tokens import Tokenizer, load_tokenizer
+from remanence.inference import memfile
+from remanence.inference.generate import WRITES, Generation, Sampling, Write, check_tokenizer
+from remanence.inference.reader import Read, piece_of, read
+from remanence.model import Model, State
+
+
+class Reading(NamedTuple):
+    """How much was read, and the mean surprise of it (None without a memory that was written)."""
+
+    tokens: int
+    surprise: float | None
+
+
+class Session:
+    """``session.read(text)``, ``session.generate(prompt)``, ``session.save(path)``.
+
+    `write` says what `generate` may write to the neural memory: "all" (the prompt and its own words), "prompt", or "none".
+    Reading always writes. The attention window moves on in every case: it is what was just said, not what is remembered.
+    """
+
+    def __init__(self, model: Model | str | Path, tokenizer: Tokenizer | None = None, *, write: Write = "all") -> None:
+        if isinstance(model, (str, Path)):
+            tokenizer = tokenizer or load_tokenizer(model)
+            model = Model.load(model).eval()
+        if write not in WRITES:
+            raise ValueError(f"write: expected one of {', '.join(WRITES)}, got {write!r}")
+        self.model, self.write = model, write
+        self.tokenizer = check_tokenizer(model, tokenizer)
+        self.state = model.start(1)
+
+    @property
+    def state(self) -> State:
+        """All that was read and said. While an answer comes, the answer knows it."""
+        return self._now if isinstance(self._now, State) else self._now.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._now: State | Generation = state
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens have been read and said."""
+        return places(self.state.position)[0]
+
+    def read(self, source: str | bytes | Iterable[str | bytes]) -> Reading:
+        """Read a text, or a stream of pieces of one (an open file, a generator) in constant memory."""
+        surprise, count, before = 0.0, 0, self.tokens
+        for piece in self.reading(source):
+            surprise, count = surprise + piece.surprise, count + piece.surprised
+        return Reading(self.tokens - before, surprise / count if count else None)
+
+    def reading(self, source: str | bytes | Iterable[str | bytes], skip: int = 0) -> Iterator[Read]:
+        """`read`, piece by piece: what `inference.reader.read` returns for each. `skip` passes over the first tokens."""
+        held: list[int] = []
+        size = piece_of(self.model)
+        for tokens in self.tokenizer.stream([source] if isinstance(source, (str, bytes)) else source):
+            passed = min(skip, len(tokens))
+            skip -= passed
+            held += tokens[passed:]
+            while len(held) >= (room := size - self.tokens % size):
+                yield self._read(held[:room])
+                held = held[room:]
+        if held:
+            yield self._read(held)
+
+    def _read(self, tokens: list[int]) -> Read:
+        place = self.model.embed.weight.device
+        piece = read(self.model, torch.tensor([tokens], device=place), self.state)
+        if piece.diverged:
+            raise ValueError(f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}")
+        self.state = piece.state
+        return piece
+
+    def generate(self, prompt: str, **sampling: Any) -> str:
+        """Read the prompt and go on from it. The arguments are those of `Sampling`: max_tokens, temperature, stop, ..."""
+        return "".join(self.stream(prompt, **sampling))
+
+    def stream(self, prompt: str, **sampling: Any) -> Iterator[str]:
+        """`generate`, as it comes. What has come is remembered even if the loop is left early; finish it before reading on.
+
+        If the memory diverges on the way, an error says so, and the session is where it was before the prompt.
+        """
+        if not prompt:
+            raise ValueError("prompt: expected a text of at least one character, got an empty one")
+        generation = Generation(
+            self.model, [prompt], Sampling(**sampling), tokenizer=self.tokenizer, state=self.state, write=self.write
+        )
+        before = self.state
+        try:
+            for _, text in generation:
+                self._now = generation
+                yield text
+            self._now = generation
+        except ValueError:  # a memory that diverged on the way is of no use
+            self.state = before
+            raise
+        finally:
+            if self._now is generation:
+                self.state = generation.state
+
+    def save(self, path: str | Path) -> None:
+        """Write the memory, without the text, to a file that only appears when it is whole."""
+        memfile.save(path, self.model, self.state)
+
+    def load(self, path: str | Path, *, force: bool = False, verify: bool = False) -> Session:
+        """Take up the memory in a file in place of this session's own; `force` accepts one made with other weights, `verify`
+        reads large stores whole, which else stay in the file until they are used.
+        """
+        state = memfile.load(path, self.model, force=force, verify=verify)
+        if len(state.position) != 1:
+            raise ValueError(f"{path}: expected the memory of one document, got {len(state.position)}")
+        self.state = state
+        return self
+
+    def fork(self) -> Session:
+        """Another session that knows the same and goes its own way. Costs nothing: states are never changed in place."""
+        other = Session(self.model, self.tokenizer, write=self.write)
+        other.state = self.state
+        return other

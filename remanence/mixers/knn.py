@@ -1,0 +1,293 @@
+"""The kNN memory in a layer (Memorizing Transformers): sliding attention, and top-k attention over stored pairs of older tokens.
+
+A document is cut into segments of one window, counted from its start. A segment's pairs are written to the store when the next
+one begins, and a query finds only entries a whole window behind it: every token is met once, by the window or in the store, and
+nothing depends on how a text is cut into calls. Keys and queries of the store are of unit length and not rotated; each head has
+its own temperature.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remanence.config import Mode, ModelConfig, known
+from remanence.core.state import TensorTuple
+from remanence.layers.attention import Attended, Attention, AttentionState
+from remanence.memory.policies import POLICIES, keep
+from remanence.memory.search import SEARCHES, attend, combine, unit
+from remanence.memory.store import Store, StoreState
+from remanence.ops.layout import from_rows, pick, to_rows
+
+SCALE = 10.0
+"""The store's softmax begins with scores of unit vectors times this: enough to prefer one entry among thousands."""
+
+
+class _KnnState(NamedTuple):
+    attention: AttentionState
+    k: Tensor
+    v: Tensor
+    worth: Tensor
+    last: Tensor
+    store: StoreState
+
+
+class KnnState(_KnnState, TensorTuple):
+    """The window; the open segment's pairs ``[r w h e]``, from the left, not yet in the store, and what each is worth ``[r w]``
+    (-inf: not to be written); the model's last output ``[r d]``, by which the next token's surprise is known; the store.
+    """
+
+    __slots__ = ()
+
+    @property
+    def opened(self) -> Tensor:
+        """Tokens of the open segment ``[r]``. A whole one stays open until the next token comes."""
+        return opened(self.attention.position, self.worth.shape[1])
+
+    def crop(self, tokens: int) -> KnnState:
+        room = torch.where(self.attention.position == self.opened, self.opened, self.opened - 1)
+        if bool((room < tokens).any()):
+            raise ValueError(f"tokens: expected at most {int(room.min())}, as earlier ones are in the store, got {tokens}")
+        if tokens and self.last.shape[1]:
+            raise ValueError("tokens: expected 0, as a store that is written by surprise goes by the last token read, got more")
+        kept = torch.arange(self.worth.shape[1], device=self.worth.device) < (self.opened - tokens).unsqueeze(-1)
+        k, v = (x * kept[..., None, None] for x in (self.k, self.v))
+        return KnnState(self.attention.crop(tokens), k, v, self.worth.where(kept, 0.0), self.last, self.store)
+
+
+def opened(position: Tensor, window: int) -> Tensor:
+    return torch.where(position > 0, (position - 1) % window + 1, 0)
+
+
+class Aside(NamedTuple):
+    """What a model tells its kNN layers beside the text: each token's worth ``[b t]``, and the store of the first of them, where
+    they share one.
+    """
+
+    worth: Tensor | None = None
+    store: StoreState | None = None
+
+
+class Knn(nn.Module):
+    """Attention over a window and over a store, joined by a gate for each head, or under one softmax."""
+
+    state = KnnState
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        c = config.knn
+        known("knn.search", c.search, SEARCHES)
+        known("knn.write", c.write, POLICIES)
+        self.config, self.window, self.segment = c, config.window, config.segment
+        self.attention = Attention(
+            config.dim, config.heads, config.window, config.persistent, config.rotary, slack=config.memory.chunk - 1
+        )
+        self.store = Store(c.size, config.heads, self.attention.width, c.evict, half_life=c.half_life)
+        self.search = SEARCHES[c.search]()
+        self.hidden = config.dim if c.write == "surprise" else 0
+        self.log_scale = nn.Parameter(torch.empty(config.heads))
+        self.gate = nn.Parameter(torch.empty(config.heads)) if c.fuse == "gate" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.log_scale, SCALE)
+        with torch.no_grad():
+            self.log_scale.log_()
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
+
+    def borrow(self) -> None:
+        """Have no store of its own: an earlier layer's is used."""
+        self.store = Store(0, self.store.heads, self.store.width)
+
+    def start(self, rows: int) -> KnnState:
+        attention = self.attention.start(rows)
+        like = self.attention.k_proj.weight
+        k, v = (like.new_zeros(rows, self.window, self.attention.heads, self.attention.width) for _ in range(2))
+        worth = torch.zeros(rows, self.window, device=like.device)
+        return KnnState(attention, k, v, worth, like.new_zeros(rows, self.hidden), self.store.start(rows, like))
+
+    def check(self, state: KnnState) -> None:
+        """Refuse the state of a layer with another window, store or width."""
+        own = self.start(1)
+        for name, came, expected in (
+            ("window", state.worth, own.worth),
+            ("heads and their width", state.k[:, 0], own.k[:, 0]),
+            ("store", state.store.k[:, :, 0, 0], own.store.k[:, :, 0, 0]),
+            ("last output", state.last, own.last),
+        ):
+            if came.shape[1:] != expected.shape[1:]:
+                told, wanted = list(came.shape[1:]), list(expected.shape[1:])
+                raise ValueError(f"state: expected a {name} of {wanted}, as this model's kNN layers have, got {told}")
+
+    def forward(
+        self, x: Tensor, state: KnnState | None, offsets: list[int] | None, mode: Mode, aside: Aside | None = None
+    ) -> tuple[Tensor, KnnState, None]:
+        aside = aside or Aside()
+        fresh = state is None
+        if x.shape[0] == 0:
+            raise ValueError("x: expected at least one row, got none")
+        if state is None:
+            state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
+        local = self.attention.attend(x, None if fresh else state.attention, offsets, lse=self.gate is None)
+        worth = torch.zeros(x.shape[:2], device=x.device) if aside.worth is None else aside.worth
+        if mode not in ("on", "fresh"):
+            worth = torch.full_like(worth, -torch.inf)
+        cut = Cut(local, [0] * len(state.k) if fresh else state.opened.tolist(), offsets, self.window)
+        k, v = (cut.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v)))
+        worth = cut.columns(state.worth, to_rows(worth, offsets)[0])
+        y, store = self._read(local, cut, k, v, worth, state, aside.store, mode, fresh)
+        y = self.attention.out(from_rows(y.to(local.v.dtype), local.back))
+        left = (cut.left(k), cut.left(v), cut.left(worth))
+        return y, KnnState(local.state, *left, state.last, store), None
+
+    def _read(
+        self,
+        local: Attended,
+        cut: Cut,
+        k: Tensor,
+        v: Tensor,
+        worth: Tensor,
+        state: KnnState,
+        lent: StoreState | None,
+        mode: Mode,
+        ours: bool,
+    ) -> tuple[Tensor, StoreState]:
+        """Segment by segment: what the one before left is written, then the store is asked. The local attention, joined by what
+        was found, and the store; its tensors may be written to if they are `ours`.
+        """
+        near, near_lse = (local.y, None) if self.gate is not None else (local.y[..., :-1], local.y[..., -1])
+        store = state.store
+        if (store if lent is None else lent).size == 0:
+            return near, store
+        q = cut.queries(unit(local.q))
+        base = state.attention.position - state.opened
+        scale = self.log_scale.exp()
+        found, lengths = [], []
+        for part in cut.parts:
+            if part.ended is not None and lent is None:
+                # What autograd holds of a store must not be written to: only `dense` holds the store itself.
+                store = self._write(store, cut, part.segment - 1, base, k, v, worth, part.ended, ours)
+                ours = not (torch.is_grad_enabled() and self.config.search == "dense")
+            if mode == "off":
+                continue
+            begin = base.unsqueeze(-1) + part.segment * self.window
+            column = torch.arange(part.first, part.last, device=base.device)
+            live = cut.live(column)
+            if mode == "fresh":  # no entries from before the segment of the model's that this one begins in
+                old = (store.position < begin // self.segment * self.segment) & live.any(1, keepdim=True)
+                store = store._replace(position=store.position.masked_fill(old, -1))
+            here = store if lent is None else lent
+            limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
+            asked = q[:, part.first : part.last]
+            met = attend(asked, self.search(asked.detach(), here, self.config.k, limit), here, scale)
+            found.append(torch.cat([met[0].to(met[1].dtype), met[1].unsqueeze(-1)], -1))
+            lengths.append((part.first, part.last))
+        if not found:
+            return near, store
+        far = cut.back(found, lengths)
+        return combine(near, near_lse, far[..., :-1].to(near.dtype), far[..., -1], self.gate), store
+
+    def _write(
+        self, store: StoreState, cut: Cut, index: int, base: Tensor, k: Tensor, v: Tensor, worth: Tensor, rows: Tensor, ours: bool
+    ) -> StoreState:
+        """A whole segment's best into the store, of the rows that have come to its end."""
+        c, here = self.config, slice(index * self.window, (index + 1) * self.window)
+        score = worth[:, here]
+        mask = score > -torch.inf
+        if c.write != "all":
+            mask = mask & near(keep(score, c.fraction, self.window), c.neighbours)
+        place = base.unsqueeze(-1) + torch.arange(here.start, here.stop, device=base.device)
+        importance = None if c.write == "all" else score.masked_fill(~mask, 0.0)
+        return self.store.add(store, k[:, here], v[:, here], place, importance, mask & rows.unsqueeze(-1), reuse=ours)
+
+
+def near(mask: Tensor, reach: int) -> Tensor:
+    """Marked tokens, and those at most so far from one in the same segment."""
+    if not reach:
+        return mask
+    return F.max_pool1d(mask.float().unsqueeze(1), 2 * reach + 1, 1, reach).squeeze(1) > 0
+
+
+class Part(NamedTuple):
+    """One segment of every row: its number, its columns with a token of the call in any row, and the rows that have ended the
+    segment before it (None: no row has).
+    """
+
+    segment: int
+    first: int
+    last: int
+    ended: Tensor | None
+
+
+class Cut:
+    """A call's tokens in columns behind their rows' open segments, so that all rows' segments begin at the same columns::
+
+    row 0    [ o o o x ] [ x x x x ] [ x . . . ]        o read before, x the call's
+    row 1    [ o x x x ] [ x x . . ] [ . . . . ]
+    """
+
+    def __init__(self, local: Attended, lead: list[int], offsets: list[int] | None, window: int) -> None:
+        tokens, self.window, self.lead = local.q.shape[1], window, lead
+        self.counts = [tokens] * len(lead) if offsets is None else [b - a for a, b in pairwise(offsets)]
+        self.totals = [a + b for a, b in zip(lead, self.counts, strict=True)]
+        self.segments = max(1, -(-max(self.totals) // window))
+        self.tokens, self.device = tokens, local.q.device
+        self.uniform = len(set(lead)) == 1 and len(set(self.counts)) == 1
+        self._lead, self._total = (torch.tensor(numbers, device=self.device) for numbers in (lead, self.totals))
+        self.parts = [part for part in map(self._part, range(self.segments)) if part is not None]
+
+    def _part(self, index: int) -> Part | None:
+        begin, end = index * self.window, (index + 1) * self.window
+        spans = [(max(a, begin), min(b, end)) for a, b in zip(self.lead, self.totals, strict=True)]
+        spans = [span for span in spans if span[0] < span[1]]
+        if not spans:
+            return None
+        over = index > 0 and any(total > begin for total in self.totals)
+        return Part(index, min(span[0] for span in spans), max(span[1] for span in spans), self._total > begin if over else None)
+
+    def columns(self, old: Tensor, new: Tensor) -> Tensor:
+        """Open segments ``[r w ...]`` and the call's rows ``[r t ...]`` as ``[r columns ...]``."""
+        new = new.to(old.dtype)
+        if self.uniform:
+            return self._filled(torch.cat([old[:, : self.lead[0]], new], 1))
+        both = torch.cat([old.flatten(0, 1), new.flatten(0, 1)])
+        return pick(both, torch.tensor([self._places(row) for row in range(len(self.lead))]))
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.columns(q.new_zeros(len(self.lead), self.window, *q.shape[2:]), q)
+
+    def _places(self, row: int) -> list[int]:
+        before, behind = row * self.window, len(self.lead) * self.window + row * self.tokens
+        index = [*range(before, before + self.lead[row]), *range(behind, behind + self.counts[row])]
+        return index + [-1] * (self.segments * self.window - len(index))
+
+    def _filled(self, x: Tensor) -> Tensor:
+        return F.pad(x, [0, 0] * (x.dim() - 2) + [0, self.segments * self.window - x.shape[1]])
+
+    def live(self, column: Tensor) -> Tensor:
+        """Which columns are tokens of the call ``[r columns]``."""
+        return (column >= self._lead.unsqueeze(-1)) & (column < self._total.unsqueeze(-1))
+
+    def back(self, found: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
+        """What was found in each part, its columns given, as the call's rows ``[r t ...]``."""
+        joined = torch.cat(found, 1)
+        if self.uniform:
+            return joined
+        place = {column: index for index, column in enumerate(c for span in spans for c in range(*span))}
+        index = torch.full((len(self.lead), self.tokens), -1)
+        for row, (lead, count) in enumerate(zip(self.lead, self.counts, strict=True)):
+            index[row, :count] = torch.tensor([place[lead + i] for i in range(count)], dtype=torch.int64) + row * joined.shape[1]
+        return pick(joined.flatten(0, 1), index)
+
+    def left(self, x: Tensor) -> Tensor:
+        """Each row's last segment ``[r w ...]``, which stays open. Never a view, which keeps a whole call."""
+        last = [max(0, -(-total // self.window) - 1) for total in self.totals]
+        if len(set(last)) == 1:
+            return x[:, last[0] * self.window : (last[0] + 1) * self.window].clone()
+        pieces = [x[row, index * self.window : (index + 1) * self.window] for row, index in enumerate(last)]
+        return torch.stack(pieces)

@@ -1,0 +1,329 @@
+"""A second schedule for layers that read segment after segment: a wavefront over layers and segments, with the same results.
+
+Segment s of layer l needs segment s of layer l - 1 and what segment s - 1 left in layer l. So all pairs with the same l + s can
+be computed together, as one layer whose weights have one axis more (`remanence.layers`) and whose rows are those of the layers
+under way, one behind the other::
+
+    layer     0  1  2  3
+    time 0    0                 the segment that each layer reads
+         1    1  0
+         2    2  1  0
+         3    3  2  1  0
+         4    4  3  2  1
+         5       4  3  2
+         6          4  3
+         7             4
+
+Of layers times segments small steps there remain layers plus segments large ones (diagonal batching: Sivtsov et al., 2025).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from remanence.core.state import TensorTuple, noted, placed, trains, where
+from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, operand
+from remanence.layers.attention import Persistent
+from remanence.memory.neural import InitialMemory, NeuralMemoryState
+from remanence.mixers import MAC, MACState, Seen
+
+NARROW = (Linear, Features, InitialMemory, Persistent)
+"""Whose parameters are operands of products, which autocast narrows."""
+
+KNOWN = (*NARROW, RMSNorm, ShortConv, GateProjection)
+"""Whose parameters may have one axis more."""
+
+LEAST = 2
+"""Segments below which layer after layer is as good."""
+
+T = TypeVar("T")
+
+
+def unsupported(blocks: Sequence[nn.Module]) -> str | None:
+    """Why these blocks cannot read in a wavefront, in words; None if they can."""
+    mixers: list[Any] = [block.mixer for block in blocks]
+    if len(mixers) < 2 or not all(isinstance(mixer, MAC) for mixer in mixers):
+        return "only MAC layers, at least two and nothing else, are known to read segment after segment"
+    if mixers[0].size % mixers[0].memory.layer.config.chunk:
+        return "a segment has to be so many chunks"
+    if any(mixer.memory.layer.watch is not None for mixer in mixers):
+        return "a memory is being watched"
+    inside = [module for block in blocks for module in block.modules() if module is not block]
+    if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
+        return "a module has hooks, which belong to one layer"
+    if not all(isinstance(module, KNOWN) or not module._parameters for module in inside):
+        return "a module is not one of ours, and may not know what to do with several layers' weights"
+    return None
+
+
+class _Carry(NamedTuple):
+    memory: NeuralMemoryState
+    asked: Tensor
+
+
+class Carry(_Carry, TensorTuple):
+    """What layers hand from segment to segment: the memory, and the history of the questions' convolution."""
+
+    __slots__ = ()
+
+
+class Passage(NamedTuple):
+    """What came of a call: the last layer's output, each layer's state, what was seen of its memory, and its input."""
+
+    x: Tensor
+    states: tuple[MACState, ...]
+    seen: Sequence[Seen | None]
+    layers: Sequence[Tensor]
+
+
+class Lanes(NamedTuple):
+    """Packed documents in rows of whole segments, several in a row, each from a segment's start on: where each row's token stands
+    in the call ``[rows t]``, -1 for none; where each of the call's tokens stands in the rows, laid flat; and which segments of
+    each row begin a document ``[rows segments]``.
+    """
+
+    there: Tensor
+    back: Tensor
+    begins: Tensor
+
+
+WIDE = 8
+"""Rows that packed documents are laid into, about, unless one of them is longer than all of them would then be."""
+
+
+def lanes(borders: list[int], size: int) -> Lanes:
+    """The longest first, each into the first row that has room."""
+    counts = [b - a for a, b in itertools.pairwise(borders)]
+    needed = [-(-count // size) for count in counts]
+    room = max(1, *needed, -(-sum(needed) // WIDE))
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for document in sorted(range(len(counts)), key=lambda each: -needed[each]):
+        row = next((row for row, free in enumerate(left) if free >= needed[document]), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            left.append(room)
+        rows[row].append(document)
+        left[row] -= needed[document]
+    there = torch.full((len(rows), room * size), -1)
+    back, begins = torch.empty(borders[-1], dtype=torch.int64), torch.zeros(len(rows), room, dtype=torch.bool)
+    for row, documents in enumerate(rows):
+        at = 0
+        for document in documents:
+            first, count = borders[document], counts[document]
+            there[row, at * size : at * size + count] = torch.arange(first, first + count)
+            back[first : first + count] = torch.arange(count) + (row * room + at) * size
+            begins[row, at : at + 1] = count > 0
+            at += needed[document]
+    return Lanes(there, back, begins)
+
+
+def read(
+    blocks: Sequence[nn.Module],
+    x: Tensor,
+    states: Sequence[MACState],
+    *,
+    begins: Tensor | None = None,
+    checkpointing: bool = False,
+) -> Passage:
+    """Whole segments ``[b t d]`` through all blocks, memory "on", from where a segment begins, and a chunk with it.
+
+    Where `begins` ``[b segments]`` says so a row begins anew, as it did before its first segment.
+    """
+    mixers: list[Any] = [block.mixer for block in blocks]
+    segments = x.split(mixers[0].size, 1)
+    rows, depth, count = x.shape[0], len(blocks), len(segments)
+    stack, reads = Stack(blocks), _Reads(blocks[0])
+    steps: list[tuple[int, Tensor, Seen]] = []  # of each time: its first layer, the layers' inputs, what was seen
+    out: list[Tensor] = []
+    ends: list[MACState] = []
+    y: Tensor | None = None
+    carry: Carry | None = None
+    for time in range(depth + count - 1):
+        first, last = max(0, time - count + 1), min(depth - 1, time)
+        inputs = [segments[time]] if time < count else []
+        if y is not None:  # what each layer said is for the next one
+            inputs.append(y)
+        if carry is not None and time >= count:  # a layer has read all there is
+            carry = carry.rows(slice(rows, None))
+        if time < depth:
+            begun = Carry(states[time].memory, states[time].asked)
+            carry = begun if carry is None else Carry.concat([carry, begun])
+        assert carry is not None
+        if begins is not None:
+            anew = begins[:, time - last : time - first + 1].mT.flip(0).flatten()
+            carry = where(anew, Carry.concat([Carry(state.memory, state.asked) for state in states[first : last + 1]]), carry)
+        before, step = carry.memory.memory.weights, torch.cat(inputs) if len(inputs) > 1 else inputs[0]
+        arguments = (reads, stack.take(first, last + 1), step, carry)
+        y, carry, seen = checkpoint(_step, *arguments, use_reentrant=False) if checkpointing else _step(*arguments)
+        steps.append((first, step, seen))
+        if last == depth - 1:
+            y, said = y.split([len(y) - rows, rows])
+            out.append(said)
+        if time >= count - 1:
+            ends.append(_end(carry.rows(slice(0, rows)), [weight[:rows] for weight in before], states[first], x, mixers[first]))
+
+    def own(layer: int, column: int) -> list[Any]:
+        """A layer's rows of every step in which it was under way."""
+        found = [(step[column], (layer - step[0]) * rows) for step in steps[layer : layer + count]]
+        return [_rows(tree, place, rows) for tree, place in found]
+
+    seen_of = lambda layer: Seen.join(own(layer, 2))
+    return Passage(torch.cat(out, 1), tuple(ends), Later(depth, seen_of), Later(depth, lambda layer: torch.cat(own(layer, 1), 1)))
+
+
+def _step(reads: nn.Module, weights: dict[str, Tensor], x: Tensor, carry: Carry) -> tuple[Tensor, Carry, Seen]:
+    return functional_call(reads, weights, (x, carry))
+
+
+class _Reads(nn.Module):
+    """A block that reads one whole segment."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, carry: Carry) -> tuple[Tensor, Carry, Seen | None]:
+        block: Any = self.block
+        y, memory, asked, seen = block.mixer.whole(block.norm_mixer(x, operand(x)), *carry)
+        return block.added(x, y), Carry(memory, asked), seen
+
+
+def _rows(tree: Any, first: int, count: int) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[first : first + count]
+    return Seen(_rows(tree.surprise, first, count), tree.gates.map(lambda gate: gate[first : first + count]))
+
+
+def _end(carry: Carry, weights: list[Tensor], begun: MACState, x: Tensor, mixer: MAC) -> MACState:
+    """A layer's state after its last segment, which left nothing open."""
+    if not torch.is_grad_enabled():
+        carry, weights = carry.clone(), [weight.clone() for weight in weights]  # a view would keep all layers' states
+    memory, known = carry.memory.memory, noted(begun.memory.memory.position)
+    if known is not None:
+        memory = memory._replace(position=placed(memory.position, [place + x.shape[1] for place in known]))
+    return MACState(NeuralMemoryState(memory, carry.memory.conv), tuple(weights), carry.asked, mixer.attention.start(x.shape[0]))
+
+
+class Later(Sequence[T]):
+    """Results that most callers never ask for, each made when it is."""
+
+    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+        self.size, self.make = count, make
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        chosen = range(self.size)[index]
+        return self.make(chosen) if isinstance(chosen, int) else [self.make(each) for each in chosen]
+
+
+class Stack:
+    """The parameters of alike blocks, by name, one axis more in front: copied, and cast as autocast would, once for a whole call.
+
+    Their gradients come step by step, of some layers at a time: they are added up in place, in the parameters' own dtype, and
+    handed over when the last has come.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        first = blocks[0]
+        device = next(first.parameters()).device.type
+        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        found = [dict(block.named_parameters()) for block in blocks]
+        kinds = {f"{path}.{name}": isinstance(module, NARROW) for path, module in first.named_modules()
+                 for name, _ in module.named_parameters(recurse=False)}  # fmt: skip
+        self.names = list(found[0])
+        self.groups = [[each[name] for each in found] for name in self.names]
+        self.dtypes = [narrow if narrow is not None and kinds[name] else group[0].dtype
+                       for name, group in zip(self.names, self.groups, strict=True)]  # fmt: skip
+        self.depth, self.sums = len(blocks), cast("list[Tensor] | None", None)
+        self.trains = trains(itertools.chain(*self.groups))
+        flat = [_gathered(parameter) for group in self.groups for parameter in group]
+        mesh = getattr(self.groups[0][0], "device_mesh", None)
+        self.mesh = 1 if mesh is None else mesh.size()
+        self.stacked = _Stacked.apply(self, *flat) if self.trains else self.stack(flat)
+
+    def stack(self, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            groups = [flat[first : first + self.depth] for first in range(0, len(flat), self.depth)]
+            return tuple(torch.stack(list(group)).to(dtype) for group, dtype in zip(groups, self.dtypes, strict=True))
+
+    def take(self, first: int, last: int) -> dict[str, Tensor]:
+        """Those of some layers in a row, by the names that `_Reads` has for them."""
+        taken = _Taken.apply(self, first, last, *self.stacked) if self.trains else [each[first:last] for each in self.stacked]
+        if self.trains:
+            for index, each in enumerate(taken):
+                each.gradient_sum = partial(self.sum_of, index, first, last)  # which projections ask for
+        return {f"block.{name}": each for name, each in zip(self.names, taken, strict=True)}
+
+    def sum_of(self, index: int, first: int, last: int) -> Tensor:
+        """Where the gradients of some layers' parameters are added up."""
+        if self.sums is None:
+            self.sums = [torch.zeros_like(each, dtype=group[0].dtype)
+                         for each, group in zip(self.stacked, self.groups, strict=True)]  # fmt: skip
+        return self.sums[index][first:last]
+
+    def add(self, first: int, last: int, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                total = self.sum_of(index, first, last)
+                total += grad
+
+    def hand_over(self) -> list[Tensor | None]:
+        sums, self.sums = self.sums, None
+        if sums is None:
+            return [None] * sum(len(group) for group in self.groups)
+        # Of weights that several processes share the gradient is the mean of theirs, as FSDP has it; these are added up.
+        return [grad for total in sums for grad in (total if self.mesh == 1 else total / self.mesh).unbind(0)]
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    """A parameter whole, where processes share it; its gradient goes back to those who have it."""
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    return parameter.full_tensor(grad_placements=[Partial()])
+
+
+class _Stacked(torch.autograd.Function):
+    """Runs last in backward, as every `_Taken` is made of it, and gets nothing from them: all is in the stack's sums."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: Stack, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.stack = stack
+        ctx.set_materialize_grads(False)
+        return stack.stack(parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *ctx.stack.hand_over()
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stack: Stack, first: int, last: int, *stacked: Tensor) -> tuple[Tensor, ...]:
+        ctx.stack, ctx.range = stack, (first, last)
+        ctx.set_materialize_grads(False)
+        return tuple(each[first:last] for each in stacked)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.stack.add(*ctx.range, grads)
+        return None, None, None, *[None] * len(grads)

@@ -1,0 +1,1 @@
+"""The kernels, and what launches them: the only room that imports Triton."""

@@ -1,0 +1,406 @@
+# mypy: ignore-errors
+"""The state's gradient over the chunks, backwards."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from remanence.ops.triton.kernels.tools import (
+    dot,
+    dot_apart,
+    kernel,
+    largest,
+    load,
+    load_tokens,
+    meet,
+    onto_apart,
+    rendezvous,
+    store,
+    store_tokens,
+    tokens,
+    which,
+)
+
+
+@triton.jit
+def _error_backward(
+    g, D2, K, v, values, rstds, g_surprise, g_v, at, live, writes,
+    D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """From D2's gradient g to that of Z_2; v's is written on the way.
+
+    With LayerNorm's value x, the loss's slope e, pull(u) = rstd (u - mean(u) - x mean(u x)) and the surprise's gradient w:
+    g_value = pull(g) + w e, and Z_2 gets pull(g_value - rstd (g mean(e x) + e mean(g x))) - x rstd mean(g D2), D2 = pull(e). All
+    of it is a sum of g, e and x with one factor per row each, so that one pass over them is enough.
+    """
+    w = tl.load(g_surprise + at, mask=live, other=0.0)
+    if NORM:
+        x = load_tokens(values, at, live, D, BD).to(g.dtype)
+        rstd = tl.load(rstds + at, mask=live, other=0.0)
+        e = x - load_tokens(v, at, live, D, BD)
+        if RESIDUAL:
+            e += K
+        g_mean, e_mean = tl.sum(g, 1) / D, tl.sum(e, 1) / D
+        gx, ex, ge, xx = tl.sum(g * x, 1) / D, tl.sum(e * x, 1) / D, tl.sum(g * e, 1) / D, tl.sum(x * x, 1) / D
+        g_value = rstd[:, None] * (g - g_mean[:, None] - x * gx[:, None]) + w[:, None] * e
+        store_tokens(g_v, -g_value, at, writes, D, BD)
+        of_g, of_e, of_x = rstd * (1.0 - ex), w - rstd * gx, -rstd * gx
+        constant = of_g * g_mean + of_e * e_mean
+        of_x -= of_g * gx + of_e * ex + of_x * xx + rstd * (ge - g_mean * e_mean - gx * ex)
+        g_out = of_g[:, None] * g + of_e[:, None] * e + of_x[:, None] * x - constant[:, None]
+        if D != BD:
+            g_out = tl.where((tl.arange(0, BD) < D)[None, :], g_out, 0.0)
+        return g_out * rstd[:, None]
+    else:
+        g += D2 * w[:, None]
+        store_tokens(g_v, -g, at, writes, D, BD)
+        return g
+
+
+@triton.jit
+def _leash(came, size, REACH: tl.constexpr, END: tl.constexpr):
+    """Chunked's `Leash`: 1 while the gradient is within what came in times REACH, and within END."""
+    factor = tl.minimum(tl.minimum(came * REACH, END) / size, 1.0)
+    return tl.where(factor == factor, factor, 1.0)
+
+
+@triton.jit
+def _all_sizes(sizes, SHARES: tl.constexpr):
+    size = tl.load(sizes, cache_modifier=".cg")
+    for other in tl.static_range(1, SHARES):
+        size = tl.maximum(size, tl.load(sizes + other, cache_modifier=".cg"))
+    return size
+
+
+@kernel
+def carry_kernel(
+    k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
+    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v,
+    leashed, mail, flags, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    REACH: tl.constexpr, END: tl.constexpr,
+    SHARES: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state's gradient from the last chunk to the first; at each chunk's end it is kept in g_ends, Z_1's gradient in g_Z.
+
+    With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's D2. There they also
+    learn how large the gradient is, so the leash holds it only now, and what was made of it so far, which is linear in it.
+    A memory that was held is one more of `leashed`.
+    """
+    m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d, f, t = tl.arange(0, BD), share * BH + tl.arange(0, BH), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * SHARES)
+    G1 = load(g_end1 + m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
+    G2 = load(g_end2 + m * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+    if MOMENTUM:
+        T1 = load(g_end1 + (m * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
+        T2 = load(g_end2 + (m * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
+    total = tl.load(came_end + m)
+    size = total * 0.0
+    least = size + 1.0
+    mail += m * 2 * SHARES * (BC * BD + 1)
+    sizes = mail + 2 * SHARES * BC * BD
+    for back_from in range(n):
+        i = n - 1 - back_from
+        base = m * n + i
+        at, live = tokens(m, i, L, HEADS, CHUNK, BC)
+        K, D2 = load_tokens(k, at, live, D, BD), load_tokens(errors, at, live, D, BD)
+        W2 = load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+        c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+        keep = tl.load(fold + base * 4)
+        H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        slope = load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        curve = load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        # Through the fold: what the end state's gradient makes of D1 and D2.
+        g_first = dot_apart(-c * K, G1, n, APART, ACC, OP, PRECISION)
+        g_error = dot_apart(-c * H, G2, n, APART, ACC, OP, PRECISION)
+        if MOMENTUM:
+            s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+            g_first = onto_apart(g_first, -s * K, T1, n, APART, OP, PRECISION)
+            g_error = onto_apart(g_error, -s * H, T2, n, APART, OP, PRECISION)
+        g_error = onto_apart(g_error, g_first * slope, W2, n, APART, OP, PRECISION)
+        if SHARES > 1:
+            tl.store(sizes + back_from % 2 * SHARES + share, size)
+            g_error = meet(g_error, mail, flags + m, back_from, share, SHARES, BC, BD)
+            size = _all_sizes(sizes + back_from % 2 * SHARES, SHARES)
+        factor = _leash(total, size, REACH, END)
+        least = tl.minimum(least, factor)
+        G1 *= factor
+        G2 *= factor
+        if MOMENTUM:
+            T1 *= factor
+            T2 *= factor
+        g_first *= factor
+        g_error = g_error * factor + load_tokens(g_D2, at, live, D, BD)
+        writes = live & (share == 0)
+        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, writes, D, BD, NORM, RESIDUAL)
+        g_O = g_O.to(OP)
+        g_hidden = dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
+        g_hidden = onto_apart(g_hidden, -c * D2, tl.trans(G2.to(OP)), n, APART, OP, PRECISION)
+        if MOMENTUM:
+            g_hidden = onto_apart(g_hidden, -s * D2, tl.trans(T2.to(OP)), n, APART, OP, PRECISION)
+        g_hidden += load(g_X2 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        g_first = (g_first + load(g_D1 + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)).to(OP)
+        g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
+        g_first = (g_first * slope).to(OP)
+        store(g_Z + base * BC * HIDDEN, g_first_layer, t, f, BC, HIDDEN, EVEN)
+        # To the state at the chunk's start.
+        store(g_ends1 + base * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
+        store(g_ends2 + base * PARTS * SIZE, G2, f, d, HIDDEN, D, EVEN)
+        if MOMENTUM:
+            carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
+            store(g_ends1 + (base * PARTS + 1) * SIZE, T1, d, f, D, HIDDEN, EVEN)
+            store(g_ends2 + (base * PARTS + 1) * SIZE, T2, f, d, HIDDEN, D, EVEN)
+            T1 = past * T1 + carry * G1 + load(g_J1 + (base * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
+            T2 = past * T2 + carry * G2 + load(g_J2 + (base * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
+        G1 = keep * G1 + load(g_J1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
+        G2 = keep * G2 + load(g_J2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+        G1 = onto_apart(G1, tl.trans(K), g_first_layer, n, APART, OP, PRECISION)
+        G2 = onto_apart(G2, tl.trans(H), g_O, n, APART, OP, PRECISION)
+        G2 = onto_apart(G2, tl.trans(g_first), D2, n, APART, OP, PRECISION)
+        total += tl.load(came + base)
+        if MOMENTUM:
+            size = tl.maximum(largest(tl.maximum(tl.abs(G1), tl.abs(T1))), largest(tl.maximum(tl.abs(G2), tl.abs(T2))))
+        else:
+            size = tl.maximum(largest(G1), largest(G2))
+    if SHARES > 1:
+        tl.store(sizes + n % 2 * SHARES + share, size)
+        rendezvous(flags + m, (n + 1) * SHARES)
+        size = _all_sizes(sizes + n % 2 * SHARES, SHARES)
+    factor = _leash(total, size, REACH, END)
+    tl.atomic_add(leashed, 1, mask=(tl.minimum(least, factor) < 1.0) & (share == 0), sem="relaxed")
+    G1 *= factor
+    G2 *= factor
+    if MOMENTUM:
+        T1 *= factor
+        T2 *= factor
+    store(g_first1 + m * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
+    store(g_first2 + m * PARTS * SIZE, G2, f, d, HIDDEN, D, EVEN)
+    if MOMENTUM:
+        store(g_first1 + (m * PARTS + 1) * SIZE, T1, d, f, D, HIDDEN, EVEN)
+        store(g_first2 + (m * PARTS + 1) * SIZE, T2, f, d, HIDDEN, D, EVEN)
+
+
+@kernel
+def carry_stream(
+    k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
+    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v,
+    leashed, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    REACH: tl.constexpr, END: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`carry_kernel` with the gradient in blocks through L2, in g_first. g_ends may be g_J.
+
+    One pass over it per chunk: a block that has reached a chunk's start is at once sent through the fold before it, for that
+    chunk's D1, which waits in g_Z, and D2. The leash's factor is known only after the pass, so it is applied when a block is read
+    again, and to what was made of unheld blocks, which is linear in them.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    g_end1 += m * PARTS * SIZE
+    g_end2 += m * PARTS * SIZE
+    g_first1 += m * PARTS * SIZE
+    g_first2 += m * PARTS * SIZE
+    total = tl.load(came_end + m)
+    factor = 1.0
+    least = total * 0.0 + 1.0
+    base = m * n + n - 1
+    last = base * PARTS * SIZE
+    at, live = tokens(m, n - 1, L, HEADS, CHUNK, BC)
+    K = load_tokens(k, at, live, D, BD)
+    c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+    if MOMENTUM:
+        s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+    g_error = tl.zeros([BC, BD], ACC)
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W2 = load(starts2 + last, f, d, HIDDEN, D, EVEN)
+        G1 = load(g_end1, d, f, D, HIDDEN, EVEN)
+        G2 = load(g_end2, f, d, HIDDEN, D, EVEN)
+        store(g_first1, G1, d, f, D, HIDDEN, EVEN)
+        store(g_first2, G2, f, d, HIDDEN, D, EVEN)
+        own = base * BC * HIDDEN
+        H = load(hiddens + own, t, f, BC, HIDDEN, EVEN)
+        slope = load(slopes + own, t, f, BC, HIDDEN, EVEN)
+        g_first = dot_apart(-c * K, G1, n, APART, ACC, OP, PRECISION)
+        g_error = onto_apart(g_error, -c * H, G2, n, APART, OP, PRECISION)
+        if MOMENTUM:
+            T1 = load(g_end1 + SIZE, d, f, D, HIDDEN, EVEN)
+            T2 = load(g_end2 + SIZE, f, d, HIDDEN, D, EVEN)
+            store(g_first1 + SIZE, T1, d, f, D, HIDDEN, EVEN)
+            store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
+            g_first = onto_apart(g_first, -s * K, T1, n, APART, OP, PRECISION)
+            g_error = onto_apart(g_error, -s * H, T2, n, APART, OP, PRECISION)
+        g_error = onto_apart(g_error, g_first * slope, W2, n, APART, OP, PRECISION)
+        store(g_Z + own, g_first, t, f, BC, HIDDEN, EVEN)
+    for back_from in tl.range(n, num_stages=1):
+        tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
+        i = n - 1 - back_from
+        base = m * n + i
+        here = base * PARTS * SIZE
+        D2 = load_tokens(errors, at, live, D, BD)
+        g_error = g_error * factor + load_tokens(g_D2, at, live, D, BD)
+        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, live, D, BD, NORM, RESIDUAL)
+        g_O = g_O.to(OP)
+        keep = tl.load(fold + base * 4)
+        if MOMENTUM:
+            carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
+        more = i > 0
+        before = tl.where(more, base - 1, base)
+        here_next = before * PARTS * SIZE
+        at, live = tokens(m, i - 1, L, HEADS, CHUNK, BC)
+        live = live & more
+        K_next = load_tokens(k, at, live, D, BD)
+        c_next = tl.load(co + before * 4 * BC + 2 * BC + t)[:, None]
+        Kt, less, K_less = tl.trans(K), (-c * D2).to(OP), (-c_next * K_next).to(OP)
+        if MOMENTUM:
+            s_next = tl.load(co + before * 4 * BC + 3 * BC + t)[:, None]
+            less_past, K_past = (-s * D2).to(OP), (-s_next * K_next).to(OP)
+        g_error = tl.zeros([BC, BD], ACC)
+        size = tl.max(tl.max(g_error, 1), 0)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BH + tl.arange(0, BH)
+            own, ahead = base * BC * HIDDEN, before * BC * HIDDEN
+            W2 = load(starts2 + here, f, d, HIDDEN, D, EVEN)
+            G1 = load(g_first1, d, f, D, HIDDEN, EVEN) * factor
+            G2 = load(g_first2, f, d, HIDDEN, D, EVEN) * factor
+            H = load(hiddens + own, t, f, BC, HIDDEN, EVEN)
+            slope = load(slopes + own, t, f, BC, HIDDEN, EVEN)
+            curve = load(bends + own, t, f, BC, HIDDEN, EVEN)
+            g_first = load(g_Z + own, t, f, BC, HIDDEN, EVEN) * factor + load(g_D1 + own, t, f, BC, HIDDEN, EVEN)
+            g_first = g_first.to(OP)
+            now1 = load(g_J1 + here, d, f, D, HIDDEN, EVEN) + keep * G1
+            now2 = load(g_J2 + here, f, d, HIDDEN, D, EVEN) + keep * G2
+            g_hidden = dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
+            g_hidden = onto_apart(g_hidden, less, tl.trans(G2.to(OP)), n, APART, OP, PRECISION)
+            if MOMENTUM:
+                T1 = load(g_first1 + SIZE, d, f, D, HIDDEN, EVEN) * factor
+                T2 = load(g_first2 + SIZE, f, d, HIDDEN, D, EVEN) * factor
+                g_hidden = onto_apart(g_hidden, less_past, tl.trans(T2.to(OP)), n, APART, OP, PRECISION)
+                held1 = load(g_J1 + here + SIZE, d, f, D, HIDDEN, EVEN) + carry * G1 + past * T1
+                held2 = load(g_J2 + here + SIZE, f, d, HIDDEN, D, EVEN) + carry * G2 + past * T2
+            g_hidden += load(g_X2 + own, t, f, BC, HIDDEN, EVEN)
+            g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
+            tl.debug_barrier()  # all have read g_Z and g_J before any writes there
+            store(g_Z + own, g_first_layer, t, f, BC, HIDDEN, EVEN)
+            store(g_ends1 + here, G1, d, f, D, HIDDEN, EVEN)
+            store(g_ends2 + here, G2, f, d, HIDDEN, D, EVEN)
+            G1 = onto_apart(now1, Kt, g_first_layer, n, APART, OP, PRECISION)
+            G2 = onto_apart(now2, tl.trans(H), g_O, n, APART, OP, PRECISION)
+            G2 = onto_apart(G2, tl.trans((g_first * slope).to(OP)), D2, n, APART, OP, PRECISION)
+            store(g_first1, G1, d, f, D, HIDDEN, EVEN)
+            store(g_first2, G2, f, d, HIDDEN, D, EVEN)
+            if MOMENTUM:
+                store(g_ends1 + here + SIZE, T1, d, f, D, HIDDEN, EVEN)
+                store(g_ends2 + here + SIZE, T2, f, d, HIDDEN, D, EVEN)
+                store(g_first1 + SIZE, held1, d, f, D, HIDDEN, EVEN)
+                store(g_first2 + SIZE, held2, f, d, HIDDEN, D, EVEN)
+                size = tl.maximum(size, largest(tl.maximum(tl.abs(G1), tl.abs(held1))))
+                size = tl.maximum(size, largest(tl.maximum(tl.abs(G2), tl.abs(held2))))
+            else:
+                size = tl.maximum(size, tl.maximum(largest(G1), largest(G2)))
+            if more:
+                H_next = load(hiddens + ahead, t, f, BC, HIDDEN, EVEN)
+                g_next = dot_apart(K_less, G1, n, APART, ACC, OP, PRECISION)
+                g_error = onto_apart(g_error, -c_next * H_next, G2, n, APART, OP, PRECISION)
+                if MOMENTUM:
+                    g_next = onto_apart(g_next, K_past, held1, n, APART, OP, PRECISION)
+                    g_error = onto_apart(g_error, -s_next * H_next, held2, n, APART, OP, PRECISION)
+                store(g_Z + ahead, g_next, t, f, BC, HIDDEN, EVEN)
+                g_next *= load(slopes + ahead, t, f, BC, HIDDEN, EVEN)
+                W2 = load(starts2 + here_next, f, d, HIDDEN, D, EVEN)
+                g_error = onto_apart(g_error, g_next, W2, n, APART, OP, PRECISION)
+        total += tl.load(came + base)
+        factor = _leash(total, size, REACH, END)
+        least = tl.minimum(least, factor)
+        K, c = K_next, c_next
+        if MOMENTUM:
+            s = s_next
+    tl.atomic_add(leashed, 1, mask=least < 1.0, sem="relaxed")
+    tl.debug_barrier()
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        G1 = load(g_first1, d, f, D, HIDDEN, EVEN) * factor
+        G2 = load(g_first2, f, d, HIDDEN, D, EVEN) * factor
+        tl.debug_barrier()
+        store(g_first1, G1, d, f, D, HIDDEN, EVEN)
+        store(g_first2, G2, f, d, HIDDEN, D, EVEN)
+        if MOMENTUM:
+            T1 = load(g_first1 + SIZE, d, f, D, HIDDEN, EVEN) * factor
+            T2 = load(g_first2 + SIZE, f, d, HIDDEN, D, EVEN) * factor
+            tl.debug_barrier()
+            store(g_first1 + SIZE, T1, d, f, D, HIDDEN, EVEN)
+            store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
+
+
+@kernel
+def keys_backward(
+    k, starts1, starts2, co, errors, hiddens, firsts, g_Z, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What nothing in the sequence waits for. g_k holds what reading gave, and is added to; g_J is each chunk's end gradient."""
+    i, m = which(n)
+    base = m.to(tl.int64) * n + i
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    starts1 += base * PARTS * SIZE
+    starts2 += base * PARTS * SIZE
+    g_J1 += base * PARTS * SIZE
+    g_J2 += base * PARTS * SIZE
+    at, live = tokens(m, i, L, HEADS, CHUNK, BC)
+    K, D2 = load_tokens(k, at, live, D, BD), load_tokens(errors, at, live, D, BD)
+    c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+    g_key = load_tokens(g_k, at, live, D, BD).to(ACC)
+    if RESIDUAL:
+        g_key -= load_tokens(g_v, at, live, D, BD)
+    g_c = tl.zeros([BC], ACC)
+    keep = tl.sum(g_c, 0)
+    if MOMENTUM:
+        s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+        g_s = tl.zeros([BC], ACC)
+        carry, past = tl.sum(g_c, 0), tl.sum(g_c, 0)
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W1 = load(starts1, d, f, D, HIDDEN, EVEN)
+        W2 = load(starts2, f, d, HIDDEN, D, EVEN)
+        G1 = load(g_J1, d, f, D, HIDDEN, EVEN)
+        G2 = load(g_J2, f, d, HIDDEN, D, EVEN)
+        H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        D1 = load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        keep += tl.sum(tl.sum(W1.to(ACC) * G1, 1), 0) + tl.sum(tl.sum(W2.to(ACC) * G2, 1), 0)
+        g_key += dot(load(g_Z + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), tl.trans(W1), OP, PRECISION)
+        back = dot(D1, tl.trans(G1), OP, PRECISION)
+        g_key -= c * back
+        g_c -= tl.sum(back * K, 1) + tl.sum(dot(D2, tl.trans(G2), OP, PRECISION) * H, 1)
+        if MOMENTUM:
+            S1 = load(starts1 + SIZE, d, f, D, HIDDEN, EVEN).to(ACC)
+            S2 = load(starts2 + SIZE, f, d, HIDDEN, D, EVEN).to(ACC)
+            carry += tl.sum(tl.sum(S1 * G1, 1), 0) + tl.sum(tl.sum(S2 * G2, 1), 0)
+            G1 = load(g_J1 + SIZE, d, f, D, HIDDEN, EVEN)
+            G2 = load(g_J2 + SIZE, f, d, HIDDEN, D, EVEN)
+            past += tl.sum(tl.sum(S1 * G1, 1), 0) + tl.sum(tl.sum(S2 * G2, 1), 0)
+            back = dot(D1, tl.trans(G1), OP, PRECISION)
+            g_key -= s * back
+            g_s -= tl.sum(back * K, 1) + tl.sum(dot(D2, tl.trans(G2), OP, PRECISION) * H, 1)
+    store_tokens(g_k, g_key, at, live, D, BD)
+    tl.store(g_co + base * 4 * BC + 2 * BC + t, g_c)
+    tl.store(g_fold + base * 4, keep)
+    if MOMENTUM:
+        tl.store(g_co + base * 4 * BC + 3 * BC + t, g_s)
+        tl.store(g_fold + base * 4 + 1, carry)
+        tl.store(g_fold + base * 4 + 2, past)

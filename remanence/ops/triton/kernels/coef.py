@@ -1,0 +1,127 @@
+# mypy: ignore-errors
+"""From gates to the coefficients of the closed form, and back."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from remanence.ops.triton.kernels.tools import dot, kernel, tokens, which
+
+SHUT = tl.constexpr(-30.0)
+"""The log of a gate that lets nothing through, in QUICK products: 1e-13."""
+
+
+@triton.jit
+def _products(log_gate, BC: tl.constexpr, QUICK: tl.constexpr):
+    """``[j t]``: the product of the gates over (j, t], 0 for t < j.
+
+    QUICK takes it from differences of summed logs. A shut gate's log is held at SHUT there, so that no difference of infinities
+    is met and no sum grows so large that its last digit shows: good to 1e-4, which operands of bfloat16 do not see.
+    """
+    t = tl.arange(0, BC)
+    if QUICK:
+        summed = tl.cumsum(tl.maximum(log_gate, SHUT), 0)
+        products = tl.exp(tl.minimum(summed[None, :] - summed[:, None], 0.0))
+    else:
+        products = tl.cumprod(tl.where(t[None, :] > t[:, None], tl.exp(log_gate)[None, :], 1.0), 1)
+    return tl.where(t[None, :] >= t[:, None], products, 0.0)
+
+
+@triton.jit
+def _products_backward(g, products, BC: tl.constexpr, QUICK: tl.constexpr):
+    """The logs' gradient: a product over (j, t] changes with each of its logs by itself."""
+    t = tl.arange(0, BC)
+    if QUICK:  # with t's summed log, and against j's
+        changed = tl.where(t[None, :] > t[:, None], g * products, 0.0)
+        return tl.cumsum(tl.sum(changed, 0) - tl.sum(changed, 1), 0, reverse=True)
+    else:
+        changed = tl.cumsum(g * products, 1, reverse=True)
+        return tl.sum(tl.where(t[None, :] > t[:, None], changed, 0.0), 0)
+
+
+@kernel
+def coef_kernel(
+    log_step, log_momentum, log_keep, totals, P, co, fold, L, n, HEADS,
+    CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
+    QUICK: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i, m = which(n)
+    t = tl.arange(0, BC)
+    at, live = tokens(m, i, L, HEADS, CHUNK, BC)
+    complete = (i + 1) * CHUNK <= tl.load(totals + m // HEADS)
+    theta = tl.where(live, tl.exp(tl.load(log_step + at, mask=live, other=0.0)), 0.0)
+    later = t[None, :] >= t[:, None]
+    kept = tl.where(later, 1.0, 0.0).to(ACC)
+    a = tl.full([BC], 1.0, ACC)
+    if FORGET:
+        keep = tl.load(log_keep + at, mask=live, other=0.0)
+        kept = _products(keep, BC, QUICK)
+        a = tl.exp(tl.cumsum(keep, 0))
+    if MOMENTUM:
+        eta = tl.load(log_momentum + at, mask=live, other=0.0)
+        moved = _products(eta, BC, QUICK)
+        past = tl.exp(tl.cumsum(eta, 0))
+        r = tl.sum(kept * past[:, None], 0)
+        mix = tl.dot(moved, kept, input_precision=PRECISION) * theta[:, None]
+    else:
+        mix = kept * theta[:, None]
+    base = m.to(tl.int64) * n + i
+    tl.store(P + base * BC * BC + t[None, :] * BC + t[:, None], mix.to(P.dtype.element_ty))
+    last = t == CHUNK - 1
+    whole = tl.where(complete, 1.0, 0.0).to(ACC)
+    tl.store(co + base * 4 * BC + t, a)
+    tl.store(co + base * 4 * BC + 2 * BC + t, tl.sum(tl.where(last[None, :], mix, 0.0), 1) * whole)
+    tl.store(fold + base * 4, tl.where(complete, tl.sum(tl.where(last, a, 0.0)), 1.0))
+    tl.store(fold + base * 4 + 3, 0.0)
+    if MOMENTUM:
+        tl.store(co + base * 4 * BC + BC + t, r)
+        tl.store(co + base * 4 * BC + 3 * BC + t, tl.sum(tl.where(last[None, :], moved, 0.0), 1) * theta * whole)
+        tl.store(fold + base * 4 + 1, tl.sum(tl.where(last, r, 0.0)) * whole)
+        tl.store(fold + base * 4 + 2, tl.where(complete, tl.sum(tl.where(last, past, 0.0)), 1.0))
+
+
+@kernel
+def coef_backward(
+    log_step, log_momentum, log_keep, totals, g_P, g_co, g_fold, g_step, g_momentum, g_keep, L, n, HEADS,
+    CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
+    QUICK: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i, m = which(n)
+    t = tl.arange(0, BC)
+    at, live = tokens(m, i, L, HEADS, CHUNK, BC)
+    complete = (i + 1) * CHUNK <= tl.load(totals + m // HEADS)
+    whole = tl.where(complete, 1.0, 0.0).to(ACC)
+    last = t == CHUNK - 1
+    base = m.to(tl.int64) * n + i
+    theta = tl.where(live, tl.exp(tl.load(log_step + at, mask=live, other=0.0)), 0.0)
+    later = t[None, :] >= t[:, None]
+    g_mix = tl.load(g_P + base * BC * BC + t[None, :] * BC + t[:, None]).to(ACC)  # [j t], like every product here
+    g_c = tl.load(g_co + base * 4 * BC + 2 * BC + t) * whole
+    g_mix = tl.where(later, g_mix + tl.where(last[None, :], g_c[:, None], 0.0), 0.0)
+    g_a = tl.load(g_co + base * 4 * BC + t) + tl.where(last, tl.load(g_fold + base * 4) * whole, 0.0)
+    kept = tl.where(later, 1.0, 0.0).to(ACC)
+    if FORGET:
+        keep = tl.load(log_keep + at, mask=live, other=0.0)
+        kept = _products(keep, BC, QUICK)
+    if MOMENTUM:
+        eta = tl.load(log_momentum + at, mask=live, other=0.0)
+        moved = _products(eta, BC, QUICK)
+        past = tl.exp(tl.cumsum(eta, 0))
+        g_theta = tl.sum(g_mix * dot(moved, kept, OP, PRECISION), 1)
+        g_mix = g_mix * theta[:, None]
+        g_r = tl.load(g_co + base * 4 * BC + BC + t) + tl.where(last, tl.load(g_fold + base * 4 + 1) * whole, 0.0)
+        g_s = tl.load(g_co + base * 4 * BC + 3 * BC + t) * whole
+        g_theta += g_s * tl.sum(tl.where(last[None, :], moved, 0.0), 1)
+        g_moved = dot(g_mix, tl.trans(kept), OP, PRECISION) + tl.where(last[None, :], (g_s * theta)[:, None], 0.0)
+        g_past = tl.sum(kept * g_r[None, :], 1) + tl.where(last, tl.load(g_fold + base * 4 + 2) * whole, 0.0)
+        g_eta = _products_backward(g_moved, moved, BC, QUICK) + tl.cumsum(g_past * past, 0, reverse=True)
+        tl.store(g_momentum + at, g_eta, mask=live)
+        g_kept = dot(tl.trans(moved), g_mix, OP, PRECISION) + past[:, None] * g_r[None, :]
+    else:
+        g_theta = tl.sum(g_mix * kept, 1)
+        g_kept = g_mix * theta[:, None]
+    tl.store(g_step + at, g_theta * theta, mask=live)
+    if FORGET:
+        a = tl.exp(tl.cumsum(keep, 0))
+        tl.store(g_keep + at, _products_backward(g_kept, kept, BC, QUICK) + tl.cumsum(g_a * a, 0, reverse=True), mask=live)

@@ -1,0 +1,331 @@
+# mypy: ignore-errors
+"""One token of a memory of one or two layers, in place: answered, kept in the open chunk's tail, and folded where it completes
+the chunk.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from remanence.ops.triton.kernels.coef import _products
+from remanence.ops.triton.kernels.tools import activate, activate_with_slope, load, norm, pull, store
+
+
+@triton.jit
+def _tail(ptr, new, t, cols, slot, WIDTH: tl.constexpr):
+    """The open chunk's rows ``[c WIDTH]``, the new one in its slot and zeros behind it; and writes the new one."""
+    tl.store(ptr + slot * WIDTH + cols, new, mask=cols < WIDTH)
+    read = (t < slot)[:, None] & (cols < WIDTH)[None, :]
+    old = tl.load(ptr + t[:, None] * WIDTH + cols[None, :], mask=read, other=0.0)
+    return tl.where((t == slot)[:, None], new[None, :], old)
+
+
+@triton.jit
+def _gates(ptr, new, t, slot, other):
+    tl.store(ptr + slot, new)
+    return tl.where(t == slot, new, tl.load(ptr + t, mask=t < slot, other=other))
+
+
+@triton.jit
+def _since(ptr, new, t, slot, last):
+    """The product of the gates over (j, last] for every slot j, 0 for those behind it. One scan, where all rows of them would be
+    the kernel's largest tile. The last is the slot, whose gate is new, or the one before.
+    """
+    following = tl.where(t + 1 == slot, new, tl.load(ptr + t + 1, mask=t + 1 < slot, other=0.0))
+    return tl.where(t <= last, tl.cumprod(tl.where(t < last, tl.exp(following), 1.0), 0, reverse=True), 0.0)
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, log_step, log_momentum, log_keep, J1, J2, X1, X2, E1, E2, V, steps, momenta, keeps,
+    position, active, y, surprise, diverged,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr,
+    BH: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    GELU: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Only the last row of every product, so matrices meet vectors, in full precision. Two passes over the hidden blocks, because
+    the query reads what the token itself writes: its error must be known first. A third one where the chunk is complete.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    row = m // HEADS
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    if tl.load(active + row) == 0:
+        tl.store(y + m * D + d, tl.zeros([BD], ACC).to(y.dtype.element_ty), mask=d < D)
+        tl.store(surprise + m, 0.0)
+    else:
+        PARTS: tl.constexpr = 2 if MOMENTUM else 1
+        SIZE: tl.constexpr = D * HIDDEN
+        BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+        EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+        J1 += m * PARTS * SIZE
+        J2 += m * PARTS * SIZE
+        slot = (tl.load(position + row) % CHUNK).to(tl.int32)
+        own = t == slot
+        # The slot's row of the coefficients: a, r, P; where the chunk is complete, these are the fold's too.
+        theta = tl.exp(_gates(steps + m * CHUNK, tl.load(log_step + m), t, slot, float("-inf")))
+        kept = tl.where(t <= slot, 1.0, 0.0).to(ACC)
+        a = tl.full([], 1.0, ACC)
+        if FORGET:
+            keep = _gates(keeps + m * CHUNK, tl.load(log_keep + m), t, slot, 0.0)
+            kept = tl.sum(tl.where(own[None, :], _products(keep, BC, False), 0.0), 1)
+            a = tl.exp(tl.sum(keep, 0))
+        P = kept * theta
+        if MOMENTUM:
+            eta = _gates(momenta + m * CHUNK, tl.load(log_momentum + m), t, slot, 0.0)
+            moved = _products(eta, BC, False)
+            P = tl.sum(moved * kept[None, :], 1) * theta
+            s = tl.sum(tl.where(own[None, :], moved, 0.0), 1) * theta
+            r = tl.sum(kept * tl.exp(tl.cumsum(eta, 0)), 0)
+            past = tl.exp(tl.sum(eta, 0))
+        Q = tl.load(q + m * D + d, mask=d < D, other=0.0).to(ACC)
+        K = tl.load(k + m * D + d, mask=d < D, other=0.0).to(ACC)
+        value = tl.load(v + m * D + d, mask=d < D, other=0.0).to(ACC)
+        tl.store(V + (m * CHUNK + slot) * D + d, value, mask=d < D)
+        out = tl.zeros([BD], ACC)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BH + tl.arange(0, BH)
+            h = activate(tl.sum(K[:, None] * load(J1, d, f, D, HIDDEN, EVEN), 0), GELU)
+            out += tl.sum(h[:, None] * load(J2, f, d, HIDDEN, D, EVEN), 0)
+        if NORM:
+            said, rstd = norm(out[None, :], D, BD)
+            slope = said - value[None, :]
+        else:
+            slope = (out - value)[None, :]
+        if RESIDUAL:
+            slope += K[None, :]
+        surprised = 0.5 * tl.sum(tl.sum(slope * slope, 1), 0)
+        if NORM:
+            slope = pull(slope, said, rstd, D, BD)
+        error = tl.sum(slope, 0)
+        Ks = _tail(X1 + m * CHUNK * D, K, t, d, slot, D)
+        D2 = _tail(E2 + m * CHUNK * D, error, t, d, slot, D)
+        blend = tl.sum(Ks * Q[None, :], 1) * P
+        met = tl.zeros([BC], ACC)
+        out = tl.zeros([BD], ACC)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BH + tl.arange(0, BH)
+            W1, W2 = load(J1, d, f, D, HIDDEN, EVEN), load(J2, f, d, HIDDEN, D, EVEN)
+            h, bend = activate_with_slope(tl.sum(K[:, None] * W1, 0), GELU)
+            first = tl.sum(W2 * error[None, :], 1) * bend
+            H = _tail(X2 + m * CHUNK * HIDDEN, h, t, f, slot, HIDDEN)
+            D1 = _tail(E1 + m * CHUNK * HIDDEN, first, t, f, slot, HIDDEN)
+            W1, W2 = a * W1, a * W2
+            if MOMENTUM:
+                W1 += r * load(J1 + SIZE, d, f, D, HIDDEN, EVEN)
+                W2 += r * load(J2 + SIZE, f, d, HIDDEN, D, EVEN)
+            A = activate(tl.sum(Q[:, None] * W1, 0) - tl.sum(blend[:, None] * D1, 0), GELU)
+            met += tl.sum(H * A[None, :], 1)
+            out += tl.sum(A[:, None] * W2, 0)
+        out -= tl.sum((met * P)[:, None] * D2, 0)
+        if NORM:
+            said, rstd = norm(out[None, :], D, BD)
+            out = tl.sum(said, 0)
+        if RESIDUAL:
+            out += Q
+        tl.store(y + m * D + d, out.to(y.dtype.element_ty), mask=d < D)
+        tl.store(surprise + m, surprised)
+        wrong = tl.max(tl.where((d < D) & ~(tl.abs(out) < float("inf")), 1, 0), 0)
+        if (wrong > 0) | ~(surprised < float("inf")):
+            tl.store(diverged + row, 1)
+        if slot == CHUNK - 1:
+            tl.debug_barrier()  # the tails are read back, and the state is written, by other threads than wrote and read them
+            for j in tl.range(BLOCKS, num_stages=1):
+                f = j * BH + tl.arange(0, BH)
+                W1, W2 = a * load(J1, d, f, D, HIDDEN, EVEN), a * load(J2, f, d, HIDDEN, D, EVEN)
+                if MOMENTUM:
+                    S1, S2 = load(J1 + SIZE, d, f, D, HIDDEN, EVEN), load(J2 + SIZE, f, d, HIDDEN, D, EVEN)
+                    W1 += r * S1
+                    W2 += r * S2
+                    S1 *= past
+                    S2 *= past
+                for i in tl.range(CHUNK, num_stages=1):
+                    at = m * CHUNK + i
+                    x1, e2 = tl.load(X1 + at * D + d, mask=d < D, other=0.0), tl.load(E2 + at * D + d, mask=d < D, other=0.0)
+                    x2 = tl.load(X2 + at * HIDDEN + f, mask=f < HIDDEN, other=0.0)
+                    e1 = tl.load(E1 + at * HIDDEN + f, mask=f < HIDDEN, other=0.0)
+                    first, second = x1[:, None] * e1[None, :], x2[:, None] * e2[None, :]
+                    c = tl.sum(tl.where(t == i, P, 0.0), 0)
+                    W1 -= c * first
+                    W2 -= c * second
+                    if MOMENTUM:
+                        c = tl.sum(tl.where(t == i, s, 0.0), 0)
+                        S1 -= c * first
+                        S2 -= c * second
+                tl.debug_barrier()
+                store(J1, W1, d, f, D, HIDDEN, EVEN)
+                store(J2, W2, f, d, HIDDEN, D, EVEN)
+                if MOMENTUM:
+                    store(J1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+                    store(J2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+
+
+@triton.jit
+def decode_linear_kernel(
+    q, k, v, log_step, log_momentum, log_keep, J, X, errors, V, steps, momenta, keeps,
+    position, active, y, surprise, diverged,
+    HEADS: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr,
+    BV: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr,
+    TOKEN: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The same for a matrix of D by E. A column of it needs no other column, so that one pass over blocks of them is enough: the
+    key's error, what the query then reads, and the fold, from weights that are loaded once.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    row = m // HEADS
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    BLOCKS: tl.constexpr = (E + BV - 1) // BV
+    if tl.load(active + row) == 0:
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BV + tl.arange(0, BV)
+            tl.store(y + m * E + f, tl.zeros([BV], ACC).to(y.dtype.element_ty), mask=f < E)
+        tl.store(surprise + m, 0.0)
+    else:
+        PARTS: tl.constexpr = 2 if MOMENTUM else 1
+        SIZE: tl.constexpr = D * E
+        EVEN: tl.constexpr = (D == BD) and (E == BV * BLOCKS)
+        J += m * PARTS * SIZE
+        slot = (tl.load(position + row) % CHUNK).to(tl.int32)
+        # The slot's row of the coefficients, a, r, P, and (met) what the key meets of them: those of one token earlier where the
+        # rule is token-exact, else the chunk's start; after the token's own decay where that comes first.
+        theta = tl.exp(_gates(steps + m * CHUNK, tl.load(log_step + m), t, slot, float("-inf")))
+        a, a_met, r_met = tl.full([], 1.0, ACC), tl.full([], 1.0, ACC), tl.full([], 0.0, ACC)
+        kept, kept_met = tl.where(t <= slot, 1.0, 0.0).to(ACC), tl.where(t < slot, 1.0, 0.0).to(ACC)
+        if FORGET:
+            new = tl.load(log_keep + m)
+            keep = _gates(keeps + m * CHUNK, new, t, slot, 0.0)
+            kept = _since(keeps + m * CHUNK, new, t, slot, slot)
+            a = tl.exp(tl.sum(keep, 0))
+            if TOKEN:
+                kept_met = _since(keeps + m * CHUNK, new, t, slot, slot - 1)
+                a_met = tl.exp(tl.sum(tl.where(t < slot, keep, 0.0), 0))
+        P, P_met = kept * theta, kept_met * theta
+        if MOMENTUM:
+            new = tl.load(log_momentum + m)
+            eta = _gates(momenta + m * CHUNK, new, t, slot, 0.0)
+            moved = _products(eta, BC, False)
+            past = tl.exp(tl.cumsum(eta, 0))
+            r = tl.sum(kept * past, 0)
+            P = tl.sum(moved * kept[None, :], 1) * theta
+            s = _since(momenta + m * CHUNK, new, t, slot, slot) * theta
+            last = tl.exp(tl.sum(eta, 0))
+            if TOKEN:
+                r_met = tl.sum(kept_met * past, 0)
+                P_met = tl.sum(moved * kept_met[None, :], 1) * theta
+        if SCALED:
+            scale = tl.exp(tl.load(log_keep + m))
+            a_met, r_met, P_met = a_met * scale, r_met * scale, P_met * scale
+        Q = tl.load(q + m * D + d, mask=d < D, other=0.0).to(ACC)
+        K = tl.load(k + m * D + d, mask=d < D, other=0.0).to(ACC)
+        Ks = _tail(X + m * CHUNK * D, K, t, d, slot, D)
+        asked = tl.sum(Ks * Q[None, :], 1) * P
+        met = tl.sum(Ks * K[None, :], 1) * P_met
+        again = tl.sum(tl.where(t == slot, asked, 0.0), 0)  # how much of its own write the token reads back
+        surprised = tl.zeros([], ACC)
+        wrong = tl.zeros([], tl.int32)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BV + tl.arange(0, BV)
+            at = (m * CHUNK + t)[:, None] * E + f[None, :]
+            old = tl.load(errors + at, mask=(t < slot)[:, None] & (f < E)[None, :], other=0.0)
+            W = load(J, d, f, D, E, EVEN)
+            said = a_met * tl.sum(K[:, None] * W, 0)
+            out = a * tl.sum(Q[:, None] * W, 0) - tl.sum(asked[:, None] * old, 0)
+            if MOMENTUM:
+                S = load(J + SIZE, d, f, D, E, EVEN)
+                out += r * tl.sum(Q[:, None] * S, 0)
+            if TOKEN:
+                said -= tl.sum(met[:, None] * old, 0)
+                if MOMENTUM:
+                    said += r_met * tl.sum(K[:, None] * S, 0)
+            if RESIDUAL:
+                said += tl.load(k + m * D + f, mask=f < D, other=0.0).to(ACC)
+                out += tl.load(q + m * D + f, mask=f < D, other=0.0).to(ACC)
+            value = tl.load(v + m * E + f, mask=f < E, other=0.0).to(ACC)
+            tl.store(V + (m * CHUNK + slot) * E + f, value, mask=f < E)
+            if SQUARED:
+                error = said - value
+                surprised += 0.5 * tl.sum(error * error, 0)
+            else:
+                error = -value
+                surprised += tl.sum(said * error, 0)
+            tl.store(errors + (m * CHUNK + slot) * E + f, error, mask=f < E)
+            out -= again * error
+            tl.store(y + m * E + f, out.to(y.dtype.element_ty), mask=f < E)
+            wrong = tl.maximum(wrong, tl.max(tl.where((f < E) & ~(tl.abs(out) < float("inf")), 1, 0), 0))
+            if slot == CHUNK - 1:
+                tl.debug_barrier()  # the tails are read back, and the state is written, by other threads than wrote and read them
+                W = a * W
+                if MOMENTUM:
+                    W += r * S
+                    S = last * S
+                for i in tl.range(CHUNK, num_stages=1):
+                    x = tl.load(X + (m * CHUNK + i) * D + d, mask=d < D, other=0.0)
+                    e = tl.load(errors + (m * CHUNK + i) * E + f, mask=f < E, other=0.0)
+                    written = x[:, None] * e[None, :]
+                    W -= tl.sum(tl.where(t == i, P, 0.0), 0) * written
+                    if MOMENTUM:
+                        S -= tl.sum(tl.where(t == i, s, 0.0), 0) * written
+                store(J, W, d, f, D, E, EVEN)
+                if MOMENTUM:
+                    store(J + SIZE, S, d, f, D, E, EVEN)
+        tl.store(surprise + m, surprised)
+        if (wrong > 0) | ~(tl.abs(surprised) < float("inf")):
+            tl.store(diverged + row, 1)
+
+
+@triton.jit
+def _convolve(
+    x, past, weight, y, m, on,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HISTORY: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
+    ACC: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    OP: tl.constexpr = x.dtype.element_ty
+    d, t = tl.arange(0, BD), tl.arange(0, BT)
+    live = d < D
+    at = (m % HEADS) * D + d
+    past += (m // HEADS) * HISTORY * HEADS * D
+    places = past + t[:, None] * HEADS * D + at[None, :]
+    held = (t < HISTORY)[:, None] & live[None, :]
+    old = tl.load(places, mask=held, other=0.0)
+    later = tl.load(places + HEADS * D, mask=(t + 1 < HISTORY)[:, None] & live[None, :], other=0.0)
+    new = tl.load(x + (m // HEADS) * HEADS * D + at, mask=live, other=0.0)
+    tap = t - (HISTORY - TAPS + 1)  # the newest input's is the last
+    taps = tl.load(weight + at[None, :] * TAPS + tap[:, None], mask=held & (tap >= 0)[:, None], other=0.0).to(OP).to(ACC)
+    last = tl.load(weight + at * TAPS + TAPS - 1, mask=live, other=0.0).to(OP).to(ACC)
+    # Rounded wherever torch rounds.
+    z = (tl.sum(old.to(OP).to(ACC) * taps, 0) + new.to(ACC) * last).to(OP).to(ACC)
+    z = (z / (1.0 + tl.exp(-z))).to(OP).to(ACC)
+    if UNIT:
+        z = z / tl.sqrt(tl.sum(z * z, 0) + 1e-12)
+    tl.store(y + m * D + d, z.to(OP), mask=live)
+    if on:
+        tl.debug_barrier()  # no thread writes before all have read
+        tl.store(places, tl.where((t == HISTORY - 1)[:, None], new[None, :].to(old.dtype), later), mask=held)
+
+
+@triton.jit
+def convolve_kernel(
+    x0, x1, x2, past0, past1, past2, weight0, weight1, weight2, y0, y1, y2, active,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HISTORY: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """One token of the short convolutions of q, k and v ``[r h e]``, with SiLU, and at unit length but for v. Their last inputs
+    ``[r past h e]`` move up by one, in place.
+    """
+    m, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    on = tl.load(active + m // HEADS) != 0
+    if which == 0:
+        _convolve(x0, past0, weight0, y0, m, on, HEADS, D, BD, HISTORY, BT, TAPS, ACC, True)
+    elif which == 1:
+        _convolve(x1, past1, weight1, y1, m, on, HEADS, D, BD, HISTORY, BT, TAPS, ACC, True)
+    else:
+        _convolve(x2, past2, weight2, y2, m, on, HEADS, D, BD, HISTORY, BT, TAPS, ACC, False)
+
+
+@triton.jit
+def adopt_kernel(begins, source, weights, SIZE, PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """The chunk's start weights, the first of J's parts, where a segment begins; nothing is even read elsewhere."""
+    m = tl.program_id(0).to(tl.int64)
+    if tl.load(begins + m // HEADS) != 0:
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(weights + m * SIZE + i, tl.load(source + m * PARTS * SIZE + i, mask=i < SIZE), mask=i < SIZE)

@@ -1,0 +1,264 @@
+# mypy: ignore-errors
+"""A memory of one layer, forwards: x W, with x added or not, through a LayerNorm or not. Keys are D wide, values E; without x
+and LayerNorm these may differ.
+
+    linear_solve      the token-exact rule's triangular systems            every chunk at once
+    linear_state      W, S over the chunks, keys only; the errors D        one program per (row, head), or per some of its columns
+    linear_read       the answers and the surprise                         every chunk at once
+
+The state is held, and kept at the chunks' starts, transposed: then it is the left operand of every product it enters, the
+errors too, and neither has to leave its warp's registers between two products. A row of it, which is one column of W, needs no
+other row (but for the LayerNorm), so the rows can be shared out among programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from remanence.ops.triton.kernels.tools import (
+    dot,
+    kernel,
+    load,
+    load_columns,
+    load_tokens,
+    norm,
+    pull,
+    store,
+    store_columns,
+    tokens,
+    which,
+)
+
+
+@triton.jit
+def earlier(co, log_keep, base, at, live, BC: tl.constexpr, MOMENTUM: tl.constexpr, SCALED: tl.constexpr):
+    """(a, r) as they were one token earlier, and what each token's own decay makes of them before it is written."""
+    t = tl.arange(0, BC)
+    a = tl.load(co + base * 4 * BC + t - 1, mask=t > 0, other=1.0)
+    r, scale = tl.zeros_like(a), tl.zeros_like(a) + 1.0
+    if MOMENTUM:
+        r = tl.load(co + base * 4 * BC + BC + t - 1, mask=t > 0, other=0.0)
+    if SCALED:
+        scale = tl.exp(tl.load(log_keep + at, mask=live, other=0.0))
+    return a, r, scale
+
+
+@triton.jit
+def earlier_mix(P, base, scale, BC: tl.constexpr):
+    """P as it was one token earlier, likewise."""
+    t = tl.arange(0, BC)
+    square = base * BC * BC + (t[:, None] - 1) * BC + t[None, :]
+    return tl.load(P + square, mask=(t > 0)[:, None], other=0.0) * scale[:, None]
+
+
+@triton.jit
+def _met(
+    k, log_keep, P, base, first, left, t, u,
+    HEADS, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(K K^T) P~, of the chunk's tokens t and u."""
+    at = first + t * HEADS
+    K = load_tokens(k, at, t < left, D, BD)
+    met = dot(K, tl.trans(load_tokens(k, first + u * HEADS, u < left, D, BD)), OP, PRECISION)
+    met *= tl.load(P + base * BC * BC + (t[:, None] - 1) * BC + u[None, :], mask=(t > 0)[:, None], other=0.0)
+    if SCALED:
+        met *= tl.exp(tl.load(log_keep + at, mask=t < left, other=0.0))[:, None]
+    return met
+
+
+@triton.jit
+def _invert(A, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1, A below the diagonal: blocks of 16 by forward substitution, then two by two, -X2 A21 X1 standing between them.
+
+    Never by the series of A's powers: it cancels catastrophically where keys repeat, and A's entries are all near one.
+    """
+    BLOCKS: tl.constexpr = SIZE // 16
+    LEVELS: tl.constexpr = (SIZE > 16) + (SIZE > 32)
+    b, o, t = tl.arange(0, BLOCKS), tl.arange(0, 16), tl.arange(0, SIZE)
+    same = (b[:, None] == b[None, :])[:, None, :, None]
+    blocks = tl.sum(tl.where(same, tl.reshape(A, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
+    X = tl.zeros_like(blocks) + tl.where(o[:, None] == o[None, :], 1.0, 0.0)[None, :, :]
+    for j in range(15):
+        column = tl.sum(tl.where((o == j)[None, None, :], blocks, 0.0), 2)
+        row = tl.sum(tl.where((o == j)[None, :, None], X, 0.0), 1)
+        X -= column[:, :, None] * row[:, None, :]
+    X = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), [SIZE, SIZE])
+    for level in tl.static_range(LEVELS):
+        block = t // (16 << level)
+        between = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
+        X -= tl.dot(X, tl.dot(tl.where(between, A, 0.0), X, input_precision=PRECISION), input_precision=PRECISION)
+    return X
+
+
+@kernel
+def linear_solve(
+    k, v, log_keep, P, co, inverse, U, R, known, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """With T = (I + (K K^T) P~)^-1 (inverse): U = T (a~ K), R = T (r~ K), known = -T target, so that D = U W + R S + known."""
+    i, m = which(n)
+    base = m.to(tl.int64) * n + i
+    SIZE: tl.constexpr = min(BC, 64)
+    t, u = tl.arange(0, BC), tl.arange(0, SIZE)
+    first = ((m // HEADS).to(tl.int64) * L + i * CHUNK) * HEADS + m % HEADS
+    left = tl.minimum(L - i * CHUNK, CHUNK)
+    inverse += base * BC * BC
+    square = inverse + u[:, None] * BC + u[None, :]
+    X = _invert(_met(k, log_keep, P, base, first, left, u, u, HEADS, D, BD, BC, SCALED, OP, PRECISION), SIZE, PRECISION)
+    tl.store(square, X.to(OP))
+    if BC > SIZE:  # one more merge, whose operands have no room as parts of the whole
+        far = SIZE + u
+        A = _met(k, log_keep, P, base, first, left, far, u, HEADS, D, BD, BC, SCALED, OP, PRECISION)
+        X = tl.dot(A, X, input_precision=PRECISION)
+        A = _met(k, log_keep, P, base, first, left, far, far, HEADS, D, BD, BC, SCALED, OP, PRECISION)
+        A = _invert(A, SIZE, PRECISION)
+        tl.store(square + SIZE, tl.zeros([SIZE, SIZE], OP))
+        tl.store(square + SIZE * BC, -tl.dot(A, X, input_precision=PRECISION).to(OP))
+        tl.store(square + SIZE * BC + SIZE, A.to(OP))
+        tl.debug_barrier()  # read back by other threads than wrote it
+        T = tl.load(inverse + t[:, None] * BC + t[None, :])
+    else:
+        T = X.to(OP)
+    at, live = tokens(m, i, L, HEADS, CHUNK, BC)
+    a, r, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
+    for j in tl.range((D + BV - 1) // BV, num_stages=1):
+        cols = j * BV + tl.arange(0, BV)
+        K = load_columns(k, at, live, cols, D)
+        store_columns(U, dot(T, (a * scale)[:, None] * K, OP, PRECISION), at, live, cols, D)
+        if MOMENTUM:
+            store_columns(R, dot(T, (r * scale)[:, None] * K, OP, PRECISION), at, live, cols, D)
+    for j in tl.range((E + BV - 1) // BV, num_stages=1):
+        cols = j * BV + tl.arange(0, BV)
+        target = load_columns(v, at, live, cols, E).to(ACC)
+        if RESIDUAL:
+            target -= load_columns(k, at, live, cols, D)
+        store_columns(known, -dot(T, target, OP, PRECISION), at, live, cols, E)
+
+
+@kernel
+def linear_state(
+    k, v, U, R, known, J, end, starts, co, fold, errors, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    cols, d, t = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * E
+    EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
+    W = tl.trans(load(J + m * PARTS * SIZE, d, cols, D, E, EVEN))
+    if MOMENTUM:
+        S = tl.trans(load(J + (m * PARTS + 1) * SIZE, d, cols, D, E, EVEN))
+    for i in range(n):
+        base = m * n + i
+        at, live = tokens(m, i, L, HEADS, CHUNK, BC)
+        K = load_tokens(k, at, live, D, BD)
+        store(starts + base * PARTS * SIZE, W, cols, d, E, D, EVEN)
+        if MOMENTUM:
+            store(starts + (base * PARTS + 1) * SIZE, S, cols, d, E, D, EVEN)
+        if TOKEN and SQUARED:
+            error = tl.trans(load_columns(known, at, live, cols, E)).to(ACC)
+            error += dot(W, tl.trans(load_tokens(U, at, live, D, BD)), OP, PRECISION)
+            if MOMENTUM:
+                error += dot(S, tl.trans(load_tokens(R, at, live, D, BD)), OP, PRECISION)
+        else:
+            slope = -tl.trans(load_columns(v, at, live, cols, E)).to(ACC)
+            if SQUARED and RESIDUAL:
+                slope += tl.trans(load_columns(k, at, live, cols, D))
+            if NORM:
+                value, rstd = norm(tl.trans(dot(W, tl.trans(K), OP, PRECISION)), D, BD)
+                slope = tl.trans(slope)
+                if SQUARED:
+                    slope += value
+                error = tl.trans(pull(slope, value, rstd, D, BD))
+            elif SQUARED:
+                error = slope + dot(W, tl.trans(K), OP, PRECISION)
+            else:
+                error = slope
+        store_columns(errors, tl.trans(error), at, live, cols, E)
+        c = tl.load(co + base * 4 * BC + 2 * BC + t)[None, :]
+        W = tl.load(fold + base * 4) * W - dot(error * c, K, OP, PRECISION)
+        if MOMENTUM:
+            s = tl.load(co + base * 4 * BC + 3 * BC + t)[None, :]
+            W += tl.load(fold + base * 4 + 1) * S
+            S = tl.load(fold + base * 4 + 2) * S - dot(error * s, K, OP, PRECISION)
+    store(end + m * PARTS * SIZE, tl.trans(W), d, cols, D, E, EVEN)
+    if MOMENTUM:
+        store(end + (m * PARTS + 1) * SIZE, tl.trans(S), d, cols, D, E, EVEN)
+
+
+@kernel
+def linear_read(
+    q, k, v, log_keep, starts, P, co, errors, values, rstds, answers, spreads, y, surprise, bad, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
+    SCALED: tl.constexpr, TRAIN: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keeps for backward what the keys met, where D does not tell it (values), and with LayerNorm its value and 1 / deviation for
+    keys (values, rstds) and queries (answers, spreads).
+    """
+    i, m = which(n)
+    base = m.to(tl.int64) * n + i
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * E
+    BLOCKS: tl.constexpr = (E + BV - 1) // BV
+    EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
+    starts += base * PARTS * SIZE
+    at, live = tokens(m, i, L, HEADS, CHUNK, BC)
+    Q, K = load_tokens(q, at, live, D, BD), load_tokens(k, at, live, D, BD)
+    a = tl.load(co + base * 4 * BC + t)[:, None]
+    if MOMENTUM:
+        r = tl.load(co + base * 4 * BC + BC + t)[:, None]
+    square = base * BC * BC + t[:, None] * BC + t[None, :]
+    blend = (dot(Q, tl.trans(K), OP, PRECISION) * tl.load(P + square)).to(OP)
+    if TOKEN and not SQUARED:
+        a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
+        met = (dot(K, tl.trans(K), OP, PRECISION) * earlier_mix(P, base, scale, BC)).to(OP)
+    told = tl.zeros([BC], ACC)
+    wrong = tl.zeros([BC], tl.int32)
+    for j in tl.range(BLOCKS, num_stages=1):
+        cols = j * BV + tl.arange(0, BV)
+        W = tl.trans(load(starts, cols, d, E, D, EVEN))
+        error = load_columns(errors, at, live, cols, E)
+        out = a * dot(Q, W, OP, PRECISION) - dot(blend, error, OP, PRECISION)
+        if MOMENTUM:
+            S = tl.trans(load(starts + SIZE, cols, d, E, D, EVEN))
+            out += r * dot(Q, S, OP, PRECISION)
+        if SQUARED and not NORM:
+            told += 0.5 * tl.sum(error.to(ACC) * error, 1)
+        else:
+            prediction = dot(K, W, OP, PRECISION)
+            if TOKEN:
+                prediction = (a_met * scale)[:, None] * prediction - dot(met, error, OP, PRECISION)
+                if MOMENTUM:
+                    prediction += (r_met * scale)[:, None] * dot(K, S, OP, PRECISION)
+            if NORM:
+                prediction, rstd = norm(prediction, D, BD)
+                if TRAIN:
+                    tl.store(rstds + at, rstd, mask=live)
+            if TRAIN:
+                store_columns(values, prediction, at, live, cols, E)
+            if RESIDUAL:
+                prediction += load_columns(k, at, live, cols, D)
+            V = load_columns(v, at, live, cols, E).to(ACC)
+            if SQUARED:
+                told += 0.5 * tl.sum((prediction - V) * (prediction - V), 1)
+            else:
+                told -= tl.sum(prediction * V, 1)
+        if NORM:
+            out, rstd = norm(out, D, BD)
+            if TRAIN:
+                store_columns(answers, out, at, live, cols, E)
+                tl.store(spreads + at, rstd, mask=live)
+        if RESIDUAL:
+            out += load_columns(q, at, live, cols, D)
+        store_columns(y, out, at, live, cols, E)
+        wrong = tl.maximum(wrong, tl.max(tl.where(live[:, None] & ~(tl.abs(out) < float("inf")), 1, 0), 1))
+    tl.store(surprise + at, told, mask=live)
+    tl.store(bad + base, tl.max(wrong, 0))

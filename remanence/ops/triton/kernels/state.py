@@ -1,0 +1,186 @@
+# mypy: ignore-errors
+"""The state over the chunks, forwards: the one part of it that waits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from remanence.ops.triton.kernels.tools import (
+    activate,
+    activate_with_slope,
+    dot,
+    dot_apart,
+    kernel,
+    load,
+    load_tokens,
+    meet,
+    norm,
+    pull,
+    store,
+    store_tokens,
+    tokens,
+)
+
+
+@triton.jit
+def _error(
+    out, K, k, v, at, live, writes, errors, values, rstds, surprise,
+    D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TRAIN: tl.constexpr,
+):  # fmt: skip
+    """From Z_2 to D2, with the surprise and what backward needs written on the way, if this program `writes`."""
+    value = out
+    if NORM:
+        value, rstd = norm(out, D, BD)
+        if TRAIN:
+            store_tokens(values, value, at, live & writes, D, BD)
+            tl.store(rstds + at, rstd, mask=live & writes)
+    slope = value - load_tokens(v, at, live, D, BD)
+    if RESIDUAL:
+        slope += K
+    tl.store(surprise + at, 0.5 * tl.sum(slope * slope, 1), mask=live & writes)
+    D2 = slope
+    if NORM:
+        D2 = pull(slope, value, rstd, D, BD)
+    store_tokens(errors, D2, at, live & writes, D, BD)
+    return D2
+
+
+@kernel
+def state_kernel(
+    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, mail, flags, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
+    SHARES: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's Z_2."""
+    m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d, f, t = tl.arange(0, BD), share * BH + tl.arange(0, BH), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * SHARES)
+    W1 = load(J1 + m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
+    W2 = load(J2 + m * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+    if MOMENTUM:
+        S1 = load(J1 + (m * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
+        S2 = load(J2 + (m * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
+    for i in range(n):
+        base = m * n + i
+        at, live = tokens(m, i, L, HEADS, CHUNK, BC)
+        K = load_tokens(k, at, live, D, BD)
+        store(starts1 + base * PARTS * SIZE, W1, d, f, D, HIDDEN, EVEN)
+        store(starts2 + base * PARTS * SIZE, W2, f, d, HIDDEN, D, EVEN)
+        if MOMENTUM:
+            store(starts1 + (base * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
+            store(starts2 + (base * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
+        H, slope = activate_with_slope(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
+        H, slope = H.to(OP), slope.to(OP)
+        out = dot_apart(H, W2, n, APART, ACC, OP, PRECISION)
+        if SHARES > 1:
+            out = meet(out, mail + m * 2 * SHARES * BC * BD, flags + m, i, share, SHARES, BC, BD)
+        D2 = _error(out, K, k, v, at, live, share == 0, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        D1 = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
+        c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+        keep = tl.load(fold + base * 4)
+        Kt, Ht = tl.trans(K), tl.trans(H)
+        W1 = keep * W1 - dot(Kt, c * D1, OP, PRECISION)
+        W2 = keep * W2 - dot(Ht, c * D2, OP, PRECISION)
+        if MOMENTUM:
+            s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+            carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
+            W1 += carry * S1
+            W2 += carry * S2
+            S1 = past * S1 - dot(Kt, s * D1, OP, PRECISION)
+            S2 = past * S2 - dot(Ht, s * D2, OP, PRECISION)
+    store(end1 + m * PARTS * SIZE, W1, d, f, D, HIDDEN, EVEN)
+    store(end2 + m * PARTS * SIZE, W2, f, d, HIDDEN, D, EVEN)
+    if MOMENTUM:
+        store(end1 + (m * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
+        store(end2 + (m * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
+
+
+@kernel
+def state_stream(
+    k, v, J1, J2, end1, end2, starts1, starts2, co, fold, errors, values, rstds, surprise, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
+    APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`end` holds the state while it changes. One pass over it per chunk: a block folded is read by the next chunk at once."""
+    m = tl.program_id(0).to(tl.int64)
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    J1 += m * PARTS * SIZE
+    J2 += m * PARTS * SIZE
+    end1 += m * PARTS * SIZE
+    end2 += m * PARTS * SIZE
+    at, live = tokens(m, 0, L, HEADS, CHUNK, BC)
+    K = load_tokens(k, at, live, D, BD)
+    out = tl.zeros([BC, BD], ACC)
+    starts1 += m * n * PARTS * SIZE
+    starts2 += m * n * PARTS * SIZE
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W1 = load(J1, d, f, D, HIDDEN, EVEN)
+        W2 = load(J2, f, d, HIDDEN, D, EVEN)
+        store(end1, W1, d, f, D, HIDDEN, EVEN)
+        store(end2, W2, f, d, HIDDEN, D, EVEN)
+        store(starts1, W1, d, f, D, HIDDEN, EVEN)
+        store(starts2, W2, f, d, HIDDEN, D, EVEN)
+        if MOMENTUM:
+            S1 = load(J1 + SIZE, d, f, D, HIDDEN, EVEN)
+            S2 = load(J2 + SIZE, f, d, HIDDEN, D, EVEN)
+            store(end1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+            store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+            store(starts1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+            store(starts2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+        out += dot(activate(dot(K, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
+    for i in tl.range(n, num_stages=1):
+        tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
+        base = m * n + i
+        starts1 += PARTS * SIZE
+        starts2 += PARTS * SIZE
+        D2 = _error(out, K, k, v, at, live, True, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+        keep = tl.load(fold + base * 4)
+        if MOMENTUM:
+            s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+            carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
+        Kt = tl.trans(K)
+        more = i + 1 < n
+        at, live = tokens(m, i + 1, L, HEADS, CHUNK, BC)
+        live = live & more
+        K_next = load_tokens(k, at, live, D, BD)
+        out = tl.zeros([BC, BD], ACC)
+        for j in tl.range(BLOCKS, num_stages=1):
+            f = j * BH + tl.arange(0, BH)
+            W1 = load(end1, d, f, D, HIDDEN, EVEN)
+            W2 = load(end2, f, d, HIDDEN, D, EVEN)
+            H, slope = activate_with_slope(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
+            H, slope = H.to(OP), slope.to(OP)
+            D1 = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
+            Ht = tl.trans(H)
+            W1 = keep * W1 - dot_apart(Kt, c * D1, n, APART, ACC, OP, PRECISION)
+            W2 = keep * W2 - dot_apart(Ht, c * D2, n, APART, ACC, OP, PRECISION)
+            if MOMENTUM:
+                S1 = load(end1 + SIZE, d, f, D, HIDDEN, EVEN)
+                S2 = load(end2 + SIZE, f, d, HIDDEN, D, EVEN)
+                W1 += carry * S1
+                W2 += carry * S2
+                S1 = past * S1 - dot_apart(Kt, s * D1, n, APART, ACC, OP, PRECISION)
+                S2 = past * S2 - dot_apart(Ht, s * D2, n, APART, ACC, OP, PRECISION)
+                store(end1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+                store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+                if more:
+                    store(starts1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
+                    store(starts2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+            store(end1, W1, d, f, D, HIDDEN, EVEN)
+            store(end2, W2, f, d, HIDDEN, D, EVEN)
+            if more:
+                store(starts1, W1, d, f, D, HIDDEN, EVEN)
+                store(starts2, W2, f, d, HIDDEN, D, EVEN)
+            out += dot(activate(dot_apart(K_next, W1, n, APART, ACC, OP, PRECISION), GELU), W2, OP, PRECISION)
+        K = K_next

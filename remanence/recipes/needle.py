@@ -1,0 +1,18 @@
+"""A needle in a haystack, as bytes: four numbers with their names in 1,024 bytes of plain sentences, and one of them asked for.
+
+remanence train needle --out out/needle
+torchrun --nproc-per-node 8 -m remanence train needle --out out/needle --data.length=8192 --batch=64
+"""
+
+from remanence.config import preset
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+
+
+def recipe() -> TrainConfig:
+    return TrainConfig(
+        model=preset("small", "mac", depth=2, window=128, segment=128),
+        data=DataConfig(kind="needle", length=1024, pairs=4),
+        optimizer=OptimizerConfig(lr=2e-3, warmup=100, weight_decay=0.01),
+        steps=4000,
+        batch=16,
+    )

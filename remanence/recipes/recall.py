@@ -1,0 +1,29 @@
+"""Recall beyond the window: eight pairs, noise, and the same keys again, with a tiny MAC whose window is 16 tokens.
+
+remanence train recall --out out/recall
+remanence train recall --out out/recall-lmm --model.pattern=lmm
+"""
+
+from remanence.config import ModelConfig
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+
+
+def recipe() -> TrainConfig:
+    model = ModelConfig(
+        vocabulary=80,
+        dim=64,
+        depth=2,
+        heads=2,
+        pattern=("mac",),
+        window=16,
+        segment=16,
+        persistent=4,
+        memory={"heads": 2},  # type: ignore[arg-type]  # fields of the default, changed
+    )
+    return TrainConfig(
+        model=model,
+        data=DataConfig(kind="recall", length=64, pairs=8),
+        optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.01, schedule="constant"),
+        steps=700,
+        batch=32,
+    )
