@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from remanence import Model, ModelConfig
+from remanence.core.graphs import capture
 from remanence.core.state import where
-from remanence.inference.graphs import capture
 from remanence.model import matched
 from remanence.ops import leashed, reset_leashed
 

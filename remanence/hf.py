@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from remanence.config import ModelConfig, preset
 from remanence.core.files import aligned
-from remanence.model import Model, State, Trace, describe
+from remanence.core.migrations import TENSORS
+from remanence.folder import describe
+from remanence.model import Model, State, Trace
 
 try:
     from transformers import (
@@ -298,6 +300,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> Any:
         """As of every model, but a tensor that is missing, left over or of a wrong shape is an error, never a random weight."""
+        kwargs.setdefault("key_mapping", {f"^model.{old}": f"model.{new}" for old, new in TENSORS.items()})
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )

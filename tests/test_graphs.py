@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from remanence import Model, preset
 from remanence.core.state import advanced, aligned, noted, placed, places, where
 from remanence.inference import reader
-from remanence.inference.graphs import border_of, longest_window, stand_at, unsupported
+from remanence.inference.graphs import border_of, longest_window, unsupported
 from remanence.model import memories
 from remanence.ops.triton import layer
 from remanence.train.graphed import Graphed
@@ -48,7 +48,7 @@ def test_where_everything_ends_together():
 
 def test_a_state_that_is_said_to_stand_somewhere():
     """Every position in it; a segment's counts from its own start."""
-    state = stand_at(model("mac").start(2).to("meta"), [256, 300])
+    state = model("mac").start(2).to("meta").at([256, 300])
     assert noted(state.position) == [256, 300]
     assert [noted(memory.position) for memory in memories(state)] == [[256, 300]] * 3
     assert [noted(block.segment.position) for block in state.blocks] == [[0, 44]] * 3

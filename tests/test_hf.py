@@ -171,8 +171,8 @@ class TestWeights:
             (lambda found: found.pop("model.embed.weight"), "expected a tensor 'model.embed.weight', which is missing"),
             (lambda found: found.update({"model.head.weight": torch.ones(11, 16)}), "a tensor 'model.head.weight' that a model"),
             (
-                lambda found: found.update({"model.norm.weight": torch.ones(4)}),
-                r"model.norm.weight: expected shape \[16\], got \[4\]",
+                lambda found: found.update({"model.backbone.norm.weight": torch.ones(4)}),
+                r"model.backbone.norm.weight: expected shape \[16\], got \[4\]",
             ),
         ],
     )

@@ -21,12 +21,14 @@ ROOMS = {
     "layers": {"core", "ops", "config"},
     "memory": {"core", "ops", "layers", "config"},
     "mixers": {"core", "ops", "layers", "memory", "config"},
-    "model": {"core", "ops", "memory", "layers", "mixers", "config"},
-    "inference": {"", "core", "ops", "layers", "memory", "mixers", "model", "config"},
+    "backbone": {"core", "ops", "layers", "mixers", "config"},
+    "model": {"backbone", "folder", "mixers", "config"},
+    "folder": {"core", "model", "config"},
+    "inference": {"", "core", "layers", "backbone", "model", "config"},
     "data": {"core"},
-    "hf": {"core", "model", "config"},
+    "hf": {"core", "folder", "model", "config"},
     "lens": {"core", "ops", "layers", "memory", "mixers", "model", "inference"},
-    "train": {"", "core", "ops", "memory", "mixers", "model", "inference", "data", "config"},
+    "train": {"", "core", "ops", "memory", "mixers", "folder", "model", "inference", "data", "config"},
     "recipes": {"config", "train"},
     "evaluate": {"", "core", "ops", "model", "inference", "data", "train", "hf", "report", "config"},
     "report": {"", "core", "model", "config"},
@@ -189,9 +191,10 @@ def test_annotated_shapes_are_true():
     from jaxtyping import jaxtyped
 
     from remanence import Gates, Model, NeuralMemory, ops, preset
+    from remanence.backbone import Backbone, Block
     from remanence.layers import GateProjection, RMSNorm, ShortConv, SwiGLU
     from remanence.layers.attention import Attention, SegmentAttention
-    from remanence.mixers import Block, Join
+    from remanence.mixers.window_and_memory import Join
 
     def checked(function):
         return jaxtyped(typechecker=beartype)(function)
@@ -208,7 +211,7 @@ def test_annotated_shapes_are_true():
         memorize(q[0], k, v, gates, state)
     layer = NeuralMemory(dim=12, heads=2)
     models = [Model(preset("tiny", variant, segment=32, window=8)) for variant in ("mac", "mag", "attention")]
-    owners = (NeuralMemory, RMSNorm, ShortConv, GateProjection, SwiGLU, Attention, SegmentAttention, Block, Join, Model)
+    owners = (NeuralMemory, RMSNorm, ShortConv, GateProjection, SwiGLU, Attention, SegmentAttention, Block, Join, Backbone, Model)
     for owner in owners:
         owner.forward, owner._unchecked = checked(owner.forward), owner.forward
     try:

@@ -18,11 +18,15 @@ from remanence.cli.model_commands import inspect
 from remanence.config import memorizing
 from remanence.inference import memfile
 from remanence.memory import ivf
-from remanence.mixers import Softmax
-from remanence.mixers.knn import Aside, Knn
+from remanence.mixers import AttentionMixer, Context, Knn
 from remanence.testing import assert_close
 
 COUNT = 29
+
+
+def context(x, shared=None):
+    """Of a call that begins its documents."""
+    return Context(torch.zeros(len(x), dtype=torch.int64), None, "on", None, shared or {})
 
 
 def layer(**knn):
@@ -93,27 +97,27 @@ def test_it_is_the_slow_loop(knn):
     subject = layer(**knn)
     x = torch.randn(2, COUNT, 16, dtype=torch.float64)
     worth = torch.rand(2, COUNT) if "write" in knn else None
-    y, _, _ = subject(x, None, None, "on", Aside(worth))
+    y, _, _ = subject(x, None, context(x, {} if worth is None else {"worth": worth}))
     expected = slow(subject, x, torch.ones(2, COUNT) if worth is None else worth)
     assert_close(y, expected, 1e-10)
 
 
 def test_a_store_of_nothing_is_the_window_alone():
     subject = layer(size=0)
-    plain = Softmax(config("window"), sliding=True).double()
+    plain = AttentionMixer(config("window"), sliding=True).double()
     plain.attention.load_state_dict(subject.attention.state_dict())
     x = torch.randn(2, COUNT, 16, dtype=torch.float64)
-    assert_close(subject(x, None, None, "on")[0], plain(x, None, None, "on")[0], 1e-12)
-    assert_close(layer()(x[:, :5], None, None, "on")[0], plain(x[:, :5], None, None, "on")[0], 1e-12)  # nothing stored yet
+    assert_close(subject(x, None, context(x))[0], plain(x, None, context(x))[0], 1e-12)
+    assert_close(layer()(x[:, :5], None, context(x))[0], plain(x[:, :5], None, context(x))[0], 1e-12)  # nothing stored yet
 
 
 @pytest.mark.parametrize("fuse", ["gate", "joint"])
 def test_gate_queries_and_temperature_learn_and_the_store_does_not(fuse):
     subject = layer(fuse=fuse)
     past, x = (torch.randn(1, n, 16, dtype=torch.float64, requires_grad=True) for n in (16, 4))
-    _, state, _ = subject(past, None, None, "on")
+    _, state, _ = subject(past, None, context(past))
     assert not any(tensor.requires_grad for tensor in (*state.store, state.k, state.v))
-    y, _, _ = subject(x, state, None, "on")
+    y, _, _ = subject(x, state, context(x))
     wanted = [subject.log_scale, subject.attention.q_proj.weight, *([] if subject.gate is None else [subject.gate])]
     assert all(bool(grad.abs().sum() > 0) for grad in torch.autograd.grad(y.square().sum(), wanted, retain_graph=True))
     # What is far behind reaches y through the store only, and so has no gradient.

@@ -73,7 +73,7 @@ def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
     signals = torch.cat([part.signals for part in seen])
     assert signals.shape == (len(TEXT), len(shown), len(SIGNALS))
     for place, index in enumerate(shown):
-        there = whole.seen[index]
+        there = whole.traces[index]
         assert_close(signals[:, place, 0].double(), there.surprise[0].mean(-1), 1e-5)
         keep = there.gates.log_keep
         expected = torch.full_like(there.surprise, torch.nan) if keep is None else keep

@@ -68,7 +68,7 @@ def test_fingerprint_does_not_depend_on_the_dtype():
     prints = {memfile.fingerprint(subject.to(dtype)) for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16)}
     assert len(prints) == 1
     with torch.no_grad():
-        subject.norm.weight[0] += 0.1
+        subject.backbone.norm.weight[0] += 0.1
     assert memfile.fingerprint(subject) not in prints
 
 
@@ -328,9 +328,11 @@ class TestModelFolders:
         model("mac", torch.float32).save(tmp_path)
         path = tmp_path / "model.safetensors"
         whole = load_file(path)
-        name = "model.blocks.0.ffn.up.weight"
+        name = "model.backbone.blocks.0.ffn.up.weight"
         faults = {
-            "expected a tensor 'blocks.0.ffn.up.weight', which is missing": {k: v for k, v in whole.items() if k != name},
+            "expected a tensor 'backbone.blocks.0.ffn.up.weight', which is missing": {
+                k: v for k, v in whole.items() if k != name
+            },
             "blocks.0.ffn.up.weight: expected shape": {**whole, name: torch.zeros(2, 2)},
             "a tensor 'other' that a model of this configuration has not": {**whole, "model.other": torch.zeros(2)},
         }

@@ -302,7 +302,9 @@ class TestBadInput:
         _, state = subject(x)
         with pytest.raises(ValueError, match="state: expected the State this model returned, or None, got AttentionState"):
             subject(x, model("window").start(2).blocks[0])
-        with pytest.raises(ValueError, match=r"state: expected one of this model \(MACState\), got another's \(BothState\)"):
+        with pytest.raises(
+            ValueError, match=r"state: expected one of this model \(MACState\), got another's \(WindowAndMemoryState\)"
+        ):
             subject(x, model("mag").start(2))
         with pytest.raises(ValueError, match="state: expected 3 rows, one for each row of the batch, got 2"):
             subject(tokens(3), state)

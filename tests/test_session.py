@@ -5,8 +5,8 @@ import torch
 from models import VARIANTS, model
 
 from remanence import Generation, Model, Sampling, Session, preset
-from remanence import generate as generating
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
+from remanence.inference import generate as generating
 from remanence.inference.generate import choose
 from remanence.model import memories
 from remanence.testing import assert_close
@@ -166,7 +166,7 @@ def test_a_generation_runs_once_and_damaged_weights_are_told():
     with pytest.raises(ValueError, match="generation: expected to be run once"):
         generation.run()
     with torch.no_grad():
-        subject.norm.weight.fill_(float("nan"))
+        subject.backbone.norm.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="model: expected finite logits, got infinite or NaN ones"):
         Session(subject).generate("a")
 

@@ -36,7 +36,7 @@ def results(subject, schedule, text, before=0):
     subject.schedule = schedule
     state = subject(text[:, :before])[1] if before else None
     seen = subject.trace(text[:, before:], state)
-    outputs = [seen.hidden, seen.surprise, *seen.layers, *[gate for each in seen.seen for gate in each.gates.tensors()]]
+    outputs = [seen.hidden, seen.surprise, *seen.layers, *[gate for each in seen.traces for gate in each.gates.tensors()]]
     loss = seen.hidden.sin().sum() + sum(weight.sin().sum() for memory in memories(seen.state) for weight in memory.weights)
     return outputs, seen.state, torch.autograd.grad(loss, list(subject.parameters()), allow_unused=True)
 
@@ -114,8 +114,8 @@ def test_frozen_parameters_get_none():
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("mag", "only MAC"),
-        ("one layer", "only MAC"),
+        ("mag", "segment after segment"),
+        ("one layer", "at least two"),
         ("watched", "watched"),
         ("hooked", "hooks"),
         ("another's", "not one of ours"),
@@ -170,7 +170,7 @@ def test_packed_documents_side_by_side(borders, net, counted):
     def found(schedule):
         subject.schedule = schedule
         seen = subject.trace(tokens, offsets=borders, keep=False)
-        gates = [gate for each in seen.seen for gate in each.gates.tensors()]
+        gates = [gate for each in seen.traces for gate in each.gates.tensors()]
         grads = torch.autograd.grad(seen.hidden.sin().sum(), list(subject.parameters()), allow_unused=True)
         return [seen.hidden, seen.surprise, *seen.layers, *gates], seen.state.position, grads
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -90,10 +90,37 @@ def _with_note(copy: Tensor, tensor: Tensor) -> Tensor:
     return copy if known is None else placed(copy, known)
 
 
+def _at(node: Any, position: list[int]) -> Any:
+    if isinstance(node, TensorTuple):
+        return node.at(position)
+    return tuple(_at(child, position) for child in node) if isinstance(node, tuple) else node
+
+
 class TensorTuple:
-    """Methods for a named tuple of tensors (or of such tuples) whose first axis is always the state's rows."""
+    """Methods for a named tuple of tensors (or of such tuples) whose first axis is always the state's rows.
+
+    A state that is more than its tensors says so itself: which fields grow with the text, which may hold minus infinity,
+    and whether its numbers agree with the tokens read. Memory files ask.
+    """
 
     __slots__ = ()
+
+    minus_infinity: ClassVar[tuple[str, ...]] = ()
+    """Fields in which minus infinity is a proper number, such as the logarithm of a closed gate."""
+
+    def growing(self) -> tuple[str, ...]:
+        """Fields whose second axis grows with the text."""
+        return ()
+
+    def agrees(self, read: Tensor) -> Tensor | bool:
+        """Whether each row ``[r]`` can be the state of a text of so many tokens ``[r]``; parts are asked themselves."""
+        return True
+
+    def at(self, position: list[int]) -> Self:
+        """The same state, its rows known on the host to be at these positions."""
+        node: Any = self
+        made = type(node)(*[_at(child, position) for child in node])
+        return made._replace(position=placed(made.position.detach(), position)) if "position" in node._fields else made
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return _map(function, self)

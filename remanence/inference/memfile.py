@@ -19,10 +19,9 @@ from torch import Tensor
 
 from remanence.config import ModelConfig
 from remanence.core.files import Stored, read_tensors, write_tensors
-from remanence.layers.attention import AttentionState, SegmentState
-from remanence.memory.store import StoreState
+from remanence.core.migrations import first_name
+from remanence.core.state import TensorTuple
 from remanence.model import Model, State
-from remanence.ops import MemoryState
 
 FORMAT, SCHEMA = "remanence-memory", 1
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,7 +42,7 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(model: Model) -> Fingerprint:
     weights = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted((first_name(name), parameter) for name, parameter in model.named_parameters()):
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_bytes(parameter.detach().to("cpu", torch.bfloat16)))
     return Fingerprint(hashlib.sha256(_canonical(model.config.to_dict()).encode()).hexdigest()[:32], weights.hexdigest()[:32])
@@ -153,18 +152,24 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     for name in wanted:
         if name not in tensors:
             raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
-    rows, growing = list(tensors["position"].shape), _growing(template)
+    rows, parts = list(tensors["position"].shape), list(_parts(template))
+    growing = {f"{path}.{field}" for path, part in parts for field in part.growing()}
+    unbounded = {f"{path}.{field}" for path, part in parts for field in part.minus_infinity}
     if len(rows) != 1 or rows == [0]:
         raise ValueError(f"{what}: position: expected a count for each document, got shape {rows}")
     for name, tensor in tensors.items():
         if name not in wanted:
             raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
         length = tensor.shape[1:2] if name in growing else wanted[name].shape[1:2]
-        _check(f"{what}: {name}", tensor, wanted[name], [*rows, *length, *wanted[name].shape[2:]], name in (unread or ()))
+        shape = [*rows, *length, *wanted[name].shape[2:]]
+        _check(f"{what}: {name}", tensor, wanted[name], shape, name in (unread or ()), name in unbounded)
     state = assembled(template, tensors, model.embed.weight.device)
     if any(0 < tensors[name].shape[1] < int(state.position.max()) for name in growing):
         raise ValueError(f"{what}: expected full attention to hold all {int(state.position.max())} tokens, got fewer")
-    _check_counts(what, state, state)
+    for _, part in _parts(state):
+        if not bool(torch.as_tensor(part.agrees(state.position)).all()):
+            kind = type(part).__name__
+            raise ValueError(f"{what}: its parts do not agree on the tokens read, or it has diverged ({kind})")
     return state
 
 
@@ -184,50 +189,26 @@ def named(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named(child, f"{path}.{name}" if path else str(name))
 
 
-def _growing(node: Any, path: str = "") -> set[str]:
-    """Where full attention keeps what it has seen, whose length is the text's."""
-    if isinstance(node, AttentionState) and node.k.shape[1] == 0:
-        return {f"{path}.k", f"{path}.v"}
-    if not isinstance(node, tuple):
-        return set()
-    names = node._fields if hasattr(node, "_fields") else range(len(node))
-    found = [_growing(child, f"{path}.{name}" if path else str(name)) for name, child in zip(names, node, strict=True)]
-    return set().union(*found)
+def _parts(node: Any, path: str = "") -> Iterator[tuple[str, TensorTuple]]:
+    """Every tuple of a state that can speak for itself, with its path."""
+    if isinstance(node, TensorTuple):
+        yield path, node
+    if isinstance(node, tuple):
+        names = getattr(node, "_fields", range(len(node)))
+        for name, child in zip(names, node, strict=True):
+            yield from _parts(child, f"{path}.{name}" if path else str(name))
 
 
-def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int], unread: bool) -> None:
+def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int], unread: bool, unbounded: bool) -> None:
     """Shape, kind and values of one tensor."""
     if list(tensor.shape) != shape:
         raise ValueError(f"{what}: expected shape {shape}, got {list(tensor.shape)}")
     if tensor.dtype not in (REAL if like.is_floating_point() else (like.dtype,)):
         raise ValueError(f"{what}: expected {like.dtype}, got {tensor.dtype}")
     if tensor.is_floating_point() and not unread:
-        # A closed gate's logarithm is -inf, and so is the worth of a token that is not to be stored; nothing else is infinite.
-        open_below = ".gates." in what or what.endswith(".worth")
-        bad = tensor.isnan() | (tensor == torch.inf) if open_below else ~tensor.isfinite()
+        bad = tensor.isnan() | (tensor == torch.inf) if unbounded else ~tensor.isfinite()
         if bool(bad.any()):
             raise ValueError(f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}")
-
-
-def _check_counts(what: str, node: Any, whole: State) -> None:
-    """That every part stands where the whole does: what it counts cannot be more, nor other, than the tokens read."""
-    read = whole.position
-    if isinstance(node, MemoryState):
-        good = (node.position >= 0) & (node.position <= read) & ~node.diverged
-    elif isinstance(node, AttentionState):
-        good = (node.position == read) & (node.slack >= 0) & (node.slack <= read) & torch.tensor(node.k.shape == node.v.shape)
-    elif isinstance(node, SegmentState):
-        good = node.position == read % (node.tokens[0].shape[1] + 1)
-    elif isinstance(node, StoreState):
-        places = ((node.position >= -1) & (node.position < read.unsqueeze(-1))).all(1)
-        good = places & (node.written >= 0) & (node.written <= read)
-    else:
-        good = read >= 0 if node is whole else torch.tensor(True)
-    if not bool(good.all()):
-        raise ValueError(f"{what}: its parts do not agree on the tokens read, or it has diverged ({type(node).__name__})")
-    if isinstance(node, tuple):
-        for child in node:
-            _check_counts(what, child, whole)
 
 
 def _differences(theirs: Any, ours: Any, path: str = "") -> list[str]:

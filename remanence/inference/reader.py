@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from remanence.config import Mode
+from remanence.core.graphs import capture, copy_all
 from remanence.core.state import places
-from remanence.inference.graphs import capture, copy_all, longest_window, stand_at, unsupported
+from remanence.inference.graphs import longest_window, unsupported
 from remanence.model import Model, State
 
 PIECE = 2048
@@ -85,7 +86,7 @@ class Captured:
         self.model, self.size = model, tokens.shape[1]
         self.tokens, fixed = tokens.clone(), state.map(torch.clone)
         # What the host knows of positions: that they are multiples of a piece, and that windows are full.
-        self.state = stand_at(fixed, [self.size] * len(tokens))
+        self.state = fixed.at([self.size] * len(tokens))
         self.graph, (self.last, self.after, self.surprise) = capture(self._read, tokens.device)
 
     def _read(self) -> tuple[Tensor, State, Tensor | None]:
@@ -97,7 +98,7 @@ class Captured:
         self.tokens.copy_(tokens)
         copy_all(self.state.tensors(), state.tensors())
         self.graph.replay()
-        after = stand_at(self.after.map(torch.clone), [place + self.size for place in places(state.position)])
+        after = self.after.map(torch.clone).at([place + self.size for place in places(state.position)])
         return self.last.clone(), after, None if self.surprise is None else self.surprise.clone()
 
 
@@ -119,7 +120,7 @@ def _captured(model: Model, tokens: Tensor, state: State, size: int, memory: Mod
     window = longest_window(model)
     if unsupported(model, size, True) is not None or window > size:
         return None
-    if any(place < window or place % size for place in places(state.position)) or not model.remembers_all(state):
+    if any(place < window or place % size for place in places(state.position)) or not model.backbone.remembers_all(state):
         return None
     key = (len(tokens), model.schedule, *[parameter.data_ptr() for parameter in model.parameters()])
     known = _COUNTED.get(model)

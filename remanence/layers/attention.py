@@ -317,6 +317,13 @@ class AttentionState(_AttentionState, TensorTuple):
 
     __slots__ = ()
 
+    def growing(self) -> tuple[str, ...]:
+        return ("k", "v") if self.k.shape[1] == 0 else ()
+
+    def agrees(self, read: Tensor) -> Tensor:
+        good = (self.position == read) & (self.slack >= 0) & (self.slack <= read)
+        return good & torch.tensor(self.k.shape == self.v.shape, device=read.device)
+
     def crop(self, tokens: int) -> AttentionState:
         if bool((self.slack < tokens).any()):
             raise ValueError(f"tokens: expected at most {int(self.slack.min())}, as the window is not longer, got {tokens}")
@@ -418,6 +425,16 @@ class SegmentState(_SegmentState, TensorTuple):
     """
 
     __slots__ = ()
+
+    @property
+    def size(self) -> int:
+        return self.tokens[0].shape[1] + 1
+
+    def agrees(self, read: Tensor) -> Tensor:
+        return self.position == read % self.size
+
+    def at(self, position: list[int]) -> SegmentState:
+        return self._replace(position=placed(self.position.detach(), [place % self.size for place in position]))
 
     def crop(self, tokens: int) -> SegmentState:
         position = self.position - tokens

@@ -16,7 +16,7 @@ from remanence.inference.reader import PIECE
 from remanence.inference.session import Session
 from remanence.layers import unit
 from remanence.memory.neural import NeuralMemory
-from remanence.mixers import Seen
+from remanence.mixers import MemoryTrace
 from remanence.model import Model, State, memories
 from remanence.ops import settle
 
@@ -131,7 +131,7 @@ def _look(session: Session, layers: dict[int, NeuralMemory], past: list[Past], t
     for each, calls in zip(past, shown, strict=True):
         values, answers = (torch.cat(parts, 1)[0] for parts in zip(*calls, strict=True))
         found.append(each.compare(values, answers))
-    shown_layers = [seen for index, seen in enumerate(trace.seen) if seen is not None and index in layers]
+    shown_layers = [seen for index, seen in enumerate(trace.traces) if seen is not None and index in layers]
     return Look(
         tokens,
         torch.stack([_signals(seen) for seen in shown_layers], 1).cpu(),
@@ -157,14 +157,14 @@ def _watching(layers: Iterable[NeuralMemory]) -> Iterator[list[list[tuple[Tensor
             layer.watch = None
 
 
-def _signals(seen: Seen) -> Float[Tensor, "t s"]:
+def _signals(seen: MemoryTrace) -> Float[Tensor, "t s"]:
     nothing = torch.full_like(seen.surprise, nan)
     momentum = nothing if seen.gates.log_momentum is None else seen.gates.log_momentum.exp()
     forget = nothing if seen.gates.log_keep is None else -seen.gates.log_keep.expm1()
     return torch.stack([part[0].mean(-1).float() for part in (seen.surprise, seen.gates.log_step.exp(), momentum, forget)], -1)
 
 
-def _keep(seen: Seen) -> Float[Tensor, "t h"]:
+def _keep(seen: MemoryTrace) -> Float[Tensor, "t h"]:
     kept = seen.gates.log_keep
     return (torch.full_like(seen.surprise, nan) if kept is None else kept)[0].float()
 

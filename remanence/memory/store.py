@@ -43,6 +43,10 @@ class StoreState(_StoreState, TensorTuple):
     def size(self) -> int:
         return self.k.shape[1]
 
+    def agrees(self, read: Tensor) -> Tensor:
+        inside = ((self.position >= -1) & (self.position < read.unsqueeze(-1))).all(1)
+        return inside & (self.written >= 0) & (self.written <= read)
+
 
 class Store:
     """How a store of a given size takes in new entries.

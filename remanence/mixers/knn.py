@@ -8,8 +8,10 @@ its own temperature.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from math import log
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +19,12 @@ from torch import Tensor, nn
 
 from remanence.config import Mode, ModelConfig, known
 from remanence.core.state import TensorTuple
-from remanence.layers.attention import Attended, Attention, AttentionState
-from remanence.memory.policies import POLICIES, keep
+from remanence.layers.attention import Attended, AttentionState
+from remanence.memory.policies import POLICIES, Tokens, keep
 from remanence.memory.search import SEARCHES, attend, combine, unit
 from remanence.memory.store import Store, StoreState
+from remanence.mixers.attention import keys_seen, sliding_window
+from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerOutput
 from remanence.ops.layout import from_rows, pick, to_rows
 
 SCALE = 10.0
@@ -42,6 +46,7 @@ class KnnState(_KnnState, TensorTuple):
     """
 
     __slots__ = ()
+    minus_infinity = ("worth",)
 
     @property
     def opened(self) -> Tensor:
@@ -63,19 +68,11 @@ def opened(position: Tensor, window: int) -> Tensor:
     return torch.where(position > 0, (position - 1) % window + 1, 0)
 
 
-class Aside(NamedTuple):
-    """What a model tells its kNN layers beside the text: each token's worth ``[b t]``, and the store of the first of them, where
-    they share one.
-    """
-
-    worth: Tensor | None = None
-    store: StoreState | None = None
-
-
-class Knn(nn.Module):
+class Knn(Mixer):
     """Attention over a window and over a store, joined by a gate for each head, or under one softmax."""
 
-    state = KnnState
+    State: ClassVar[type] = KnnState
+    has_memory = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,9 +80,9 @@ class Knn(nn.Module):
         known("knn.search", c.search, SEARCHES)
         known("knn.write", c.write, POLICIES)
         self.config, self.window, self.segment = c, config.window, config.segment
-        self.attention = Attention(
-            config.dim, config.heads, config.window, config.persistent, config.rotary, slack=config.memory.chunk - 1
-        )
+        self.dim, self.persistent = config.dim, config.persistent
+        self.attention = sliding_window(config)
+        self.borrows = self.lends = False
         self.store = Store(c.size, config.heads, self.attention.width, c.evict, half_life=c.half_life)
         self.search = SEARCHES[c.search]()
         self.hidden = config.dim if c.write == "surprise" else 0
@@ -100,9 +97,28 @@ class Knn(nn.Module):
         if self.gate is not None:
             nn.init.zeros_(self.gate)
 
-    def borrow(self) -> None:
-        """Have no store of its own: an earlier layer's is used."""
-        self.store = Store(0, self.store.heads, self.store.width)
+    def link(self, earlier: Sequence[Mixer]) -> None:
+        """Where layers share a store, the first lends its own, and the others have none."""
+        if not self.config.shared:
+            return
+        first = next((mixer for mixer in earlier if isinstance(mixer, Knn)), None)
+        if first is not None:
+            first.lends = self.borrows = True
+            self.store = Store(0, self.store.heads, self.store.width)
+
+    @property
+    def stride(self) -> int | None:
+        # What a store is to hold is known only when all layers have read a window, or is another layer's to say.
+        return self.window if self.config.write == "surprise" or self.lends or self.borrows else None
+
+    @property
+    def needs_unigrams(self) -> bool:
+        """Whether the model is to have log-frequencies of its tokens."""
+        return self.config.write == "rare"
+
+    @property
+    def reach(self) -> int:
+        return self.window
 
     def start(self, rows: int) -> KnnState:
         attention = self.attention.start(rows)
@@ -113,6 +129,7 @@ class Knn(nn.Module):
 
     def check(self, state: KnnState) -> None:
         """Refuse the state of a layer with another window, store or width."""
+        super().check(state)
         own = self.start(1)
         for name, came, expected in (
             ("window", state.worth, own.worth),
@@ -124,26 +141,86 @@ class Knn(nn.Module):
                 told, wanted = list(came.shape[1:]), list(expected.shape[1:])
                 raise ValueError(f"state: expected a {name} of {wanted}, as this model's kNN layers have, got {told}")
 
-    def forward(
-        self, x: Tensor, state: KnnState | None, offsets: list[int] | None, mode: Mode, aside: Aside | None = None
-    ) -> tuple[Tensor, KnnState, None]:
-        aside = aside or Aside()
+    def forward(self, x: Tensor, state: KnnState | None, ctx: Context) -> MixerOutput:
+        offsets, mode = ctx.offsets, ctx.mode
         fresh = state is None
         if x.shape[0] == 0:
             raise ValueError("x: expected at least one row, got none")
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
         local = self.attention.attend(x, None if fresh else state.attention, offsets, lse=self.gate is None)
-        worth = torch.zeros(x.shape[:2], device=x.device) if aside.worth is None else aside.worth
+        worth = ctx.once("worth", lambda: self._worth(x, ctx))
         if mode not in ("on", "fresh"):
             worth = torch.full_like(worth, -torch.inf)
         cut = Cut(local, [0] * len(state.k) if fresh else state.opened.tolist(), offsets, self.window)
         k, v = (cut.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v)))
         worth = cut.columns(state.worth, to_rows(worth, offsets)[0])
-        y, store = self._read(local, cut, k, v, worth, state, aside.store, mode, fresh)
+        lent = ctx.shared["store"] if self.borrows else None
+        y, store = self._read(local, cut, k, v, worth, state, lent, mode, fresh)
+        if self.lends:
+            ctx.shared["store"] = store
         y = self.attention.out(from_rows(y.to(local.v.dtype), local.back))
         left = (cut.left(k), cut.left(v), cut.left(worth))
-        return y, KnnState(local.state, *left, state.last, store), None
+        return MixerOutput(y, KnnState(local.state, *left, state.last, store))
+
+    @torch.no_grad()
+    def _worth(self, x: Tensor, ctx: Context) -> Tensor:
+        """What each token is worth to a store ``[b t]``, as far as it is known before it is read."""
+        write, text = self.config.write, ctx.text
+        if write not in ("rare", "random"):
+            return torch.zeros(x.shape[:2], device=x.device)
+        if write == "rare" and text is None:
+            raise ValueError("knn.write: expected 'all' or 'random' without tokens, got 'rare', which goes by their frequency")
+        # 'random' goes by positions alone.
+        tokens = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device) if text is None else text.tokens
+        rows, back = to_rows(tokens, ctx.offsets)
+        position = ctx.position.unsqueeze(-1) + torch.arange(rows.shape[1], device=x.device)
+        # Not the row's index, which says nothing of its document: all rows draw alike.
+        same = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
+        read = Tokens(rows, position, None if text is None else text.log_unigrams, document=same)
+        return from_rows(POLICIES[write](read), back).float()
+
+    @torch.no_grad()
+    def finish(self, begun: KnnState, state: KnnState, hidden: Tensor, ctx: Context) -> KnnState:
+        """With "surprise", a token is worth how little the model expected it, which is known when all layers have read it."""
+        if self.config.write != "surprise":
+            return state
+        index, surprise, newest = ctx.once("surprise", lambda: self._surprise(begun, hidden, ctx))
+        worth = state.worth
+        if ctx.mode in ("on", "fresh"):
+            worth = F.pad(worth, (0, 1)).scatter(1, index, surprise)[:, :-1]  # what is no token goes into one column more
+        return state._replace(worth=worth, last=newest.to(state.last.dtype))
+
+    def _surprise(self, begun: KnnState, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each token its column in the window ``[r t]`` and its surprise ``[r t]``; and each row's last output ``[r d]``."""
+        if ctx.text is None:
+            raise ValueError("knn.write: expected 'all' or 'random' without tokens, got 'surprise', which needs a head")
+        (rows, _), (out, _) = to_rows(ctx.text.tokens, ctx.offsets), to_rows(hidden, ctx.offsets)
+        counts = torch.tensor([rows.shape[1]] * len(rows) if ctx.offsets is None else ctx.offsets, device=rows.device)
+        counts = counts if ctx.offsets is None else counts.diff()
+        predicted = torch.cat([begun.last.unsqueeze(1).to(out.dtype), out[:, :-1]], 1)
+        logits = ctx.text.logits(predicted).float()
+        surprise = F.cross_entropy(logits.flatten(0, 1), rows.flatten().long(), reduction="none").view_as(rows)
+        nothing = torch.full_like(surprise[:, 0], log(logits.shape[-1]))  # what was expected of a document's first token
+        first = torch.where(ctx.position == 0, nothing, surprise[:, 0])
+        surprise = torch.cat([first.unsqueeze(-1), surprise[:, 1:]], 1)
+        last = (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, out.shape[-1])
+        newest = torch.where((counts > 0).unsqueeze(-1), out.gather(1, last).squeeze(1), begun.last.to(out.dtype))
+        column = torch.arange(rows.shape[1], device=rows.device)
+        index = (ctx.position % self.window).unsqueeze(-1) + column
+        return index.where(column < counts.unsqueeze(-1), self.window), surprise, newest
+
+    def undecodable(self, mode: Mode) -> str | None:
+        return "Knn is a block without a decoder"
+
+    def flops(self, length: int) -> float:
+        # Scores of the whole store, values of what was found, and no way back through either.
+        seen = keys_seen(self.attention, length, self.persistent) + self.config.size / 6 + self.config.k
+        return super().flops(length) + 12.0 * self.dim * seen
+
+    def activation_bytes(self, dim: int) -> float:
+        """The window's, and the pairs that were found."""
+        return (ACTIVATIONS["window"] + 4.0 * self.config.k) * dim
 
     def _read(
         self,

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from remanence.core.state import TensorTuple, noted, placed, trains, where
+from remanence.core.state import trains, where
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, operand
 from remanence.layers.attention import Persistent
-from remanence.memory.neural import InitialMemory, NeuralMemoryState
-from remanence.mixers import MAC, MACState, Seen
+from remanence.memory.neural import InitialMemory
+from remanence.mixers.base import MemoryTrace
 
 NARROW = (Linear, Features, InitialMemory, Persistent)
 """Whose parameters are operands of products, which autocast narrows."""
@@ -50,12 +50,10 @@ T = TypeVar("T")
 def unsupported(blocks: Sequence[nn.Module]) -> str | None:
     """Why these blocks cannot read in a wavefront, in words; None if they can."""
     mixers: list[Any] = [block.mixer for block in blocks]
-    if len(mixers) < 2 or not all(isinstance(mixer, MAC) for mixer in mixers):
-        return "only MAC layers, at least two and nothing else, are known to read segment after segment"
-    if mixers[0].size % mixers[0].memory.layer.config.chunk:
-        return "a segment has to be so many chunks"
-    if any(mixer.memory.layer.watch is not None for mixer in mixers):
-        return "a memory is being watched"
+    if len(mixers) < 2 or len({type(mixer) for mixer in mixers}) > 1:
+        return "at least two layers, all of one kind, read in a wavefront"
+    if any(mixer.segment_length is None for mixer in mixers):
+        return "the layers do not read segment after segment, or a segment is not so many chunks, or a memory is being watched"
     inside = [module for block in blocks for module in block.modules() if module is not block]
     if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
         return "a module has hooks, which belong to one layer"
@@ -64,23 +62,12 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
     return None
 
 
-class _Carry(NamedTuple):
-    memory: NeuralMemoryState
-    asked: Tensor
-
-
-class Carry(_Carry, TensorTuple):
-    """What layers hand from segment to segment: the memory, and the history of the questions' convolution."""
-
-    __slots__ = ()
-
-
 class Passage(NamedTuple):
     """What came of a call: the last layer's output, each layer's state, what was seen of its memory, and its input."""
 
     x: Tensor
-    states: tuple[MACState, ...]
-    seen: Sequence[Seen | None]
+    states: tuple[Any, ...]
+    traces: Sequence[MemoryTrace | None]
     layers: Sequence[Tensor]
 
 
@@ -130,7 +117,7 @@ def lanes(borders: list[int], size: int) -> Lanes:
 def read(
     blocks: Sequence[nn.Module],
     x: Tensor,
-    states: Sequence[MACState],
+    states: Sequence[Any],
     *,
     begins: Tensor | None = None,
     checkpointing: bool = False,
@@ -140,14 +127,14 @@ def read(
     Where `begins` ``[b segments]`` says so a row begins anew, as it did before its first segment.
     """
     mixers: list[Any] = [block.mixer for block in blocks]
-    segments = x.split(mixers[0].size, 1)
+    segments = x.split(mixers[0].segment_length, 1)
     rows, depth, count = x.shape[0], len(blocks), len(segments)
     stack, reads = Stack(blocks), _Reads(blocks[0])
-    steps: list[tuple[int, Tensor, Seen]] = []  # of each time: its first layer, the layers' inputs, what was seen
+    steps: list[tuple[int, Tensor, MemoryTrace]] = []  # of each time: its first layer, the layers' inputs, what was seen
     out: list[Tensor] = []
-    ends: list[MACState] = []
+    ends: list[Any] = []
     y: Tensor | None = None
-    carry: Carry | None = None
+    carry: Any = None
     for time in range(depth + count - 1):
         first, last = max(0, time - count + 1), min(depth - 1, time)
         inputs = [segments[time]] if time < count else []
@@ -156,13 +143,13 @@ def read(
         if carry is not None and time >= count:  # a layer has read all there is
             carry = carry.rows(slice(rows, None))
         if time < depth:
-            begun = Carry(states[time].memory, states[time].asked)
-            carry = begun if carry is None else Carry.concat([carry, begun])
-        assert carry is not None
+            begun = mixers[time].carry(states[time])
+            carry = begun if carry is None else type(begun).concat([carry, begun])
         if begins is not None:
             anew = begins[:, time - last : time - first + 1].mT.flip(0).flatten()
-            carry = where(anew, Carry.concat([Carry(state.memory, state.asked) for state in states[first : last + 1]]), carry)
-        before, step = carry.memory.memory.weights, torch.cat(inputs) if len(inputs) > 1 else inputs[0]
+            starts = [mixers[index].carry(states[index]) for index in range(first, last + 1)]
+            carry = where(anew, type(carry).concat(starts), carry)
+        before, step = mixers[first].segment_start(carry), torch.cat(inputs) if len(inputs) > 1 else inputs[0]
         arguments = (reads, stack.take(first, last + 1), step, carry)
         y, carry, seen = checkpoint(_step, *arguments, use_reentrant=False) if checkpointing else _step(*arguments)
         steps.append((first, step, seen))
@@ -177,11 +164,11 @@ def read(
         found = [(step[column], (layer - step[0]) * rows) for step in steps[layer : layer + count]]
         return [_rows(tree, place, rows) for tree, place in found]
 
-    seen_of = lambda layer: Seen.join(own(layer, 2))
+    seen_of = lambda layer: MemoryTrace.join(own(layer, 2))
     return Passage(torch.cat(out, 1), tuple(ends), Later(depth, seen_of), Later(depth, lambda layer: torch.cat(own(layer, 1), 1)))
 
 
-def _step(reads: nn.Module, weights: dict[str, Tensor], x: Tensor, carry: Carry) -> tuple[Tensor, Carry, Seen]:
+def _step(reads: nn.Module, weights: dict[str, Tensor], x: Tensor, carry: Any) -> tuple[Tensor, Any, MemoryTrace]:
     return functional_call(reads, weights, (x, carry))
 
 
@@ -192,26 +179,23 @@ class _Reads(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor, carry: Carry) -> tuple[Tensor, Carry, Seen | None]:
+    def forward(self, x: Tensor, carry: Any) -> tuple[Tensor, Any, MemoryTrace | None]:
         block: Any = self.block
-        y, memory, asked, seen = block.mixer.whole(block.norm_mixer(x, operand(x)), *carry)
-        return block.added(x, y), Carry(memory, asked), seen
+        y, carry, trace = block.mixer.read_segment(block.norm_mixer(x, operand(x)), carry)
+        return block.added(x, y), carry, trace
 
 
 def _rows(tree: Any, first: int, count: int) -> Any:
     if isinstance(tree, Tensor):
         return tree[first : first + count]
-    return Seen(_rows(tree.surprise, first, count), tree.gates.map(lambda gate: gate[first : first + count]))
+    return MemoryTrace(_rows(tree.surprise, first, count), tree.gates.map(lambda gate: gate[first : first + count]))
 
 
-def _end(carry: Carry, weights: list[Tensor], begun: MACState, x: Tensor, mixer: MAC) -> MACState:
+def _end(carry: Any, weights: list[Tensor], begun: Any, x: Tensor, mixer: Any) -> Any:
     """A layer's state after its last segment, which left nothing open."""
     if not torch.is_grad_enabled():
         carry, weights = carry.clone(), [weight.clone() for weight in weights]  # a view would keep all layers' states
-    memory, known = carry.memory.memory, noted(begun.memory.memory.position)
-    if known is not None:
-        memory = memory._replace(position=placed(memory.position, [place + x.shape[1] for place in known]))
-    return MACState(NeuralMemoryState(memory, carry.memory.conv), tuple(weights), carry.asked, mixer.attention.start(x.shape[0]))
+    return mixer.after_segments(carry, tuple(weights), begun, x.shape[1])
 
 
 class Later(Sequence[T]):

@@ -27,6 +27,7 @@ class Gates(_Gates, TensorTuple):
     """
 
     __slots__ = ()
+    minus_infinity = ("log_step", "log_momentum", "log_keep")
 
 
 class _MemoryState(NamedTuple):
@@ -67,6 +68,9 @@ class MemoryState(_MemoryState, TensorTuple):
     @property
     def chunk(self) -> int:
         return self.k.shape[1] + 1
+
+    def agrees(self, read: Tensor) -> Tensor:
+        return (self.position >= 0) & (self.position <= read) & ~self.diverged
 
     def crop(self, tokens: int) -> MemoryState:
         """The state before each row's last `tokens` tokens were read. They must lie in the open chunk: the rest is written."""

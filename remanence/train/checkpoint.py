@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from remanence.core.files import read_json, read_tensors, write_json, write_tensors
+from remanence.core.migrations import current_name
+from remanence.folder import describe, read_config
 from remanence.inference import memfile
-from remanence.model import Model, State, describe, read_config
+from remanence.model import Model, State
 from remanence.train.begin import Begin
 from remanence.train.distributed import World, spread
 
@@ -147,10 +149,13 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
             warnings.simplefilter("ignore")  # that there is no process group, which is so
             with _told(path, ValueError):
                 reader = dcp.HuggingFaceStorageReader(str(path / PARTS))
+                stored = {current_name(name): name for name in reader.read_metadata().state_dict_metadata}
+                into = {stored.get(name, name): tensor for name, tensor in into.items()}
                 dcp.load(into, storage_reader=reader, no_dist=world.size == 1)
         return
     parts = (read_tensors(path / name, mapped=0).tensors for name in ("model.safetensors", "optimizer.safetensors"))
-    found = {name: tensor for part in parts for name, tensor in part.items()}  # left in the files, as they are copied from there
+    # Left in the files, as they are copied from there.
+    found = {current_name(name): tensor for part in parts for name, tensor in part.items()}
     for name, tensor in into.items():
         if name not in found or found[name].shape != tensor.shape:
             came = list(found[name].shape) if name in found else "none"

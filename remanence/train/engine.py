@@ -26,11 +26,12 @@ from remanence.core.state import placed, places, where
 from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.data import Batch
 from remanence.data.streams import PREFIX
+from remanence.folder import read_config
 from remanence.inference import memfile
 from remanence.inference.generate import Generation, Sampling
 from remanence.inference.graphs import border_of, unsupported
 from remanence.memory.policies import unigrams
-from remanence.model import Model, State, Trace, read_config
+from remanence.model import Model, State, Trace
 from remanence.ops import leashed
 from remanence.train import checkpoint
 from remanence.train.begin import Begin, begin_of

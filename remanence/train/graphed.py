@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from remanence.core.graphs import capture, copy_all
 from remanence.core.state import places, where
-from remanence.inference.graphs import border_of, capture, copy_all, longest_window, stand_at, unsupported
+from remanence.inference.graphs import border_of, longest_window, unsupported
 from remanence.model import Model, State, Trace
 
 SHARE = {False: 0.75, True: 0.45}
@@ -82,7 +83,7 @@ class Graphed:
             return held.loss, held.seen
         begun = begins or [False] * len(tokens)
         known = [(0 if new else place) + tokens.shape[1] for new, place in zip(begun, places(state.position), strict=True)]
-        return held.loss, held.seen._replace(state=stand_at(held.seen.state, known))
+        return held.loss, held.seen._replace(state=held.seen.state.at(known))
 
     def _capture(self, tokens: Tensor, targets: Tensor, state: State | None, whole: bool) -> _Held:
         tokens, targets = (x.to(self.device, copy=True) for x in (tokens, targets))
@@ -97,7 +98,7 @@ class Graphed:
             begun = None
             if fixed is not None:  # the host knows of rows that they stand at a border, and whether they have read a window
                 begun = fixed if whole else where(anew, self.model.start(rows), fixed)
-                begun = stand_at(begun, [self.border * self.window if whole else 0] * rows)
+                begun = begun.at([self.border * self.window if whole else 0] * rows)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
                 seen = self.model.trace(tokens, begun)
                 logits = self.model.logits(seen.hidden).flatten(0, 1)

@@ -165,7 +165,7 @@ def memory_in_use(device: torch.device) -> int:
 @torch.no_grad()
 def memory_facts(seen: Trace) -> dict[str, float]:
     """Mean surprise and mean gates over layers, heads and tokens."""
-    present = [each for each in seen.seen if each is not None]
+    present = [each for each in seen.traces if each is not None]
     if not present:
         return {}
     facts = {"surprise": float(torch.stack([each.surprise.mean() for each in present]).mean())}

@@ -39,24 +39,9 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     """
     with torch.device("meta"):
         model = Model(config)
-    seen, starts, twice = 0.0, 0, 0
-    for name, block in zip(config.blocks, model.blocks, strict=True):
-        for part, parameter in block.named_parameters():
-            if ".initial." in part:
-                starts += parameter.numel()
-            elif ".features." in part:
-                twice += parameter.numel()
-        if name == "attention":
-            seen += length / 2
-        elif name in ("window", "mag", "mal", "knn"):
-            seen += min(length / 2, config.window + config.persistent)
-        if name == "knn":  # scores of the whole store, values of what was found, and no way back through either
-            seen += config.knn.size / 6 + config.knn.k
-        elif name == "mac":
-            seen += config.segment + config.persistent  # half of twice the segment: retrieved tokens, and the segment's own
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1) - starts + twice
-    matrices += 0 if config.tie else -config.vocabulary * config.dim  # an embedding is looked up, tied or not
-    return 3 * (2 * matrices + 8 * starts + 4 * config.dim * seen)
+    matrices = sum(weight.numel() for name, weight in model.named_parameters() if ".ffn." in name)
+    matrices += config.vocabulary * config.dim  # the head: an embedding is looked up, tied or not
+    return 6.0 * matrices + sum(mixer.flops(length) for mixer in model.mixers)
 
 
 class Plan(NamedTuple):
@@ -167,21 +152,13 @@ def measured(config: TrainConfig, device: torch.device) -> float:
 
 
 def activations(config: TrainConfig) -> float:
-    """Bytes that a token leaves for backward, by the figures of `KEPT`."""
-    model = config.model
-    depth, expansion = model.memory.depth or 2, model.memory.expansion or 4.0
-    depth = 1 if model.memory.net == "deep" else depth  # its first layers keep nothing but the keys
-    inner = (1 + (depth - 1) * expansion / 4) / 2  # what a memory keeps, in units of the paper's net
+    """Bytes that a token leaves for backward, as each mixer estimates it."""
+    with torch.device("meta"):
+        model = Model(config.model)
     wide = 1.0 if config.precision == "bfloat16" else 1.6
-    plain = KEPT["window"]
-    kept = []
-    for name in model.blocks:
-        if name == "knn":  # the window, and the pairs that were found
-            kept.append(wide * model.dim * (plain + 4.0 * model.knn.k))
-            continue
-        here = KEPT.get(name, KEPT["lmm"])
-        kept.append(wide * model.dim * (plain + max(0.0, (here - plain) * inner)))
-    return 4.0 * model.dim * model.depth + max(kept) if config.checkpointing else float(sum(kept))
+    layers = [wide * mixer.activation_bytes(config.model.dim) for mixer in model.mixers]
+    residual = 4.0 * config.model.dim * config.model.depth
+    return residual + max(layers) if config.checkpointing else float(sum(layers))
 
 
 def _refuse(memory: dict[str, float], available: float, config: TrainConfig) -> None:
@@ -198,9 +175,3 @@ def _refuse(memory: dict[str, float], available: float, config: TrainConfig) -> 
         f"memory: expected at most {available / 1e9:.1f} GB on a device, needs about {sum(memory.values()) / 1e9:.1f}, "
         f"most of it for {largest}; {helps}"
     )
-
-
-KEPT = {"attention": 65, "window": 60, "lmm": 107, "mag": 132, "mal": 128, "mac": 232, "gated_delta": 98}
-"""Bytes per token, layer and unit of width that a forward pass leaves for backward: the growth of the peak from one layer to
-three, at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast, on an H200.
-"""

@@ -1,0 +1,68 @@
+"""Attention alone: over everything (Transformer++), or over a sliding window."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from remanence.config import Mode, ModelConfig
+from remanence.layers.attention import Attention, AttentionState
+from remanence.layers.decoding import WindowDecoder
+from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerOutput
+
+
+def sliding_window(config: ModelConfig) -> Attention:
+    """The sliding attention that a configuration describes, with room to take back what the memory's open chunk can."""
+    slack = config.memory.chunk - 1
+    return Attention(config.dim, config.heads, config.window, config.persistent, config.rotary, slack=slack)
+
+
+def keys_seen(attention: Attention, length: int, persistent: int) -> float:
+    """Keys that a query meets on average in a text of so many tokens."""
+    return length / 2 if attention.window is None else min(length / 2, attention.window + persistent)
+
+
+class AttentionMixer(Mixer):
+    """Attention over a sliding window, or over everything."""
+
+    State: ClassVar[type] = AttentionState
+
+    def __init__(self, config: ModelConfig, sliding: bool) -> None:
+        super().__init__()
+        full = lambda: Attention(config.dim, config.heads, None, 0, config.rotary)
+        self.attention = sliding_window(config) if sliding else full()
+        self.dim, self.persistent = config.dim, config.persistent
+
+    def start(self, rows: int) -> AttentionState:
+        return self.attention.start(rows)
+
+    def forward(self, x: Tensor, state: AttentionState | None, ctx: Context) -> MixerOutput:
+        y, state = self.attention(x, state, ctx.offsets)
+        return MixerOutput(y, state)
+
+    def decoder(self, state: AttentionState, mode: Mode) -> AttentionDecoder:
+        return AttentionDecoder(self.attention, state)
+
+    def uncapturable(self, carries: bool) -> str | None:
+        return "what full attention carries grows" if carries and self.attention.window is None else None
+
+    @property
+    def reach(self) -> int:
+        return self.attention.window or 0
+
+    def flops(self, length: int) -> float:
+        return super().flops(length) + 12.0 * self.dim * keys_seen(self.attention, length, self.persistent)
+
+    def activation_bytes(self, dim: int) -> float:
+        return ACTIVATIONS["window" if self.attention.window else "attention"] * dim
+
+
+class AttentionDecoder:
+    def __init__(self, attention: Attention, state: AttentionState) -> None:
+        self.window = WindowDecoder(attention, state)
+        self.room, self.step, self.state = self.window.room, self.window.step, self.window.state
+
+    @property
+    def diverged(self) -> None:
+        return None

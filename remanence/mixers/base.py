@@ -1,0 +1,212 @@
+"""The interface of an architecture: what mixes tokens inside a layer, with all that the rest of the package asks of it.
+
+A new architecture is one file with a subclass of `Mixer` and one line in `MIXERS`. It needs `start` and `forward`; streaming,
+decoding, memory files, the cost plan and training then work. What it can do better than the defaults here, it overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from remanence.config import Mode
+from remanence.core.state import TensorTuple
+from remanence.layers.decoding import StepContext
+from remanence.ops import Gates
+from remanence.ops.decode import keep
+
+
+class MemoryTrace(NamedTuple):
+    """What a memory did with each token and head: its surprise, and the log gates ``[b t h]``."""
+
+    surprise: Tensor
+    gates: Gates
+
+    @classmethod
+    def mapped(cls, trace: MemoryTrace | None, function: Callable[[Tensor], Tensor]) -> MemoryTrace | None:
+        return trace and cls(function(trace.surprise), trace.gates.map(function))
+
+    @classmethod
+    def join(
+        cls, traces: Sequence[MemoryTrace | None], joined: Callable[[list[Tensor]], Tensor] | None = None
+    ) -> MemoryTrace | None:
+        """The trace of a call from those of its pieces."""
+        if joined is None:
+            joined = lambda pieces: torch.cat(pieces, 1)
+        present = [trace for trace in traces if trace is not None]
+        if len(present) < len(traces):
+            return None
+        columns = zip(*[trace.gates for trace in present], strict=True)
+        gates = [None if column[0] is None else joined(list(column)) for column in columns]
+        return cls(joined([trace.surprise for trace in present]), Gates._make(gates))
+
+
+class MixerOutput(NamedTuple):
+    """What a mixer or a block returns."""
+
+    y: Tensor
+    state: Any
+    trace: MemoryTrace | None = None
+
+
+class Text(NamedTuple):
+    """What a language model knows beside the features: its tokens ``[b t]``, their log-frequencies ``[v]`` if the model has them,
+    and its head.
+    """
+
+    tokens: Tensor
+    log_unigrams: Tensor | None
+    logits: Callable[[Tensor], Tensor]
+
+
+class Context(NamedTuple):
+    """What is known of a call, made once by the backbone and given to every layer.
+
+    position
+        Tokens that each row has read before ``[r]``.
+    offsets
+        Of packed documents: 0 and each one's end; None if each row is a document.
+    mode
+        What becomes of the memories.
+    text
+        The tokens, if the features are those of a language model.
+    shared
+        What layers of this call share; a layer writes what the next may use.
+    """
+
+    position: Tensor
+    offsets: list[int] | None
+    mode: Mode
+    text: Text | None
+    shared: dict[str, Any]
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Something that several layers need and that is the same for all."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
+
+
+class MixerDecoder(Protocol):
+    """A mixer's state in fixed buffers, which a token ``[r 1 d]`` of each row changes in place."""
+
+    room: int | None
+    """Tokens that the buffers still have room for; None: any number."""
+
+    def step(self, x: Tensor, now: StepContext) -> Tensor: ...
+
+    def state(self, position: Tensor) -> Any: ...
+
+    @property
+    def diverged(self) -> Tensor | None: ...
+
+
+class Mixer(nn.Module):
+    """``y, state, trace = mixer(x, state, ctx)``: x ``[b t d]`` normalised, or packed documents; the state None at their start.
+
+    The result must not depend on how a text is cut into calls, nor on later tokens, nor on other rows: `remanence.testing` has
+    these laws.
+    """
+
+    State: ClassVar[type] = tuple
+    """The type of its state: a NamedTuple that is a `TensorTuple`, with ``crop(tokens)``."""
+
+    has_memory: ClassVar[bool] = False
+    """Whether the modes "off", "frozen" and "fresh" mean anything to it."""
+
+    def start(self, rows: int) -> Any:
+        """The state of so many documents of which nothing has been read."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, state: Any, ctx: Context) -> MixerOutput:
+        raise NotImplementedError
+
+    # What the defaults below say is true of any mixer; override what can be said better.
+
+    def decoder(self, state: Any, mode: Mode) -> MixerDecoder:
+        """Reads token after token in place, from a state on."""
+        return ForwardDecoder(self, state, mode)
+
+    def undecodable(self, mode: Mode) -> str | None:
+        """Why there is no decoder in this mode; None if there is one."""
+        return None
+
+    def uncapturable(self, carries: bool) -> str | None:
+        """Why `forward` cannot be captured as a CUDA graph, for rows that carry a state or begin; None if it can. A captured call
+        must not decide anything on the host but by shapes and by whether rows stand at its `border`.
+        """
+        return f"{type(self).__name__} layers may decide on the host what to do"
+
+    @property
+    def border(self) -> int:
+        """Positions that are multiples of this leave nothing open: no chunk, no segment."""
+        return 1
+
+    @property
+    def reach(self) -> int:
+        """Tokens that sliding attention looks back; 0 without one."""
+        return 0
+
+    @property
+    def stride(self) -> int | None:
+        """Tokens after which all layers must have read before any goes on; None: each layer may read a whole call."""
+        return None
+
+    @property
+    def segment_length(self) -> int | None:
+        """Tokens of a segment, if layers may read whole segments in a wavefront; then there are also `carry`, `read_segment`,
+        `segment_start` and `after_segments`, as in `MAC`.
+        """
+        return None
+
+    def link(self, earlier: Sequence[Mixer]) -> None:
+        """Called once, with the mixers of the layers below."""
+
+    def finish(self, begun: Any, state: Any, hidden: Tensor, ctx: Context) -> Any:
+        """The state after all layers have read a step of `stride` tokens: `begun` before it, `hidden` the last layer's output."""
+        return state
+
+    def check(self, state: Any) -> None:
+        """Refuse a state that is not this mixer's."""
+        if not isinstance(state, self.State):
+            own, other = self.State.__name__, type(state).__name__
+            raise ValueError(f"state: expected one of this model ({own}), got another's ({other})")
+
+    def flops(self, length: int) -> float:
+        """Operations of a token, forward and backward, in a text of so many: here, every matrix is used once."""
+        return 6.0 * sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
+
+    def activation_bytes(self, dim: int) -> float:
+        """Bytes that a token leaves for backward in bfloat16, the block's norms and feed-forward included; an estimate."""
+        return ACTIVATIONS["window"] * dim
+
+
+ACTIVATIONS = {"attention": 65, "window": 60, "lmm": 107, "mag": 132, "mal": 128, "mac": 232, "matrix": 98}
+"""Bytes per token, layer and unit of width that a forward pass leaves for backward: the growth of the peak from one layer to
+three, at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast, on an H200.
+"""
+
+
+class ForwardDecoder:
+    """Any mixer's `forward` as a decoder: one token at a time, the state in fixed buffers."""
+
+    room: int | None = None
+
+    def __init__(self, mixer: Mixer, state: Any, mode: Mode) -> None:
+        self.mixer, self.mode = mixer, mode
+        self.buffers: TensorTuple = state.detach().map(torch.clone)
+
+    def step(self, x: Tensor, now: StepContext) -> Tensor:
+        y, state, _ = self.mixer(x, self.buffers, Context(now.position, None, self.mode, None, {}))
+        keep(self.buffers.tensors(), state.tensors(), now.active)
+        return y
+
+    def state(self, position: Tensor) -> Any:
+        return self.buffers.map(torch.clone)
+
+    @property
+    def diverged(self) -> Tensor | None:
+        return None

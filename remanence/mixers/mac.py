@@ -1,0 +1,238 @@
+"""MAC, memory as a context (eqs 21-25).
+
+What the memory knew when a segment began stands in front of the segment's attention, whose output is written to the memory and
+gated by what it then answers.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remanence.config import Mode, ModelConfig
+from remanence.core.ragged import SegmentSplit
+from remanence.core.state import TensorTuple, aligned, noted, placed, places, take_back, where
+from remanence.layers import RMSNorm
+from remanence.layers.attention import SegmentAttention, SegmentState
+from remanence.layers.decoding import SegmentDecoder, StepContext
+from remanence.memory.neural import NeuralMemoryState
+from remanence.mixers.base import ACTIVATIONS, Context, MemoryTrace, Mixer, MixerOutput
+from remanence.mixers.lmm import memory_bytes
+from remanence.mixers.memory import Memory, MemoryDecoder
+from remanence.mixers.window_and_memory import Join
+from remanence.ops import decode
+from remanence.ops.state import Weights
+
+
+class _MACState(NamedTuple):
+    memory: NeuralMemoryState
+    weights: Weights
+    asked: Tensor
+    segment: SegmentState
+
+
+class MACState(_MACState, TensorTuple):
+    """The memory; its weights ``[r h ...]`` when the open segment began; the queries' own convolution history; the segment."""
+
+    __slots__ = ()
+
+    def crop(self, tokens: int) -> MACState:
+        return MACState(self.memory.crop(tokens), self.weights, take_back(self.asked, tokens), self.segment.crop(tokens))
+
+
+class _SegmentCarry(NamedTuple):
+    memory: NeuralMemoryState
+    asked: Tensor
+
+
+class SegmentCarry(_SegmentCarry, TensorTuple):
+    """What a layer hands from one whole segment to the next: the memory, and the queries' convolution history."""
+
+    __slots__ = ()
+
+
+class MAC(Mixer):
+    """Memory as a context. One step per segment, because each needs the memory that the one before left."""
+
+    State: ClassVar[type] = MACState
+    has_memory = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.size, self.dim, self.persistent = config.segment, config.dim, config.persistent
+        self.memory = Memory(config)
+        self.attention = SegmentAttention(config.dim, config.heads, config.segment, config.persistent, config.rotary)
+        self.norm_retrieved, self.norm_written = RMSNorm(config.dim), RMSNorm(config.dim)
+        self.join = Join(config.dim)
+
+    def start(self, rows: int) -> MACState:
+        memory = self.memory.start(rows)
+        return MACState(memory, memory.memory.weights, memory.conv[0], self.attention.start(rows))
+
+    def forward(self, x: Tensor, state: MACState | None, ctx: Context) -> MixerOutput:
+        new = state is None
+        if state is None:
+            state = self.start(x.shape[0] if ctx.offsets is None else len(ctx.offsets) - 1)
+        begins = (new and self.size % self.memory.chunk == 0) or self.begins(state)
+        if ctx.mode == "on" and ctx.offsets is None and begins and x.shape[1] >= self.size:
+            return self._whole_segments(x, state)
+        opened = [0] * len(state.segment.position) if new else places(state.segment.position)
+        return self._parts(x, state, ctx.offsets, ctx.mode, opened, begins and ctx.offsets is None)
+
+    def begins(self, state: MACState) -> bool:
+        """Whether every row is known to stand where a segment begins, and a chunk with it."""
+        return aligned(state.segment.position, self.size) and aligned(state.memory.memory.position, self.memory.chunk)
+
+    def _whole_segments(self, x: Tensor, state: MACState) -> MixerOutput:
+        """Whole segments from the start of one, then the rest."""
+        *segments, rest = (*x.split(self.size, 1), None) if x.shape[1] % self.size == 0 else x.split(self.size, 1)
+        carry, weights = self.carry(state), state.weights
+        pieces, traces = [], []
+        for segment in segments:
+            weights = tuple(weight.contiguous() for weight in carry.memory.memory.weights)
+            y, carry, trace = self.read_segment(segment, carry)
+            pieces.append(y)
+            traces.append(trace)
+        state = MACState(carry.memory, weights, carry.asked, self.attention.start(x.shape[0]))
+        if rest is not None:
+            last = self._parts(rest, state, None, "on", [0] * x.shape[0], True)
+            state = last.state
+            pieces.append(last.y)
+            traces.append(last.trace)
+        return MixerOutput(torch.cat(pieces, 1), state, MemoryTrace.join(traces))
+
+    def _parts(
+        self, x: Tensor, state: MACState, offsets: list[int] | None, mode: Mode, opened: list[int], begins: bool
+    ) -> MixerOutput:
+        """From wherever rows stand in their segments (`opened`); `begins`: a chunk is known to begin with each segment."""
+        if mode == "fresh":
+            old = [place > self.size for place in places(state.memory.memory.position)]
+            state = self._renewed(state, old) if any(old) else state
+        split = SegmentSplit(x, offsets, opened, self.size)
+        pieces, traces = [], []
+        for part in split:
+            starts = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
+            if any(starts):
+                state = self._renewed(state, starts) if mode == "fresh" else state
+                known = begins or aligned(state.memory.memory.position, self.memory.chunk)
+                settled = state.memory.memory.weights if known else self.memory.layer.settle(state.memory)
+                now = tuple(weight.contiguous() for weight in settled)
+                state = state._replace(weights=where(starts, now, state.weights))
+            y, state, trace = self._step(split.take(part), state, opened, part.offsets, mode)
+            opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
+            pieces.append(y)
+            traces.append(trace)
+        return MixerOutput(split.join(pieces), state, MemoryTrace.join(traces, split.join))
+
+    def _renewed(self, state: MACState, rows: list[bool]) -> MACState:
+        """These rows' memories as they were before anything was read; convolutions and segment go on."""
+        fresh = self.memory.start(len(rows))._replace(conv=state.memory.conv)
+        weights = where(rows, fresh.memory.weights, state.weights)
+        return state._replace(memory=where(rows, fresh, state.memory), weights=weights)
+
+    def _step(
+        self, x: Tensor, state: MACState, opened: list[int], offsets: list[int] | None, mode: Mode
+    ) -> tuple[Tensor, MACState, MemoryTrace | None]:
+        """Tokens of one segment per row."""
+        if mode == "off":
+            y, segment = self.attention(x, None, state.segment, opened, offsets)
+            return self.join(y, torch.zeros_like(y)), state._replace(segment=segment), None
+        h, asked = self.memory.layer.ask(x, state.weights, state.asked, offsets)  # (21)
+        y, segment = self.attention(x, self.norm_retrieved(h), state.segment, opened, offsets)  # (22, 23)
+        written = self.norm_written(x + y)
+        m, memory, trace = self.memory(written, state.memory, offsets, "frozen" if mode == "frozen" else "on")  # (24)
+        return self.join(y, m), MACState(memory, state.weights, asked, segment), trace  # (25)
+
+    # What a wavefront over layers and segments needs (`remanence.mixers.wavefront`).
+
+    @property
+    def segment_length(self) -> int | None:
+        return self.size if self.size % self.memory.chunk == 0 and self.memory.layer.watch is None else None
+
+    def carry(self, state: MACState) -> SegmentCarry:
+        return SegmentCarry(state.memory, state.asked)
+
+    def read_segment(self, x: Tensor, carry: SegmentCarry) -> tuple[Tensor, SegmentCarry, MemoryTrace | None]:
+        """One whole segment of every row, where a chunk begins with it, in mode "on": nothing is left open."""
+        h, asked = self.memory.layer.ask(x, carry.memory.memory.weights, carry.asked)  # (21)
+        y = self.attention.whole(x, self.norm_retrieved(h))  # (22, 23)
+        m, memory, trace = self.memory(self.norm_written(x + y), carry.memory, None, "on", aligned=True)  # (24)
+        return self.join(y, m), SegmentCarry(memory, asked), trace  # (25)
+
+    def segment_start(self, carry: SegmentCarry) -> Weights:
+        """What the state keeps of the time when a segment begins."""
+        return carry.memory.memory.weights
+
+    def after_segments(self, carry: SegmentCarry, weights: Weights, begun: MACState, tokens: int) -> MACState:
+        """The state after whole segments of so many tokens, the last of which began with `weights`."""
+        memory, known = carry.memory.memory, noted(begun.memory.memory.position)
+        if known is not None:
+            memory = memory._replace(position=placed(memory.position, [place + tokens for place in known]))
+        rows = len(memory.position)
+        return MACState(NeuralMemoryState(memory, carry.memory.conv), weights, carry.asked, self.attention.start(rows))
+
+    # What the rest of the package asks.
+
+    def decoder(self, state: MACState, mode: Mode) -> MACDecoder:
+        return MACDecoder(self, state, mode)
+
+    def undecodable(self, mode: Mode) -> str | None:
+        return self.memory.undecodable()
+
+    def uncapturable(self, carries: bool) -> str | None:
+        return self.memory.uncapturable()
+
+    @property
+    def border(self) -> int:
+        return lcm(self.size, self.memory.chunk)
+
+    def flops(self, length: int) -> float:
+        seen = self.size + self.persistent  # half of twice the segment: retrieved tokens, and the segment's own
+        others = sum(weight.numel() for weight in self.attention.parameters() if weight.dim() > 1)
+        return 6.0 * others + self.memory.flops() + 12.0 * self.dim * seen
+
+    def activation_bytes(self, dim: int) -> float:
+        return memory_bytes(ACTIVATIONS["mac"], self.memory) * dim
+
+
+class MACDecoder:
+    """MAC, one token at a time."""
+
+    room: int | None = None
+
+    def __init__(self, mixer: MAC, state: MACState, mode: Mode) -> None:
+        self.mixer = mixer
+        self.memory = MemoryDecoder(mixer.memory, state.memory, mode)
+        self.segment = SegmentDecoder(mixer.attention, state.segment)
+        contiguous = torch.contiguous_format
+        self.weights = tuple(weight.detach().clone(memory_format=contiguous) for weight in state.weights)
+        self.asked = state.asked.detach().clone()
+        # A segment is so many chunks. Unless the memory has missed a token, no chunk is open when one begins, and its weights
+        # are settled as they stand.
+        chunk, memory = state.memory.memory.chunk, state.memory.memory.position
+        self.aligned = mode == "on" and torch.equal(state.segment.position % chunk, memory % chunk)
+
+    def step(self, x: Tensor, now: StepContext) -> Tensor:
+        mixer = self.mixer
+        begins = now.once("begins", mixer.size, make=lambda: (now.position % mixer.size == 0) & now.active)
+        if self.aligned:
+            self.memory.running.adopt(self.weights, begins)
+        else:
+            decode.keep(self.weights, self.memory.settled(), begins)
+        if self.memory.mode == "off":
+            y = self.segment.step(x, None, now)
+            return mixer.join(y, torch.zeros_like(y))
+        h = self.memory.ask(x, self.weights, self.asked, now)
+        y = self.segment.step(x, mixer.norm_retrieved(h), now)
+        return mixer.join(y, self.memory.step(mixer.norm_written(x + y), now))
+
+    def state(self, position: Tensor) -> MACState:
+        weights = tuple(weight.clone() for weight in self.weights)
+        return MACState(self.memory.state(), weights, self.asked.clone(), self.segment.state(position))
+
+    @property
+    def diverged(self) -> Tensor:
+        return self.memory.diverged

@@ -1,0 +1,154 @@
+"""The neural memory as a part of an architecture: it does what the mode says, and takes one token at a time when decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remanence.config import Mode, ModelConfig
+from remanence.core.ragged import SegmentSplit
+from remanence.core.state import places, where
+from remanence.layers.decoding import StepContext
+from remanence.memory.neural import NeuralMemory, NeuralMemoryState
+from remanence.mixers.base import MemoryTrace, MixerOutput
+from remanence.ops import ask, decode
+from remanence.ops.state import Weights
+
+
+class Memory(nn.Module):
+    """A neural memory in a layer: does with it what the model's mode says."""
+
+    def __init__(self, config: ModelConfig, **changes: Any) -> None:
+        super().__init__()
+        self.segment = config.segment
+        self.layer = NeuralMemory(replace(config.memory, **changes))
+        self.layer.checks = False
+
+    def start(self, rows: int) -> NeuralMemoryState:
+        wide = self.layer.q_proj.weight.dtype == torch.float64
+        return self.layer.start(rows, torch.float64 if wide else torch.float32)
+
+    @property
+    def chunk(self) -> int:
+        return self.layer.config.chunk
+
+    def flops(self) -> float:
+        """Operations of a token, forward and backward: projections once, what the memory starts from four times (keys forward,
+        errors back, the write, the read), and the first layers of a deep memory twice (queries and keys).
+        """
+        initial = sum(weight.numel() for weight in self.layer.initial.parameters())
+        features = sum(weight.numel() for weight in self.layer.features.parameters()) if self.layer.features else 0
+        matrices = sum(weight.numel() for weight in self.parameters() if weight.dim() > 1)
+        return 6.0 * (matrices - initial + features) + 24.0 * initial
+
+    def activations(self) -> float:
+        """What it leaves for backward, in units of the paper's net."""
+        config = self.layer.config
+        depth = 1 if self.layer.deep else config.depth or 2  # a deep memory's first layers leave nothing but the keys
+        return (1 + (depth - 1) * (config.expansion or 4.0) / 4) / 2
+
+    def undecodable(self) -> str | None:
+        return decode.unsupported(self.layer.net, self.layer.rule)
+
+    def uncapturable(self) -> str | None:
+        return None if self.layer.watch is None else "a memory is being watched"
+
+    def forward(
+        self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None, mode: Mode, aligned: bool = False
+    ) -> MixerOutput:
+        if mode == "on":
+            trace = self.layer.trace(x, state, offsets=offsets, aligned=aligned)
+            return MixerOutput(trace.y, trace.state, MemoryTrace(trace.surprise, trace.gates))
+        if state is None:
+            state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
+        if mode == "off":
+            return MixerOutput(torch.zeros_like(x), state, None)
+        if mode == "frozen":
+            return MixerOutput(*self.layer.peek(x, state, offsets=offsets), None)
+        return self._fresh(x, state, offsets)
+
+    def _fresh(self, x: Tensor, state: NeuralMemoryState, offsets: list[int] | None) -> MixerOutput:
+        """A memory that lives for one segment only; one older than that is not used at all."""
+        lived = places(state.memory.position)
+        old = [place > self.segment for place in lived]
+        if any(old):
+            state = where(old, self.start(len(lived))._replace(conv=state.conv), state)
+            lived = places(state.memory.position)
+        split = SegmentSplit(x, offsets, [place % self.segment for place in lived], self.segment)
+        pieces, traces = [], []
+        for part in split:
+            ended = [place == self.segment and n > 0 for place, n in zip(lived, part.counts, strict=True)]
+            if any(ended):
+                state = where(ended, self.start(len(lived))._replace(conv=state.conv), state)
+            lived = [(0 if over else place) + n for place, over, n in zip(lived, ended, part.counts, strict=True)]
+            y, state, trace = self(split.take(part), state, part.offsets, "on")
+            pieces.append(y)
+            traces.append(trace)
+        return MixerOutput(split.join(pieces), state, MemoryTrace.join(traces, split.join))
+
+
+class MemoryDecoder:
+    """`Memory`, one token at a time."""
+
+    def __init__(self, module: Memory, state: NeuralMemoryState, mode: Mode) -> None:
+        self.layer, self.mode = module.layer, mode
+        self.layer.check_state(state.memory)
+        q, k, v = (past.detach().clone() for past in state.conv)
+        self.conv = (q, k, v)
+        self.memory = state.memory
+        self.fused = decode.fits(q, self.layer.head_dim) and self.layer.q_conv.weight is not None
+        if mode == "on":
+            self.running = decode.Running(state.memory, self.layer.net, self.layer.rule)
+        else:  # not written, so what it has to say is known
+            self.weights = tuple(weight.detach().contiguous() for weight in self.layer.settle(state))
+
+    def settled(self) -> Weights:
+        return self.running.settled() if self.mode == "on" else self.weights
+
+    def step(self, x: Tensor, now: StepContext) -> Tensor:
+        if self.mode == "off":
+            return torch.zeros_like(x)
+        layer = self.layer
+        if self.mode == "frozen":
+            y, past_q = layer.ask(x, self.weights, self.conv[0])
+            past_k = layer.k_conv.advance(layer.k_proj(x), self.conv[1], None)
+            past_v = layer.v_conv.advance(layer.v_proj(x), self.conv[2], None)
+            decode.keep(self.conv, (past_q, past_k, past_v), now.active)
+            return y
+        if self.fused:
+            parts = ((layer.q_proj, layer.q_conv), (layer.k_proj, layer.k_conv), (layer.v_proj, layer.v_conv))
+            q, k, v = self._convolve(x, parts, self.conv, now)
+            q, k = (layer.lift(each.unsqueeze(1))[:, 0] for each in (q, k))
+            gates = layer.log_gates(x)
+        else:
+            q, k, v, gates, conv = layer.prepare(x, self.conv)
+            decode.keep(self.conv, conv, now.active)
+            q, k, v = q[:, 0], k[:, 0], v[:, 0]
+        answers, _ = self.running.step(q, k, v, gates.map(lambda gate: gate[:, 0]), now.active)
+        return layer.output(q.unsqueeze(1), answers.unsqueeze(1).to(x.dtype), layer.g_proj(x))
+
+    def ask(self, x: Tensor, weights: Weights, past: Tensor, now: StepContext) -> Tensor:
+        """What given weights answer; the history is the caller's, and goes on."""
+        layer = self.layer
+        if not self.fused:
+            y, new = layer.ask(x, weights, past)
+            decode.keep((past,), (new,), now.active)
+            return y
+        (q,) = self._convolve(x, ((layer.q_proj, layer.q_conv),), (past,), now)
+        q = layer.lift(q.unsqueeze(1))
+        return layer.output(q, ask(q, weights, net=layer.net), layer.g_proj(x))
+
+    def _convolve(self, x: Tensor, parts: Any, pasts: tuple[Tensor, ...], now: StepContext) -> list[Tensor]:
+        xs = [projection(x)[:, 0] for projection, _ in parts]
+        return decode.convolve(xs, pasts, [conv.weight for _, conv in parts], self.layer.heads, now.active)
+
+    @property
+    def diverged(self) -> Tensor:
+        return self.running.diverged if self.mode == "on" else self.memory.diverged
+
+    def state(self) -> NeuralMemoryState:
+        q, k, v = (past.clone() for past in self.conv)
+        return NeuralMemoryState(self.running.state if self.mode == "on" else self.memory, (q, k, v))

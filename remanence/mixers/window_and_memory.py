@@ -1,0 +1,102 @@
+"""What MAG and MAL share: a sliding window and a memory, each with its own state; and how a memory gates attention."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from remanence.config import Mode, ModelConfig
+from remanence.core.state import TensorTuple
+from remanence.layers import RMSNorm
+from remanence.layers.attention import AttentionState
+from remanence.layers.decoding import WindowDecoder
+from remanence.memory.neural import NeuralMemoryState
+from remanence.mixers.attention import keys_seen, sliding_window
+from remanence.mixers.base import Mixer
+from remanence.mixers.memory import Memory, MemoryDecoder
+from remanence.ops.triton import layer
+
+
+class _WindowAndMemoryState(NamedTuple):
+    attention: AttentionState
+    memory: NeuralMemoryState
+
+
+class WindowAndMemoryState(_WindowAndMemoryState, TensorTuple):
+    """The state of a layer with a sliding window and a memory."""
+
+    __slots__ = ()
+
+    def crop(self, tokens: int) -> WindowAndMemoryState:
+        return WindowAndMemoryState(self.attention.crop(tokens), self.memory.crop(tokens))
+
+
+class WindowAndMemory(Mixer):
+    """A sliding window and a memory; how they meet is the subclass's to say."""
+
+    State: ClassVar[type] = WindowAndMemoryState
+    has_memory = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dim, self.persistent = config.dim, config.persistent
+        self.attention = sliding_window(config)
+        self.memory = Memory(config)
+
+    def start(self, rows: int) -> WindowAndMemoryState:
+        return WindowAndMemoryState(self.attention.start(rows), self.memory.start(rows))
+
+    def undecodable(self, mode: Mode) -> str | None:
+        return self.memory.undecodable()
+
+    def uncapturable(self, carries: bool) -> str | None:
+        return self.memory.uncapturable()
+
+    @property
+    def border(self) -> int:
+        return self.memory.chunk
+
+    @property
+    def reach(self) -> int:
+        return self.attention.window or 0
+
+    def flops(self, length: int) -> float:
+        seen = keys_seen(self.attention, length, self.persistent)
+        others = sum(weight.numel() for weight in self.attention.parameters() if weight.dim() > 1)
+        return 6.0 * others + self.memory.flops() + 12.0 * self.dim * seen
+
+
+class WindowAndMemoryDecoder:
+    """Both parts' decoders."""
+
+    def __init__(self, mixer: WindowAndMemory, state: WindowAndMemoryState, mode: Mode) -> None:
+        self.window = WindowDecoder(mixer.attention, state.attention)
+        self.memory = MemoryDecoder(mixer.memory, state.memory, mode)
+        self.room = self.window.room
+
+    def state(self, position: Tensor) -> WindowAndMemoryState:
+        return WindowAndMemoryState(self.window.state(position), self.memory.state())
+
+    @property
+    def diverged(self) -> Tensor:
+        return self.memory.diverged
+
+
+class Join(nn.Module):
+    """The paper's ⊗: attention's output times a gate that is the memory's, both normalised with learned gains first.
+
+    A memory that says nothing (zero) leaves the gate half open.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_memory = RMSNorm(dim), RMSNorm(dim)
+
+    def forward(self, y: Float[Tensor, "b t d"], m: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        a, b = self.norm_attention, self.norm_memory
+        if layer.fits(y, channels=a.width) and layer.fits(m):
+            return layer.join(y, m, a.weight, b.weight, a.eps)
+        return a(y) * torch.sigmoid(b(m))
