@@ -142,7 +142,7 @@ def test_training_and_the_command_line(tmp_path, command):
     command("new", "tiny", tmp_path / "new", "--variant", "ema+window")
     (tmp_path / "text.txt").write_text("something to read")
     command("read", tmp_path / "new", tmp_path / "text.txt", "--save", tmp_path / "text.mem")
-    assert "ema window" in command("inspect", tmp_path / "text.mem")
+    assert '"ema"' in command("inspect", tmp_path / "text.mem")
 
 
 def test_features_in_features_out():

@@ -5,6 +5,7 @@ On a GPU, whole pieces of documents that have begun are one captured graph each:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from remanence.config import Mode
 from remanence.core.graphs import capture, copy_all
 from remanence.core.state import places
 from remanence.inference.graphs import longest_window, unsupported
-from remanence.model import Model, State
+from remanence.model import Model, State, Trace
 
 PIECE = 2048
 """Tokens of one call when a long text is read. Cut where the document's position is a multiple of it, so that a text read with
@@ -31,6 +32,24 @@ PATIENCE = 2
 
 def piece_of(model: Model) -> int:
     return max(PIECE, LARGE) if model.embed.weight.device.type == "cuda" else PIECE
+
+
+def traces(
+    model: Model,
+    tokens: Tensor,
+    state: State | None = None,
+    *,
+    mask: Tensor | None = None,
+    memory: Mode | None = None,
+    size: int = PIECE,
+) -> Iterator[tuple[slice, Trace]]:
+    """Tokens ``[b t]`` in pieces, for who wants to see what each token did: the piece's slice of the tokens, and its trace."""
+    for start in range(0, tokens.shape[1], size):
+        part = slice(start, min(start + size, tokens.shape[1]))
+        here = None if mask is None else mask[:, part]
+        trace = model.trace(tokens[:, part], state, mask=here, memory=memory)
+        state = trace.state
+        yield part, trace
 
 
 class Read(NamedTuple):

@@ -152,15 +152,15 @@ class Knn(Mixer):
         worth = ctx.once("worth", lambda: self._worth(x, ctx))
         if mode not in ("on", "fresh"):
             worth = torch.full_like(worth, -torch.inf)
-        cut = Cut(local, [0] * len(state.k) if fresh else state.opened.tolist(), offsets, self.window)
-        k, v = (cut.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v)))
-        worth = cut.columns(state.worth, to_rows(worth, offsets)[0])
+        columns = SegmentColumns(local, [0] * len(state.k) if fresh else state.opened.tolist(), offsets, self.window)
+        k, v = (columns.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v)))
+        worth = columns.columns(state.worth, to_rows(worth, offsets)[0])
         lent = ctx.shared["store"] if self.borrows else None
-        y, store = self._read(local, cut, k, v, worth, state, lent, mode, fresh)
+        y, store = self._read(local, columns, k, v, worth, state, lent, mode, fresh)
         if self.lends:
             ctx.shared["store"] = store
         y = self.attention.out(from_rows(y.to(local.v.dtype), local.back))
-        left = (cut.left(k), cut.left(v), cut.left(worth))
+        left = (columns.left(k), columns.left(v), columns.left(worth))
         return MixerOutput(y, KnnState(local.state, *left, state.last, store))
 
     @torch.no_grad()
@@ -225,7 +225,7 @@ class Knn(Mixer):
     def _read(
         self,
         local: Attended,
-        cut: Cut,
+        columns: SegmentColumns,
         k: Tensor,
         v: Tensor,
         worth: Tensor,
@@ -241,20 +241,20 @@ class Knn(Mixer):
         store = state.store
         if (store if lent is None else lent).size == 0:
             return near, store
-        q = cut.queries(unit(local.q))
+        q = columns.queries(unit(local.q))
         base = state.attention.position - state.opened
         scale = self.log_scale.exp()
         found, lengths = [], []
-        for part in cut.parts:
+        for part in columns.parts:
             if part.ended is not None and lent is None:
                 # What autograd holds of a store must not be written to: only `dense` holds the store itself.
-                store = self._write(store, cut, part.segment - 1, base, k, v, worth, part.ended, ours)
+                store = self._write(store, columns, part.segment - 1, base, k, v, worth, part.ended, ours)
                 ours = not (torch.is_grad_enabled() and self.config.search == "dense")
             if mode == "off":
                 continue
             begin = base.unsqueeze(-1) + part.segment * self.window
             column = torch.arange(part.first, part.last, device=base.device)
-            live = cut.live(column)
+            live = columns.live(column)
             if mode == "fresh":  # no entries from before the segment of the model's that this one begins in
                 old = (store.position < begin // self.segment * self.segment) & live.any(1, keepdim=True)
                 store = store._replace(position=store.position.masked_fill(old, -1))
@@ -266,11 +266,20 @@ class Knn(Mixer):
             lengths.append((part.first, part.last))
         if not found:
             return near, store
-        far = cut.back(found, lengths)
+        far = columns.back(found, lengths)
         return combine(near, near_lse, far[..., :-1].to(near.dtype), far[..., -1], self.gate), store
 
     def _write(
-        self, store: StoreState, cut: Cut, index: int, base: Tensor, k: Tensor, v: Tensor, worth: Tensor, rows: Tensor, ours: bool
+        self,
+        store: StoreState,
+        columns: SegmentColumns,
+        index: int,
+        base: Tensor,
+        k: Tensor,
+        v: Tensor,
+        worth: Tensor,
+        rows: Tensor,
+        ours: bool,
     ) -> StoreState:
         """A whole segment's best into the store, of the rows that have come to its end."""
         c, here = self.config, slice(index * self.window, (index + 1) * self.window)
@@ -290,7 +299,7 @@ def near(mask: Tensor, reach: int) -> Tensor:
     return F.max_pool1d(mask.float().unsqueeze(1), 2 * reach + 1, 1, reach).squeeze(1) > 0
 
 
-class Part(NamedTuple):
+class SegmentSpan(NamedTuple):
     """One segment of every row: its number, its columns with a token of the call in any row, and the rows that have ended the
     segment before it (None: no row has).
     """
@@ -301,7 +310,7 @@ class Part(NamedTuple):
     ended: Tensor | None
 
 
-class Cut:
+class SegmentColumns:
     """A call's tokens in columns behind their rows' open segments, so that all rows' segments begin at the same columns::
 
     row 0    [ o o o x ] [ x x x x ] [ x . . . ]        o read before, x the call's
@@ -318,14 +327,16 @@ class Cut:
         self._lead, self._total = (torch.tensor(numbers, device=self.device) for numbers in (lead, self.totals))
         self.parts = [part for part in map(self._part, range(self.segments)) if part is not None]
 
-    def _part(self, index: int) -> Part | None:
+    def _part(self, index: int) -> SegmentSpan | None:
         begin, end = index * self.window, (index + 1) * self.window
         spans = [(max(a, begin), min(b, end)) for a, b in zip(self.lead, self.totals, strict=True)]
         spans = [span for span in spans if span[0] < span[1]]
         if not spans:
             return None
         over = index > 0 and any(total > begin for total in self.totals)
-        return Part(index, min(span[0] for span in spans), max(span[1] for span in spans), self._total > begin if over else None)
+        return SegmentSpan(
+            index, min(span[0] for span in spans), max(span[1] for span in spans), self._total > begin if over else None
+        )
 
     def columns(self, old: Tensor, new: Tensor) -> Tensor:
         """Open segments ``[r w ...]`` and the call's rows ``[r t ...]`` as ``[r columns ...]``."""
