@@ -34,8 +34,8 @@ from remanence.inference import reader
 from remanence.layers.attention import SegmentState
 from remanence.model import matched
 from remanence.ops import MLP, RULES, Gates, Rule, memorize, operator, start
-from remanence.ops.triton import dispatch as gpu
-from remanence.ops.triton import launch, resources
+from remanence.ops.triton import dispatch, launch, resources
+from remanence.ops.triton.memory import plan_of
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, engine
 from remanence.train.distributed import World
 from remanence.train.graphed import Graphed
@@ -98,7 +98,7 @@ def autocast() -> contextlib.AbstractContextManager[Any]:
 
 def backend() -> str:
     """What the operator has chosen so far in this process."""
-    return "+".join(name for name in operator.BACKENDS if any(f"backend {name}" in said for said in operator._said)) or "?"
+    return "+".join(name for name in operator.BACKENDS if any(f"backend {name}" in said for said in dispatch._logged)) or "?"
 
 
 # (a) the operator alone
@@ -132,7 +132,7 @@ def one_operator(net: Row, rule: Row, hidden: int, chunk: int, width: int, heads
     memory, how = MLP(expansion=hidden / width, **net), replace(RULES["titans"], **rule)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     if backend == "triton":
-        reason = gpu.unsupported(memory, how, width, width, chunk, dtype, torch.device(DEVICE))
+        reason = dispatch.memory_kind_reason(memory, how, width, width, chunk, dtype, torch.device(DEVICE))
         if reason is not None:
             raise SkipError(f"triton: {reason}")
         forget_builds()
@@ -526,9 +526,9 @@ def build_rows(cases: list[str], hidden: int, chunk: int, tiny: bool) -> Iterato
     if DEVICE == "cpu":
         yield {"case": cases[0], "note": "nothing to build without a GPU"}
         return
-    plan = gpu.plan_of(MLP(expansion=hidden / 64), RULES["titans"], 64, 64, 16, chunk)
+    plan = plan_of(MLP(expansion=hidden / 64), RULES["titans"], 64, 64, 16, chunk)
     begin = time.perf_counter()
-    said = [gpu.fits(plan, torch.bfloat16, torch.device("cuda", 0), train) for train in (True, False)]
+    said = [dispatch.chip_reason(plan, torch.bfloat16, torch.device("cuda", 0), train) for train in (True, False)]
     yield {"case": cases[0], "seconds": time.perf_counter() - begin, "note": next((x for x in said if x), "")}
 
 

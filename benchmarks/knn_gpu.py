@@ -29,10 +29,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from remanence.memory import search
 from remanence.memory.search import SEARCHES, Found, exact, unit
 from remanence.memory.store import Store, StoreState
-from remanence.ops.triton import launch, nearest
+from remanence.ops.triton import dispatch, launch, nearest
 
 KERNELS, PLAIN, MATMUL = "kernels", "exact, no kernels", "matmul + topk"
 CLUSTERS, SCORES = 1024, 2**31
@@ -104,12 +103,11 @@ class Case:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    asked = search.unsupported
-    search.unsupported = lambda q, keys: "not to be used"
+    before, dispatch.KERNELS = dispatch.KERNELS, ()
     try:
         yield
     finally:
-        search.unsupported = asked
+        dispatch.KERNELS = before
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from remanence import Generation, Sampling, Session
 from remanence.inference import generate
 from remanence.inference.decoder import Decoder, unsupported
 from remanence.layers import decoding
-from remanence.ops import decode
+from remanence.ops.triton import decode as decode_kernels
+from remanence.ops.triton import dispatch
 from remanence.testing import assert_close
 
 DEVICE = os.environ.get("REMANENCE_TEST_DEVICE", "cpu")
@@ -151,8 +152,8 @@ def test_matrices_asked_by_segments(monkeypatch):
 def test_kernels_are_launched_without_waiting(variant, monkeypatch):
     """As a graph demands it; what they would compute is left out, since the interpreter does look at values."""
     names = []
-    monkeypatch.setattr(decode, "fits", lambda *_: True)
-    monkeypatch.setattr(decode.launch, "launch", lambda name, *_, **__: names.append(name))
+    monkeypatch.setattr(dispatch, "decode_reason", lambda *_: None)
+    monkeypatch.setattr(decode_kernels, "launch", lambda name, *_, **__: names.append(name))
     subject = model(variant)
     decoder = Decoder(subject, subject.start(2), graph=False)
     with nothing_waits(monkeypatch):

@@ -12,7 +12,7 @@ from remanence.core.state import advanced, aligned, noted, placed, places, where
 from remanence.inference import reader
 from remanence.inference.graphs import border_of, longest_window, unsupported
 from remanence.model import memories
-from remanence.ops.triton import layer
+from remanence.ops.triton import dispatch
 from remanence.train.graphed import Graphed
 
 on_gpu = pytest.mark.skipif(
@@ -79,11 +79,12 @@ def test_reading_in_pieces_is_reading():
 
 
 def gradients(subject, tokens, dtype, *, fused=True, schedule="wavefront"):
-    before, layer.AUTO, subject.schedule = layer.AUTO, fused, schedule
+    before, subject.schedule = dispatch.KERNELS, schedule
+    dispatch.KERNELS = before if fused else tuple(kind for kind in before if kind != "layer")
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
         logits, _ = subject(tokens)
     found = torch.autograd.grad(100 * logits.float().sin().mean(), list(subject.parameters()))
-    layer.AUTO, subject.schedule = before, "wavefront"
+    dispatch.KERNELS, subject.schedule = before, "wavefront"
     return [logits.detach(), *found]
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from remanence import Model, NeuralMemory, preset
 from remanence.ops import MLP, NETS, RULES, Gates, Rule, memorize, operator, start
-from remanence.ops.triton import dispatch as gpu
-from remanence.ops.triton import layer
+from remanence.ops.triton import dispatch
+from remanence.ops.triton.memory import plan_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -61,7 +61,7 @@ def test_memories_of_one_layer(kind, width, values, dtype):
         upstream = [torch.randn(x.shape, generator=generator, device="cuda").bfloat16().to(x.dtype) for x in outputs]
         return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, wanted, upstream))]
 
-    lacking = gpu.fits(gpu.plan_of(net, rule, width, values, 4, 64), dtype, torch.device("cuda", 0), True)
+    lacking = dispatch.chip_reason(plan_of(net, rule, width, values, 4, 64), dtype, torch.device("cuda", 0), True)
     if lacking is not None:
         assert "shared memory" in lacking
         assert all(x.isfinite().all() for x in results("auto")), "and it runs all the same"
@@ -86,7 +86,7 @@ def test_the_layers_own_kernels(dtype, net, monkeypatch):
     x = torch.randn(2, 200, 256, device="cuda", requires_grad=True)
 
     def results(fused, dtype=dtype):
-        monkeypatch.setattr(layer, "AUTO", fused)
+        monkeypatch.setattr(dispatch, "KERNELS", ("memory", "layer")[: 1 + fused])
         with torch.autocast("cuda", dtype, enabled=dtype == torch.bfloat16):
             y, _ = memory(x)
         return [y, *torch.autograd.grad(y.float().square().mean(), [x, *memory.parameters()])]
@@ -149,7 +149,7 @@ class TestModels:
 
 
 def test_the_chosen_path_is_said(caplog, monkeypatch):
-    monkeypatch.setattr(operator, "_said", set())
+    monkeypatch.setattr(dispatch, "_logged", set())
     with caplog.at_level(logging.INFO, "remanence"):
         NeuralMemory(dim=64, heads=1, chunk=16).cuda()(torch.randn(1, 20, 64, device="cuda"))
     assert any("backend triton" in record.message for record in caplog.records)

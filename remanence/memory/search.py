@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from remanence.memory.store import StoreState
-from remanence.ops.triton import launch
-from remanence.ops.triton.nearest import nearest, pack, unpack, unsupported
+from remanence.ops.triton import dispatch, launch
+from remanence.ops.triton.nearest import nearest, pack, unpack
 
 P, T = ParamSpec("P"), TypeVar("T")
 
@@ -71,7 +71,7 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     the groups' maxima and then the scores in k groups are sorted.
     """
     check(q, state, k, limit)
-    if unsupported(q, state.k) is None:
+    if dispatch.search_reason(q, state.k) is None:
         return Found(*nearest(q, state.k, state.position, limit, k))
     rows, tokens, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -114,7 +114,7 @@ def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
 def _by_kernels(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
     """`exact` on the kernels, an error where they cannot run."""
     check(q, state, k, limit)
-    reason = unsupported(q, state.k)
+    reason = dispatch.search_reason(q, state.k)
     if reason is not None:
         raise ValueError(f"search: 'triton' cannot run this call: {reason}")
     return Found(*nearest(q, state.k, state.position, limit, k))

@@ -1,8 +1,8 @@
 """The closed form of an MLP memory over whole chunks, forward and backward, written out.
 
-Every gradient of an MLP is rank one in each layer's weight, u_l = outer(X_l, D_l), so weights per token never exist: they
-appear only as masked products. For the keys at the anchor weights (`record`, one chunk, sequential because the anchor is the
-last chunk's end):
+Every gradient of an MLP is rank one in each layer's weight, u_l = outer(X_l, D_l), so weights per token never exist:
+they appear only as masked products. For the keys at the anchor weights (`record`, one chunk, sequential because the
+anchor is the last chunk's end):
 
     Z_l = X_l W_l,  X_{l+1} = act(Z_l),  D_L = dloss/dZ_L,  D_l = (D_{l+1} W_{l+1}^T) act'(Z_l)
 
@@ -10,9 +10,9 @@ for the queries at every token's own weights (`read`, many chunks at once), with
 
     Y_l = a (A_l W_l) + r (A_l S_l) - [(A_l X_l^T) P] D_l
 
-and for the state at the chunk's end (`fold`). A state is J = (W, S) stacked, ``[m p f f']`` with p = 2, or p = 1 for a rule
-without momentum; so a A W + r A S is one product of (a A | r A) with J's rows. A bias is a column of ones in X and A. The
-oracle for all of it is autograd through reference.py.
+and for the state at the chunk's end (`fold`). A state is J = (W, S) stacked, ``[m p f f']`` with p = 2, or p = 1 for a
+rule without momentum; so a A W + r A S is one product of (a A | r A) with J's rows. A bias is a column of ones in X and
+A. The oracle for all of it is autograd through reference.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.ops.nets import EPS, MLP, shrink
+from remanence.ops.nets import EPS, MLP, Net, shrink
 from remanence.ops.rules import Coefficients, Rule
 from remanence.ops.state import Weights
 
 _aten = torch.ops.aten
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
+
+
+def unsupported(net: Net, rule: Rule) -> str | None:
+    """Why such a memory has no closed form, in words; None if it has one."""
+    if isinstance(net, MLP) and isinstance(rule.loss, str):
+        return None
+    return "only MLP memories with one of the named losses have a closed form"
 
 
 def activate(net: MLP, z: Tensor) -> Tensor:
@@ -79,8 +86,8 @@ class Norm(NamedTuple):
         return g.mul_(self.shrink)
 
     def backward(self, g_value: Tensor, grad: Tensor, pulled: Tensor, g_pulled: Tensor) -> Tensor:
-        """The source's gradient, from those of value and of pulled = pull(grad), which follows the source through value and
-        rstd.
+        """The source's gradient, from those of value and of pulled = pull(grad), which follows the source through value
+        and rstd.
         """
         rstd = self.rstd * self.shrink
         along = (grad * self.value).mean(-1, keepdim=True)
@@ -128,7 +135,9 @@ def rows(state: Tensor) -> Tensor:
 
 
 class Anchor(NamedTuple):
-    """What a chunk starts from: the state J of each layer, the coefficients of its tokens, and the token-exact rule's solver."""
+    """What a chunk starts from: the state J of each layer, the coefficients of its tokens, and the token-exact rule's
+    solver.
+    """
 
     state: Weights
     co: Coefficients
@@ -175,7 +184,9 @@ def _end(net: MLP, rule: Rule, k: Tensor, v: Tensor, output: Tensor) -> tuple[No
 
 
 def exact(net: MLP, rule: Rule) -> bool:
-    """Whether the tokens of a chunk have an anchor each. For a net that is not linear in its weights they are chunks of one."""
+    """Whether the tokens of a chunk have an anchor each. For a net that is not linear in its weights they are chunks of
+    one.
+    """
     return rule.anchor == "token" and net.linear
 
 
@@ -256,7 +267,8 @@ def _before(x: Tensor, first: Tensor) -> Tensor:
 
 def earlier(co: Coefficients) -> tuple[Tensor, Tensor]:
     """P and (a, r) as each token meets them before its own write (but after its own decay, for decay_first)."""
-    untouched = (torch.arange(co.own.shape[-1], device=co.own.device) == 0).to(co.own.dtype)  # no copy, which a graph refuses
+    # Not copied from the host, which a graph cannot capture.
+    untouched = (torch.arange(co.own.shape[-1], device=co.own.device) == 0).to(co.own.dtype)
     mix = _before(co.mix, co.mix.new_zeros(co.mix.shape[-1]))
     return scaled(mix, co.scale), scaled(_before(co.own, untouched), co.scale)
 
@@ -272,8 +284,9 @@ def solver(net: MLP, rule: Rule, k: Tensor, co: Coefficients) -> Tensor | None:
 def inverse(A: Tensor) -> Tensor:
     """(I + A)^-1 for A ``[m c c]`` below the diagonal: blocks merged two by two, -X2 A21 X1 standing between them.
 
-    Products over all of them at once: torch's triangular solver goes matrix by matrix, and on a CPU whose cores are shared each
-    waits for the threads of the one before (1 to 2 s for 256 of 32 x 32, where this takes 0.1 s; alone, about the same).
+    Products over all of them at once: torch's triangular solver goes matrix by matrix, and on a CPU whose cores are
+    shared each waits for the threads of the one before (1 to 2 s for 256 of 32 x 32, where this takes 0.1 s; alone,
+    about the same).
     """
     count, c = A.shape[0], A.shape[-1]
     size = 1 << (c - 1).bit_length()
@@ -338,8 +351,8 @@ def _blend_backward(
 
 
 class Prepared(NamedTuple):
-    """Of many chunks by the token-exact rule with the squared loss, what waits for no state: D = T (X~ J - target) = U J - known
-    (`_record_exact`), and the state at a chunk's end is F J - K^T D.
+    """Of many chunks by the token-exact rule with the squared loss, what waits for no state: D = T (X~ J - target) = U
+    J - known (`_record_exact`), and the state at a chunk's end is F J - K^T D.
     """
 
     x: Tensor  # keys, with ones
@@ -376,8 +389,8 @@ def exact_step_backward(g_end: Tensor | None, U: Tensor, K: Tensor, fold: Tensor
 
 
 def prepare_backward(
-    net: MLP, co: Coefficients, ready: Prepared, state: Tensor, error: Tensor, g_error: Tensor, g_end: Tensor | None, g_x: Tensor,
-    g_co: Coefficients,
+    net: MLP, co: Coefficients, ready: Prepared, state: Tensor, error: Tensor,
+    g_error: Tensor, g_end: Tensor | None, g_x: Tensor, g_co: Coefficients,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of k and v, of many chunks at once, from those of their errors and of the states at their ends."""
     if g_end is not None:
@@ -399,7 +412,8 @@ def _earlier_backward(co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own
 
 
 def record_next(net: MLP, rule: Rule, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], k: Tensor, v: Tensor) -> Record:
-    """`record` of one more token ``[m 1 e]`` of a chunk whose inputs and errors so far are known: nothing has to be solved.
+    """`record` of one more token ``[m 1 e]`` of a chunk whose inputs and errors so far are known: nothing has to be
+    solved.
 
     The coefficients are that token's; for the token-exact rule, as they stood one token `earlier`.
     """

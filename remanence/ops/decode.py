@@ -1,88 +1,52 @@
-"""A memory that takes one token at a time, in place: nothing is allocated anew, nothing waits for the device.
+"""A memory that reads one token at a time, in place: nothing is allocated, nothing waits for the device.
 
-What a token needs of the open chunk is each earlier token's layer inputs X and errors D at the anchor weights, so those are kept
-beside the tail instead of being computed again; a token is then one row of every product of closed_form.py. Rows stand anywhere
-in their chunks: where a row writes, and whether its chunk is complete, is decided on the device, and all shapes are fixed. So a
-CUDA graph can hold the whole of it.
+A token needs the layer inputs X and errors D, at the anchor weights, of the earlier tokens of its chunk. Those are
+stored beside the tail, so that a token is one row of every product of closed_form.py. Rows may be anywhere in their
+chunks: where a row writes, and whether its chunk is complete, is decided on the device, and all shapes are fixed. So a
+CUDA graph can capture it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from remanence.ops import closed_form as cf
+from remanence.ops.closed_form import unsupported
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Rule, coefficients
 from remanence.ops.state import Gates, MemoryState, Weights
-from remanence.ops.triton import launch
+from remanence.ops.triton import decode as kernels
+from remanence.ops.triton import dispatch
+from remanence.ops.triton.decode import convolve
 
-BLOCK = 64
-"""Of the kernels, along the hidden axis or a matrix's columns; half of it for heads wider, or chunks longer, than 64."""
-
-WARPS = 8
-
-
-def unsupported(net: Net, rule: Rule) -> str | None:
-    """Why such a memory cannot be written in place, in words; None if it can."""
-    if isinstance(net, MLP) and isinstance(rule.loss, str):
-        return None
-    return "only MLP memories with a loss of ours have the closed form that decoding goes by"
-
-
-def written(net: MLP, rule: Rule) -> bool:
-    """Whether there is a kernel that reads one token into such a memory."""
-    if net.bias or not isinstance(rule.loss, str):
-        return False
-    two = net.depth == 2 and rule.loss == "squared" and rule.anchor == "chunk" and not rule.decay_first
-    return net.linear or two
+__all__ = ["Running", "choose", "convolve", "fits", "keep", "put", "unsupported"]
 
 
 def put(buffer: Tensor, slot: Tensor, new: Tensor, active: Tensor) -> None:
-    """Write new ``[r ...]`` to each active row's place ``[r]`` in ``[r places ...]``."""
+    """Write new ``[r ...]`` to each active row's slot ``[r]`` in a buffer ``[r slots ...]``."""
     where = torch.arange(buffer.shape[0], device=buffer.device), slot
     buffer[where] = choose(active, new.to(buffer.dtype), buffer[where])
 
 
 def keep(buffers: Sequence[Tensor], new: Sequence[Tensor], rows: Tensor) -> None:
-    """In place, the new in these rows."""
+    """Overwrite these rows of the buffers with the new ones, in place."""
     for old, tensor in zip(buffers, new, strict=True):
         old.copy_(choose(rows, tensor, old))
 
 
 def choose(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Each row from the one or the other."""
+    """The new in these rows, the old in the others."""
     return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)
 
 
 def fits(like: Tensor, width: int) -> bool:
-    """Whether kernels can run for heads of this width, beside a state such as this."""
-    if launch.kernels() is None or width > launch.WIDEST:
-        return False
-    return launch.interpreted() or (like.is_cuda and like.dtype == torch.float32)
-
-
-def convolve(
-    xs: Sequence[Tensor], pasts: Sequence[Tensor], weights: Sequence[Tensor], heads: int, active: Tensor
-) -> list[Tensor]:
-    """What the short convolutions of q, k and v (or of the first of them) make of one token ``[r inner]``, as ``[r h e]``: one
-    kernel for the convolutions, SiLU and unit length. The active rows of their pasts ``[r history inner]`` move on in place.
+    """Whether the kernels decode heads of this width, with a state like this tensor; `dispatch.decode_reason` says why
+    not.
     """
-    rows, history, inner = pasts[0].shape
-    taps, width = weights[0].shape[1], inner // heads
-    xs = [x.contiguous() for x in xs]
-    ys = [x.new_empty(rows, heads, width) for x in xs]
-    slots = [[*tensors, *tensors[:1] * (3 - len(xs))] for tensors in (xs, list(pasts), list(weights), ys)]
-    launch.launch(
-        "convolve_kernel", (rows * heads, len(xs)),
-        *[tensor for group in slots for tensor in group], active.view(torch.uint8),
-        HEADS=heads, D=width, BD=launch.power(width), HISTORY=history, BT=launch.power(max(history, 1)), TAPS=taps,
-        ACC=launch.triton_type(pasts[0].dtype), options={"num_warps": 4 if history <= 64 else 8},
-    )  # fmt: skip
-    return ys
+    return dispatch.decode_reason(like, width) is None
 
 
 class Running:
@@ -103,28 +67,23 @@ class Running:
         self.layers = tuple(layer.detach().flatten(0, 1).clone(memory_format=torch.contiguous_format) for layer in state.layers)
         self.position, self.diverged = state.position.clone(), state.diverged.clone()
         self.inputs, self.errors = self._tail(k, self.v)
-        self.step = self._fused if self._choose(backend) == "triton" else self._plain
+        reason = dispatch.decode_reason(self.v, max(self.width, self.values))
+        self.fits = reason is None  # also where there is no kernel that reads a token into such a memory
+        self.step = self._fused if self._choose(backend, reason) == "triton" else self._plain
 
-    @property
-    def _fits(self) -> bool:
-        return fits(self.v, max(self.width, self.values))
-
-    def _choose(self, backend: str) -> str:
-        known = written(self.net, self.rule) and self.chunk <= launch.WIDEST and self._fits
-        if backend == "triton" and not known:
-            raise ValueError(
-                "backend: 'triton' decodes two layers anchored at the chunk's start, or one without LayerNorm; no bias, and on "
-                f"CUDA; got {self.net} and {self.rule}"
-            )
-        return ("triton" if known else "plain") if backend == "auto" else backend
+    def _choose(self, backend: str, reason: str | None) -> str:
+        reason = dispatch.decode_memory_reason(self.net, self.rule, self.chunk) or reason
+        if backend == "triton" and reason is not None:
+            raise ValueError(f"backend: 'triton' cannot decode this memory: {reason}")
+        return ("plain" if reason else "triton") if backend == "auto" else backend
 
     def _slots(self, tail: Tensor) -> Tensor:
         """``[r c-1 h ...]`` to ``[m c ...]``."""
-        whole = torch.cat([tail.detach(), tail.new_zeros(tail.shape[0], 1, *tail.shape[2:])], 1)
-        return whole.transpose(1, 2).flatten(0, 1).contiguous()
+        chunk = torch.cat([tail.detach(), tail.new_zeros(tail.shape[0], 1, *tail.shape[2:])], 1)
+        return chunk.transpose(1, 2).flatten(0, 1).contiguous()
 
     def _tail(self, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The open chunk's X and D. Those of slots not read yet are whatever zeros give: they are met by coefficients of 0."""
+        """The open chunk's X and D. Slots that are not read yet have coefficients of 0."""
         co = coefficients(self.rule, self.gates, torch.zeros(len(k), dtype=torch.bool, device=k.device))
         rec = cf.record(self.net, self.rule, cf.Anchor(self.layers, co, cf.solver(self.net, self.rule, k, co)), k, v)
         return [x.contiguous() for x in rec.inputs], [x.contiguous() for x in rec.errors]
@@ -135,14 +94,11 @@ class Running:
         return tuple(self._split(layer[:, 0]) for layer in self.layers)
 
     def adopt(self, weights: Weights, rows: Tensor) -> None:
-        """Copy `self.weights` to these, in place, in the rows told ``[r]``."""
-        if not self._fits:
+        """Copy `self.weights` to these, in place, in the given rows ``[r]``."""
+        if self.fits:
+            kernels.adopt(self, weights, rows)
+        else:
             keep(weights, self.weights, rows)
-            return
-        for layer, weight in zip(self.layers, weights, strict=True):
-            size, block = weight[0, 0].numel(), 1024
-            grid, told = (self.rows * self.heads, -(-size // block)), (size, layer.shape[1], self.heads, block)
-            launch.launch("adopt_kernel", grid, rows.view(torch.uint8), layer, weight, *told, options={})
 
     def settled(self) -> Weights:
         """``[r h ...]`` after all that was read, the open chunk included."""
@@ -171,25 +127,25 @@ class Running:
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor) -> tuple[Tensor, Tensor]:
         """Read one token ``[r h e]``, log gates ``[r h]``, into the rows that are active ``[r]``: answers and surprise.
 
-        Those of other rows mean nothing.
+        Those of other rows have no meaning.
         """
         q, k, v = (x.flatten(0, 1).unsqueeze(1).to(self.v.dtype) for x in (q, k, v))
         on, slot = self._each(active), self._each(self.position % self.chunk)
         for buffer, gate in zip(self.gates, gates, strict=True):
             if buffer is not None and gate is not None:
                 put(buffer, slot, gate.flatten(), on)
-        whole = coefficients(self.rule, self.gates, on & (slot == self.chunk - 1))
-        mix, own, before, own_before = self._at(slot, whole.mix, whole.own, *cf.earlier(whole))
-        co = whole._replace(mix=mix, own=own, scale=None if whole.scale is None else self._at(slot, whole.scale)[0])
-        met = co._replace(mix=before, own=own_before) if cf.exact(self.net, self.rule) else co
-        rec = cf.record_next(self.net, self.rule, cf.Anchor(self.layers, met), self.inputs, self.errors, k, v)
+        full = coefficients(self.rule, self.gates, on & (slot == self.chunk - 1))
+        mix, own, before, own_before = self._at(slot, full.mix, full.own, *cf.earlier(full))
+        co = full._replace(mix=mix, own=own, scale=None if full.scale is None else self._at(slot, full.scale)[0])
+        at_key = co._replace(mix=before, own=own_before) if cf.exact(self.net, self.rule) else co
+        rec = cf.record_next(self.net, self.rule, cf.Anchor(self.layers, at_key), self.inputs, self.errors, k, v)
         pairs = zip((*self.inputs, *self.errors, self.v), (*rec.inputs, *rec.errors, v), strict=True)
         for buffer, new in pairs:
             put(buffer, slot, new.squeeze(1), on)
         y = cf.read(self.net, cf.Anchor(self.layers, co), self.inputs, self.errors, q).answers.squeeze(1)
         surprise = rec.surprise(self.rule).squeeze(1)
         ends = tuple(torch.empty_like(layer) for layer in self.layers)
-        cf.fold(cf.Anchor(self.layers, whole), self.inputs, self.errors, ends)  # changes nothing where a chunk is open
+        cf.fold(cf.Anchor(self.layers, full), self.inputs, self.errors, ends)  # changes nothing where a chunk is open
         for layer, end in zip(self.layers, ends, strict=True):
             layer.copy_(end)
         fine = self._split(y.isfinite().all(-1) & surprise.isfinite()).all(1)
@@ -199,36 +155,11 @@ class Running:
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor) -> tuple[Tensor, Tensor]:
         """`_plain` as one kernel. Answers and surprise of rows that are not active are 0."""
-        y = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
-        surprise = torch.empty_like(gates.log_step)
-        absent = self.gates.log_step
-        kept = [absent if gate is None else gate for gate in self.gates]
-        new = [gates.log_step if gate is None else gate.contiguous() for gate in gates]
-        launch.launch(
-            "decode_kernel" if self.net.depth == 2 else "decode_linear_kernel", (self.rows * self.heads,),
-            q.contiguous(), k.contiguous(), v.contiguous(), *new, *self.layers, *self.inputs, *self.errors, self.v, *kept,
-            self.position, active.view(torch.uint8), y, surprise, self.diverged.view(torch.uint8),
-            **self._constants(), options={"num_warps": WARPS, "num_stages": 1},
-        )  # fmt: skip
-        self.position += active  # not in the kernel, whose programs read it
-        return y, surprise
-
-    def _constants(self) -> dict[str, Any]:
-        """What the kernel is built for."""
-        net, rule, power, columns = self.net, self.rule, launch.power, self.layers[0].shape[-1]
-        block = min(power(columns), BLOCK >> (self.width > 64) + (self.chunk > 64))
-        constants: dict[str, Any] = {
-            "HEADS": self.heads, "CHUNK": self.chunk, "BC": power(self.chunk), "D": self.width, "BD": power(self.width),
-            "MOMENTUM": rule.momentum, "FORGET": rule.forget, "RESIDUAL": net.residual, "ACC": launch.triton_type(self.v.dtype),
-        }  # fmt: skip
-        if net.depth == 2:
-            return constants | {"HIDDEN": columns, "BH": block, "NORM": net.norm, "GELU": net.activation == "gelu"}
-        exact, squared = rule.anchor == "token", rule.loss == "squared"
-        return constants | {"E": columns, "BV": block, "SQUARED": squared, "TOKEN": exact, "SCALED": rule.decay_first}
+        return kernels.step(self, q, k, v, gates, active)
 
     @property
     def state(self) -> MemoryState:
-        """Where the memory stands, as a state of its own."""
+        """The memory's present state, a copy."""
         slot = (self.position % self.chunk).unsqueeze(-1)
         read = torch.arange(self.chunk - 1, device=slot.device) < slot
 

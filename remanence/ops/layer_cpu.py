@@ -1,8 +1,8 @@
-"""What a layer does around its memory as operators of torch's own, on a CPU under torch.compile: the functions of layer.py, with
-the results of `remanence.layers`.
+"""What a layer does around its memory as torch operators, on a CPU under torch.compile: the functions of
+triton/layer.py, with the results of `remanence.layers`.
 
-Every group of elementwise operations that the compiler sees there becomes a C++ file, which takes seconds to build: twenty for a
-layer and its gradient, where now there are a few. Differentiable once.
+The compiler turns every group of elementwise operations into a C++ file, which takes seconds to build: twenty for a
+layer and its gradient. With these operators there are a few. Differentiable once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.core.state import carry_on as carried
-from remanence.ops.triton.launch import once, operator, tensors
+from remanence.ops.library import differentiable
 
 _aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def carry_on(past: Tensor, new: Tensor) -> Tensor:
-    """`state.carry_on`, which asks for the length of what came: the compiler would ask again of every call."""
+    """`state.carry_on`, whose branch on the length would be compiled again for every length."""
     return carry_on_forward(past, new)
 
 
@@ -53,7 +53,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x at length 1 over its last axis, as in layers.py, and the factor."""
+    """x at unit length over its last axis, as in `remanence.layers`, and the factor."""
     factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
     return x * factor, factor
 
@@ -95,7 +95,9 @@ def _convolved(image: Tensor, weight: Tensor) -> Tensor:
 
 
 def _log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The logs ``[gates b t heads]``; for backward, the logits ``[b*t gates*heads]`` and the input's scales ``[b*t]``."""
+    """The logs ``[gates b t heads]``; for backward, the logits ``[b*t gates*heads]`` and the input's scales
+    ``[b*t]``.
+    """
     tokens = _wide(x).flatten(0, 1)
     scale = torch.rsqrt(tokens.square().mean(-1, keepdim=True) + 1e-6)
     logits = F.linear(tokens, weight.to(tokens.dtype)) * scale + bias.to(tokens.dtype)
@@ -145,8 +147,8 @@ def _lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def _lift_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, narrow_up, narrow_down = _by_heads(x), up.to(x.dtype), down.to(x.dtype)
     gate, value, active, u, factor = _features(rows, up)
-    y, whole = _unit(_wide(torch.baddbmm(rows, u, narrow_down)))
-    g_sum = _unit_backward(_wide(_by_heads(g_y)), y, whole).to(x.dtype)
+    y, scale = _unit(_wide(torch.baddbmm(rows, u, narrow_down)))
+    g_sum = _unit_backward(_wide(_by_heads(g_y)), y, scale).to(x.dtype)
     g_down = u.mT @ g_sum
     g_f = _unit_backward(_wide(g_sum @ narrow_down.mT), _wide(u), factor).to(x.dtype)
     g_z = torch.cat([_aten.silu_backward(g_f * value, gate), g_f * active], -1).mul_(math.sqrt(x.shape[-1]))
@@ -192,33 +194,23 @@ def _lift_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _register(name: str, forward: Any, backward: Any, shape: Any, inputs: str, constants: str = "", more: int = 0) -> Any:
-    """An operator of some tensors and constants, and its gradient, which is given so many of its results, too."""
+def _register(name: str, forward: Any, backward: Any, shape: Any, inputs: str, constants: str = "", extra: int = 0) -> Any:
+    """`library.differentiable`, with the inputs' own shapes for their gradients."""
     count = inputs.count("Tensor")
 
     def like_inputs(g_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         return tuple(x.new_empty(x.shape) for x in inputs[:count])
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        beside = output[1:] if more else ()
-        ctx.mark_non_differentiable(*beside)
-        ctx.save_for_backward(*inputs[:count], *beside)
-        ctx.constants = inputs[count:]
-
-    def through(ctx: Any, g_y: Tensor, *_: Any) -> tuple[Any, ...]:
-        return *back(g_y, *ctx.saved_tensors, *ctx.constants), *[None] * len(ctx.constants)
-
-    beside = "".join(f", Tensor beside{index}" for index in range(more))
-    back = operator(
-        f"{name}_cpu_backward", backward, f"(Tensor g_y, {inputs}{beside}{constants}) -> {tensors(count)}", once,
-        fake=like_inputs,
-    )  # fmt: skip
-    results = tensors(1 + more) if more else "Tensor"
-    return operator(f"{name}_cpu", forward, f"({inputs}{constants}) -> {results}", through, keep, shape)
+    return differentiable(f"{name}_cpu", forward, backward, inputs, constants, extra=extra, fake=shape, fake_backward=like_inputs)
 
 
 short_conv_forward = _register(
-    "short_conv", _short_conv, _short_conv_backward, _conv_shape, "Tensor x, Tensor past, Tensor weight", ", int heads, bool unit"
+    "short_conv",
+    _short_conv,
+    _short_conv_backward,
+    _conv_shape,
+    "Tensor x, Tensor past, Tensor weight",
+    "int heads, bool unit",
 )
 log_gates_forward = _register(
     "log_gates",
@@ -226,11 +218,11 @@ log_gates_forward = _register(
     _log_gates_backward,
     _gate_shapes,
     "Tensor x, Tensor weight, Tensor bias",
-    ", int heads, int flipped",
-    2,
+    "int heads, int flipped",
+    extra=2,
 )
 gated_norm_forward = _register(
-    "gated_norm", _gated_norm, _gated_norm_backward, _norm_shape, "Tensor x, Tensor gate, Tensor weight", ", float eps"
+    "gated_norm", _gated_norm, _gated_norm_backward, _norm_shape, "Tensor x, Tensor gate, Tensor weight", "float eps"
 )
 lift_forward = _register("lift", _lift, _lift_backward, _lift_shape, "Tensor x, Tensor up, Tensor down")
 carry_on_forward = _register(

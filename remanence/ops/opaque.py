@@ -1,8 +1,8 @@
-"""The chunked tier as one operator of torch's own: torch.compile never looks inside.
+"""The chunked backend as one torch operator, which torch.compile does not trace.
 
-Traced, the walk over chunks would be unrolled, and where each row stands in its chunk would become part of what was compiled: a
-first call took a minute, and the next one, from another position, again as long. The shapes of an operator's results follow from
-those of its arguments alone, so the states kept for backward have room for a walk from any position.
+Traced, the loop over chunks would be unrolled and each row's position in its chunk compiled in: a first call took a
+minute, and the next one, from another position, as long again. The shapes of an operator's results follow from those of
+its arguments, so the states saved for backward have room for a walk from any position.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from remanence.core.state import trains
 from remanence.ops.chunked import Stretch, Walk, arranged, from_chunks, stretches, stretches_backward, to_chunks, walk_for
 from remanence.ops.layout import Layout
-from remanence.ops.nets import MLP, Net
+from remanence.ops.library import GATES, operator, raise_on_double_backward
+from remanence.ops.nets import MLP
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates, MemoryState
-from remanence.ops.triton.launch import GATES, once, operator
 
 STRETCH = 16
-"""Chunks from one kept state to the next. Not the root of their number, which the compiler would have to know."""
+"""Chunks from one saved state to the next. Not the root of their number, which the compiler would have to know."""
 
 _KIND = (
     "int depth, float expansion, str activation, bool residual, bool norm, bool bias, "
@@ -33,11 +33,15 @@ _TENSORS = (
     "Tensor tail_step, Tensor? tail_momentum, Tensor? tail_keep, Tensor[] layers"
 )
 _CALL = f"{_TENSORS}, Tensor position, Tensor diverged, int[]? offsets, int chunk, {_KIND}"
-_LAYERS, _PLAIN, _ARGUMENTS = 11, 14, 27  # where in it the layers stand and what is no tensor begins; all of it
+_LAYERS, _PLAIN, _ARGUMENTS = (
+    11,
+    14,
+    27,
+)  # index of the layers, of the first argument that is no tensor, and the number of arguments
 
 
 class _Call(NamedTuple):
-    """What the operators are given, in the words of the other tiers."""
+    """The operators' arguments, as the other backends have them."""
 
     q: Tensor
     k: Tensor
@@ -72,8 +76,8 @@ class _Call(NamedTuple):
         ]  # fmt: skip
 
     @property
-    def kept(self) -> int:
-        """States to make room for: at the start of every stretch but the first, however far the rows stand in their chunks."""
+    def saved(self) -> int:
+        """States to make room for: one per stretch but the first, from any position of the rows in their chunks."""
         longest = self.q.shape[1] if self.offsets is None else max(b - a for a, b in pairwise(self.offsets))
         return (longest + self.chunk - 2) // (self.chunk * STRETCH)
 
@@ -85,11 +89,6 @@ class _Call(NamedTuple):
         layout = Layout(self.q.shape[0], self.q.shape[1], self.state, self.chunk, self.offsets)
         stretch, k, v, gates = arranged(layout, self.q, self.k, self.v, self.gates, self.state)
         return layout, walk_for(self.net, self.rule, layout.folds), stretch, (k, v, gates)
-
-
-def knows(net: Net, rule: Rule) -> bool:
-    """Whether a schema can tell what is walked: a net or a loss of one's own is no argument of an operator."""
-    return isinstance(net, MLP) and isinstance(rule.loss, str)
 
 
 def memorize(
@@ -115,7 +114,9 @@ def memorize(
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    """Answers, surprise and the new state's tensors; then the states kept for backward, one tensor ``[kept m ...]`` a layer."""
+    """Answers, surprise and the new state's tensors; then the states for backward, one tensor ``[saved m ...]`` a
+    layer.
+    """
     call, train = _Call.of(*arguments[:-1]), arguments[-1]
     state, heads = call.state, call.q.shape[2]
     layout, walk, stretch, rows = call.arranged()
@@ -127,7 +128,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
         new = new._replace(layers=tuple(layer.clone() for layer in layers))  # no result may be an argument itself
     kept = []
     if train:
-        kept = [layer.new_zeros(call.kept, *layer.flatten(0, 1).shape) for layer in state.layers]
+        kept = [layer.new_zeros(call.saved, *layer.flatten(0, 1).shape) for layer in state.layers]
         for index, start in enumerate(starts[1:]):
             for layer, first in zip(kept, start, strict=True):
                 layer[index] = first
@@ -139,7 +140,7 @@ def _shapes(*arguments: Any) -> list[Tensor]:
     call, train = _Call.of(*arguments[:-1]), arguments[-1]
     state = call.state
     y, surprise = call.v.new_empty(call.v.shape), state.k.new_empty(call.q.shape[:3])
-    kept = [x.new_empty(call.kept, x.shape[0] * x.shape[1], *x.shape[2:]) for x in state.layers] if train else []
+    kept = [x.new_empty(call.saved, x.shape[0] * x.shape[1], *x.shape[2:]) for x in state.layers] if train else []
     return [y, surprise, *[x.new_empty(x.shape) for x in state.tensors()], *kept]
 
 
@@ -180,7 +181,8 @@ def _gradients(*arguments: Any) -> list[Tensor]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     layers = inputs[_LAYERS]
-    found = 2 + len(_Call.of(*inputs[:-1]).state.tensors()) - 2  # answers, surprise and the state, but for position and diverged
+    # Answers, surprise and the state, without position and diverged.
+    found = 2 + len(_Call.of(*inputs[:-1]).state.tensors()) - 2
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[found:])
     ctx.found = found
@@ -197,10 +199,15 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return *ours, list(found), *[None] * (_ARGUMENTS - _LAYERS)
 
 
-_unsafe = (torch.Tag.cudagraph_unsafe,)  # positions are read by the host
+_unsafe = (torch.Tag.cudagraph_unsafe,)  # the host reads positions
 chunked_forward = operator(
     "chunked_forward", _forward, f"({_CALL}, bool train) -> Tensor[]", _autograd, _setup, _shapes, tags=_unsafe
 )
 chunked_backward = operator(
-    "chunked_backward", _backward, f"({_CALL}, Tensor[] kept, Tensor?[] grads) -> Tensor[]", once, fake=_gradients, tags=_unsafe
+    "chunked_backward",
+    _backward,
+    f"({_CALL}, Tensor[] kept, Tensor?[] grads) -> Tensor[]",
+    raise_on_double_backward,
+    fake=_gradients,
+    tags=_unsafe,
 )

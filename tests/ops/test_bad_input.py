@@ -50,7 +50,7 @@ def test_the_good_call_is_good():
         (lambda c: {"net": "titans"}, "net: expected an object with init and apply, got str"),
         (lambda c: {"rule": "titans"}, "rule: expected a Rule .* got str"),
         (lambda c: {"rule": Rule(anchor="token")}, "rule: anchor='token' needs a memory linear in its weights"),
-        (lambda c: {"backend": "cuda"}, "backend: expected 'auto' or one of reference, chunked, compiled, triton, got 'cuda'"),
+        (lambda c: {"backend": "cuda"}, "backend: expected 'auto' or one of reference, chunked, triton, got 'cuda'"),
         (lambda c: {"offsets": [0, 2, 5]}, "offsets: packed documents lie in a single batch row"),
         (lambda c: {"q": c["q"] / 0}, "q: expected finite numbers, got 80 infinite or NaN of 80"),
         (

@@ -10,6 +10,7 @@ from cases import Case, pairwise
 from remanence.core.state import where
 from remanence.layers import ShortConv, unit
 from remanence.ops import MLP, NETS, RULES, Gates, Rule, decode, memorize, settle, start
+from remanence.ops.triton import decode as decode_kernels
 from remanence.testing import assert_close
 
 inside = pytest.mark.interpreted
@@ -123,7 +124,7 @@ def test_a_deep_net_of_chunks_of_one():
     ids=lambda s: "-".join(map(str, s.values())),
 )
 def test_the_kernel(s, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", s["block"])
+    monkeypatch.setattr(decode_kernels, "BLOCK", s["block"])
     net = MLP(norm=s["norm"], residual=s["residual"], activation=s["activation"], expansion=s["expansion"])
     rule = Rule(momentum=s["momentum"], forget=s["forget"])
     walk(Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"], step=-1.0 if net.norm else -5.0, heads=1), "triton", 6)
@@ -150,7 +151,7 @@ def test_whole_tiles():
     ids=lambda s: "-".join(map(str, s.values())),
 )
 def test_the_kernel_of_a_matrix(s, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", s["block"])
+    monkeypatch.setattr(decode_kernels, "BLOCK", s["block"])
     residual = s["values"] == "residual"
     net = MLP(depth=1, norm=False, residual=residual)
     forget = {"forget": s["forget"] != "no", "decay_first": s["forget"] == "first"}
@@ -167,7 +168,7 @@ def test_the_kernel_of_a_matrix(s, monkeypatch):
 )
 def test_the_token_exact_rules_of_a_matrix(s, monkeypatch):
     """More columns than a block has, and whole tiles, among them; over more than one chunk's border."""
-    monkeypatch.setattr(decode, "BLOCK", 16)
+    monkeypatch.setattr(decode_kernels, "BLOCK", 16)
     (width, values), rule = s["widths"], TOKEN_EXACT[s["rule"]]
     walk(Case(net=NETS["linear"], rule=rule, width=width, values=values, extreme=s["extreme"]), "triton", 9)
 
@@ -219,7 +220,7 @@ def test_auto_takes_the_kernels():
     state = start(net.init(1, 4), 1)
     running = decode.Running(state, net, Rule())
     assert running.step == running._plain
-    with pytest.raises(ValueError, match="backend: 'triton' decodes two layers"):
+    with pytest.raises(ValueError, match="backend: 'triton' cannot decode this memory: the kernels decode two layers"):
         decode.Running(state, net, Rule(), "triton")
     wide = start(NETS["linear"].init(1, 4, values=129), 1, keys=4)
     running = decode.Running(wide, NETS["linear"], Rule())

@@ -1,6 +1,6 @@
 """Every kernel compiles for every generation of chips it is meant for and fits its shared memory; no GPU is needed.
 
-Whether a configuration fits is what `gpu.fits` says before anything is launched, so that is what is asked here, too.
+Whether a configuration fits is what `dispatch.build_reason` says before anything is launched; so do these tests.
 """
 
 import importlib.util
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remanence.ops import MLP, NETS, RULES, Gates, Rule, decode, operator, start
-from remanence.ops.triton import dispatch as gpu
-from remanence.ops.triton import layer, nearest, resources
+from remanence.ops import MLP, NETS, RULES, Gates, Rule, decode, start
+from remanence.ops.triton import decode as decode_kernels
+from remanence.ops.triton import dispatch, layer, memory, nearest, resources
 from remanence.ops.triton import linear as fused_linear
 from remanence.ops.triton import mlp as fused
 from remanence.ops.triton.launch import PRECISION, kernels
@@ -35,9 +35,11 @@ def _own_cache(tmp_path_factory, monkeypatch):
     """One for the whole run: kernels without a hidden axis are the same at every width of it."""
     folder = tmp_path_factory.getbasetemp() / "triton"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    gpu._fits.cache_clear()
+    for reason in (dispatch.chip_reason, dispatch.build_reason):
+        reason.cache_clear()
     yield
-    gpu._fits.cache_clear()
+    for reason in (dispatch.chip_reason, dispatch.build_reason):
+        reason.cache_clear()
 
 
 def plan(hidden, chunk, **changes):
@@ -46,7 +48,7 @@ def plan(hidden, chunk, **changes):
 
 def check(arch, case):
     hidden, chunk, dtype = case
-    reason = gpu._fits(plan(hidden, chunk), DTYPES[dtype], arch, resources.SHARED[arch] * 1024, True)
+    reason = dispatch.build_reason(plan(hidden, chunk), DTYPES[dtype], arch, resources.SHARED[arch] * 1024, True)
     assert reason is None or (dtype == "fp32" and "of shared memory" in reason), reason
 
 
@@ -128,14 +130,14 @@ DECODED = [
 @pytest.mark.parametrize("case", DECODED, ids=str)
 def test_one_token_fits(case, monkeypatch):
     arch, net, rule, width, values, chunk, dtype = case
-    monkeypatch.setattr(decode, "fits", lambda *_: True)
-    with FakeTensorMode(), torch.device("cpu"), resources.noting() as noted:
+    monkeypatch.setattr(dispatch, "decode_reason", lambda *_: None)
+    with FakeTensorMode(), torch.device("cpu"), resources.recording() as recorded:
         state = start(net.init(1, width, values=values), 1, rule=rule, chunk=chunk, keys=width)
         q, v = (torch.empty(1, 1, size, dtype=DTYPES[dtype]) for size in (width, values))
         gate = torch.empty(1, 1)
         gates = Gates(gate, gate if rule.momentum else None, gate if rule.forget else None)
         decode.Running(state, net, rule, "triton").step(q, q, v, gates, torch.ones(1, dtype=torch.bool))
-    launches = [resources.Launch(*each, decode.WARPS, 1) for each in noted]
+    launches = [resources.Launch(*each, decode_kernels.WARPS, 1) for each in recorded]
     assert [launch.name for launch in launches] == ["decode_kernel" if net.depth == 2 else "decode_linear_kernel"]
     reason = resources.lacking(kernels(), launches, arch, resources.SHARED[arch] * 1024)
     assert reason is None, reason
@@ -153,7 +155,7 @@ def test_every_kernel_is_among_the_launches():
 def test_no_narrow_tiles_on_hopper(width, dtype):
     """From tiles of less than 128 bytes a row, Triton 3.6 builds kernels there that are wrong (test_kernels_gpu.py saw it)."""
     for depth in (1, 2):
-        made = gpu.plan_of(MLP(depth=depth), RULES["titans"], width, width, 1, 64)
+        made = memory.plan_of(MLP(depth=depth), RULES["titans"], width, width, 1, 64)
         written = (fused if depth == 2 else fused_linear).launches(made, dtype, 90)
         sides = [launch.constants[name] for launch in written for name in ("BD", "BH", "BV") if name in launch.constants]
         assert sides and min(sides) * dtype.itemsize >= 128
@@ -161,7 +163,7 @@ def test_no_narrow_tiles_on_hopper(width, dtype):
 
 def test_what_does_not_fit_is_said_in_words():
     small = plan(16, 16, width=16)
-    reason = gpu._fits(small, torch.bfloat16, 86, 1024, False)
+    reason = dispatch.build_reason(small, torch.bfloat16, 86, 1024, False)
     assert reason is not None and "KiB of shared memory, of which sm_86 has 1" in reason
     broken = resources.Launch("coef_kernel", ("*fp32",), {}, 4, 1)
     assert "coef_kernel does not compile for sm_86" in resources.lacking(kernels(), [broken], 86, 2**20)
@@ -176,7 +178,7 @@ def test_auto_says_it_once_and_goes_on_without_the_kernels(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Chip)
     q = type("Query", (), {"device": torch.device("cuda"), "shape": (1, 32, 1, 16), "dtype": torch.bfloat16})
     with torch.no_grad():
-        chosen = [operator._choose("auto", q, q, MLP(expansion=1.0), RULES["titans"], 16, False) for _ in range(2)]
+        chosen = [dispatch.memory_backend(q, q, MLP(expansion=1.0), RULES["titans"], 16, False) for _ in range(2)]
     assert chosen == ["chunked", "chunked"]
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == 1 and "shared memory" in warned[0]

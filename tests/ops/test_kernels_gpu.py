@@ -12,7 +12,7 @@ from plain import plain
 
 from remanence.layers import Features
 from remanence.ops import MLP, RULES, Gates, memorize, start
-from remanence.ops.triton import layer
+from remanence.ops.triton import dispatch, layer
 from remanence.ops.triton import mlp as fused
 from remanence.ops.triton.nearest import nearest
 
@@ -156,7 +156,7 @@ def test_features_are_right_on_this_chip(tokens, width, hidden, dtype, monkeypat
     monkeypatch.setattr(layer, "_launch", lambda name, *args, **how: (used.append(name), launched(name, *args, **how))[1])
 
     def results(kernels, dtype=dtype):
-        monkeypatch.setattr(layer, "AUTO", kernels)
+        monkeypatch.setattr(dispatch, "KERNELS", ("layer",) if kernels else ())
         given = x.detach().to(dtype, copy=True).requires_grad_()
         y = features.to(dtype if dtype == torch.float64 else torch.float32)(given)
         return [y.detach(), *torch.autograd.grad(y, [given, features.up0, features.down0], upstream.to(dtype))]

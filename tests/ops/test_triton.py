@@ -12,8 +12,8 @@ import torch.utils.checkpoint
 from cases import Case, pairwise
 
 from remanence import Model, preset
-from remanence.ops import MLP, Gates, Rule, leashed, memorize, operator, reset_leashed, start
-from remanence.ops.triton import dispatch as gpu
+from remanence.ops import MLP, Gates, Rule, leashed, memorize, reset_leashed, start
+from remanence.ops.triton import dispatch, memory
 from remanence.ops.triton import mlp as fused
 from remanence.testing import assert_close, assert_same_function, distance
 
@@ -186,7 +186,7 @@ def one_call(leaves, case, change=lambda y: y):
 @pytest.mark.parametrize("net", [MLP(expansion=1.5), MLP(depth=1, norm=False)], ids=["two layers", "one"])
 @pytest.mark.parametrize("offsets", [None, [0, 9, 9, 23]])
 def test_a_long_call_without_gradients_goes_piece_by_piece(net, offsets, monkeypatch):
-    monkeypatch.setattr(gpu, "PIECE", 2)
+    monkeypatch.setattr(memory, "PIECE", 2)
     case = Case(net=net, tokens=23, batch=1 if offsets else 2, heads=1, offsets=offsets)
     leaves = [x.detach() for x in case.leaves()]
     assert_close(case.call("chunked")(*leaves), case.call("triton")(*leaves), 1e-10)
@@ -230,7 +230,7 @@ def test_a_carried_call_compiles_without_a_break(offsets):
 
 def test_a_whole_model_compiles_without_a_break(monkeypatch):
     """Every variant's layer in one model, on the kernels; fullgraph makes a break an error."""
-    monkeypatch.setattr(operator, "_choose", lambda *_: "triton")
+    monkeypatch.setattr(dispatch, "memory_backend", lambda *_: "triton")
     pattern = ("lmm", "mag", "mal", "mac", "gated_delta")
     model = Model(
         preset("tiny", pattern, depth=len(pattern), dim=16, heads=1, memory={"heads": 1, "chunk": 8}, segment=8, window=8)

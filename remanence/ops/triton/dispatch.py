@@ -1,32 +1,85 @@
-"""The kernels as a tier of the operator: what they can run, whether a chip can hold them, and a call from layout to state."""
+"""Which path a call takes on a GPU. Everyone who has kernels and torch to choose from asks here.
+
+Each ``*_reason`` returns why the kernels cannot run a call, in words, or None if they can. `KERNELS` turns kernels off.
+"""
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from remanence.core.state import advanced, trains
-from remanence.ops.layout import DeviceLayout, gates_rows
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Rule
-from remanence.ops.state import Gates, MemoryState
-from remanence.ops.triton import linear as fused_linear
-from remanence.ops.triton import mlp as fused
-from remanence.ops.triton.launch import WIDEST, interpreted, kernels
+from remanence.ops.triton import launch, linear, mlp
+from remanence.ops.triton.memory import Plan, plan_of
 from remanence.ops.triton.resources import lacking
 
-PIECE = 256
-"""Chunks of a call without gradients that are under way at once."""
+log = logging.getLogger("remanence")
 
-Plan = fused.Plan | fused_linear.Plan
+KERNELS: tuple[str, ...] = ("layer", "memory", "decode", "search")
+"""The kernels that may run, by what they do; the rest is left to torch. Tests set it to compare the two."""
+
+LAYER_WIDTH, LAYER_TAPS, LAYER_GATES, LAYER_FEATURES, LAYER_CHANNELS = 256, 8, 128, 512, 8192
+"""The most that the kernels of layer.py can take, of a head's width and so on."""
+
+LAYER_DTYPES = (torch.float32, torch.bfloat16)
+
+STORE_SLOTS = 2**30
+"""The largest store that can be searched: slots are counted in 32 bits, with those that fill the last tiles."""
+
+OFF = "the kernels are turned off (remanence.ops.triton.dispatch.KERNELS)"
+NO_TRITON = "triton cannot be imported (pip install 'remanence[triton]')"
+NO_CUDA = "the kernels run on CUDA (or under TRITON_INTERPRET=1), got "
+NO_DOUBLE = "the kernels compute in float32, got float64"
+
+_logged: set[str] = set()
 
 
-def unsupported(
+def log_once(message: str, level: int = logging.INFO) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        log.log(level, "%s", message)
+
+
+def memory_backend(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str:
+    """What ``backend="auto"`` is for a call of the memory operator. Logs each choice once."""
+    backend, why = "chunked", ""
+    if q.device.type == "cuda":
+        reason = memory_kind_reason(net, rule, q.shape[-1], v.shape[-1], chunk, q.dtype, q.device)
+        if reason is None:
+            reason = memory_chip_reason(q, v, net, rule, chunk, train)
+            if reason is not None:  # a GPU that should have run them: the call is slower without
+                log_once(f"memory operator: backend chunked, without the kernels: {reason}", logging.WARNING)
+        backend, why = ("triton", "") if reason is None else ("chunked", f": {reason}")
+    if not torch.compiler.is_compiling():
+        log_once(f"memory operator: backend {backend}{why}")
+    return backend
+
+
+def memory_reason(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str | None:
+    """Why the kernels cannot run this call of the memory operator."""
+    reason = memory_kind_reason(net, rule, q.shape[-1], v.shape[-1], chunk, q.dtype, q.device)
+    return memory_chip_reason(q, v, net, rule, chunk, train) if reason is None else reason
+
+
+def memory_chip_reason(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str | None:
+    """Why the GPU cannot hold this call's kernels. Not asked while compiling, nor of the interpreter."""
+    device = q.device
+    if not isinstance(net, MLP) or device.type != "cuda" or launch.interpreted() or torch.compiler.is_compiling():
+        return None
+    op = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    return chip_reason(plan_of(net, rule, q.shape[-1], v.shape[-1], q.shape[-2], chunk), op, device, train)
+
+
+def memory_kind_reason(
     net: Net, rule: Rule, width: int, values: int, chunk: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why a call with keys and values of these widths cannot run here, in words; None if it can."""
+    """Why there are no kernels for such a memory, with keys and values of these widths, whatever the chip can hold."""
+    if "memory" not in KERNELS:
+        return OFF
     if not isinstance(net, MLP) or net.depth > 2 or net.bias:
         return "the kernels know MLP memories of depth 1 and depth 2 without bias"
     if net.depth == 1:
@@ -34,90 +87,105 @@ def unsupported(
             return "the kernels know, for depth 1, the squared and the dot loss, and decay_first only anchored at the token"
     elif rule.anchor != "chunk" or rule.decay_first or rule.loss != "squared":
         return "the kernels know the squared loss, anchored at the chunk's start, without decay_first"
-    if not 1 <= min(width, values) <= max(width, values) <= WIDEST:
-        return f"the kernels know head widths up to {WIDEST}, got {max(width, values)}"
-    if not 1 <= chunk <= WIDEST:
-        return f"the kernels know chunks up to {WIDEST}, got {chunk}"
-    if kernels() is None:
-        return "triton cannot be imported (pip install 'remanence[triton]')"
-    if interpreted():
+    if not 1 <= min(width, values) <= max(width, values) <= launch.WIDEST:
+        return f"the kernels know head widths up to {launch.WIDEST}, got {max(width, values)}"
+    if not 1 <= chunk <= launch.WIDEST:
+        return f"the kernels know chunks up to {launch.WIDEST}, got {chunk}"
+    if launch.kernels() is None:
+        return NO_TRITON
+    if launch.interpreted():
         return None
     if device.type != "cuda":
-        return f"the kernels run on CUDA (or under TRITON_INTERPRET=1), got {device.type}"
-    return "the kernels compute in float32, got float64" if dtype == torch.float64 else None
-
-
-def plan_of(net: MLP, rule: Rule, width: int, values: int, heads: int, chunk: int) -> Plan:
-    if net.depth == 1:
-        return fused_linear.plan_of(net, rule, width, values, heads, chunk)
-    return fused.plan_of(net, rule, width, heads, chunk)
-
-
-def fits(plan: Plan, op: torch.dtype, device: torch.device, train: bool) -> str | None:
-    """Why a GPU cannot hold these kernels, in words; None if it can. Decided by building them, once, before any is launched."""
-    if interpreted() or device.type != "cuda" or torch.compiler.is_compiling():
-        return None
-    chip = torch.cuda.get_device_properties(device)
-    shared = chip.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return _fits(plan._replace(heads=1), op, 10 * chip.major + chip.minor, shared, train)
+        return NO_CUDA + device.type
+    return NO_DOUBLE if dtype == torch.float64 else None
 
 
 @cache
-def _fits(plan: Plan, op: torch.dtype, arch: int, shared: int, train: bool) -> str | None:
-    written = kernels()
+def chip_reason(plan: Plan, op: torch.dtype, device: torch.device, train: bool) -> str | None:
+    """Why a GPU cannot hold these kernels. Found by building them, before any is launched."""
+    chip = torch.cuda.get_device_properties(device)
+    shared = chip.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return build_reason(plan._replace(heads=1), op, 10 * chip.major + chip.minor, shared, train)
+
+
+@cache
+def build_reason(plan: Plan, op: torch.dtype, arch: int, shared: int, train: bool) -> str | None:
+    """`chip_reason` for a compute capability (90 for 9.0) with so many bytes of shared memory; the chip need not be
+    here.
+    """
+    written = launch.kernels()
     if written is None:
         return None
-    if isinstance(plan, fused_linear.Plan):
-        return lacking(written, fused_linear.launches(plan, op, arch, train), arch, shared)
-    return lacking(written, fused.launches(plan, op, arch, train), arch, shared)
+    if isinstance(plan, linear.Plan):
+        return lacking(written, linear.launches(plan, op, arch, train), arch, shared)
+    return lacking(written, mlp.launches(plan, op, arch, train), arch, shared)
 
 
-def memorize(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    state: MemoryState,
-    net: Net,
-    rule: Rule,
-    chunk: int,
-    offsets: list[int] | None,
-    aligned: bool = False,
-) -> tuple[Tensor, MemoryState, Tensor]:
-    """The arguments are those of `remanence.ops.memorize`, already checked, q, k and v in the dtype they came in."""
-    reason = unsupported(net, rule, q.shape[-1], v.shape[-1], chunk, q.dtype, q.device)
-    if reason is not None or not isinstance(net, MLP):
-        raise ValueError(f"backend: 'triton' cannot run this call: {reason}")
-    exact = state.k.dtype
-    op = q.dtype if q.dtype == torch.bfloat16 else exact
-    layout = DeviceLayout(q.shape[0], q.shape[1], state, chunk, offsets, aligned)
-    q, k, v = (x.to(op) for x in (q, k, v))
-    q, k, v = layout.queries(q), layout.rows(state.k, k), layout.rows(state.v, v)
-    gates = gates_rows(layout, state, gates)
-    rows, _, heads, width = q.shape
-    inputs = [*[x.contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
-    start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
-    train = trains([*inputs, *start])
-    plan = plan_of(net, rule, width, v.shape[-1], heads, chunk)
-    reason = fits(plan, op, q.device, train)
-    if reason is not None:
-        raise ValueError(f"backend: 'triton' cannot run this call: {reason}")
-    operator = fused_linear.linear_forward if net.depth == 1 else fused.memory_forward
-    # Without gradients nothing is kept, so a long call goes piece by piece: the states at all chunks' starts would fill a GPU.
-    piece = layout.length if train else min(layout.length, PIECE * chunk)
-    pieces, ends = [], start
-    for first in range(0, layout.length, piece):
-        some = (
-            inputs if piece == layout.length else [x if x is None else x[:, first : first + piece].contiguous() for x in inputs]
+def layer_reason(x: Tensor, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0, channels: int = 1) -> str | None:
+    """Why x cannot take the kernels of layer.py, with heads of this width, so many taps, gates of all heads together,
+    features of each key, and channels.
+    """
+    if not x.is_cuda:
+        return "the layer's kernels run on CUDA"
+    if "layer" not in KERNELS:
+        return OFF
+    if not launch.HAS_TRITON:
+        return NO_TRITON
+    if x.dtype not in LAYER_DTYPES:
+        return "the layer's kernels know float32 and bfloat16"
+    if x.numel() == 0:
+        return "there are no tokens"
+    if channels > LAYER_CHANNELS:
+        return f"the layer's kernels know up to {LAYER_CHANNELS} channels, got {channels}"
+    if width > LAYER_WIDTH:
+        return f"the layer's kernels know head widths up to {LAYER_WIDTH}, got {width}"
+    if not 1 <= taps <= LAYER_TAPS:
+        return f"the layer's kernels know 1 to {LAYER_TAPS} taps, got {taps}"
+    if gates > LAYER_GATES:
+        return f"the layer's kernels know up to {LAYER_GATES} gates, got {gates}"
+    if features > LAYER_FEATURES:
+        return f"the layer's kernels know up to {LAYER_FEATURES} features, got {features}"
+    return None
+
+
+def decode_reason(like: Tensor, width: int) -> str | None:
+    """Why one token cannot be decoded by kernels, for heads of this width and a state like this tensor."""
+    if "decode" not in KERNELS:
+        return OFF
+    if launch.kernels() is None:
+        return NO_TRITON
+    if width > launch.WIDEST:
+        return f"the kernels know head widths up to {launch.WIDEST}, got {width}"
+    if launch.interpreted():
+        return None
+    if not like.is_cuda:
+        return NO_CUDA + like.device.type
+    return None if like.dtype == torch.float32 else f"the kernels decode states in float32, got {like.dtype}"
+
+
+def decode_memory_reason(net: MLP, rule: Rule, chunk: int) -> str | None:
+    """Why there is no kernel that reads one token into such a memory."""
+    two = net.depth == 2 and rule.loss == "squared" and rule.anchor == "chunk" and not rule.decay_first
+    if net.bias or not isinstance(rule.loss, str) or not (net.linear or two):
+        return (
+            "the kernels decode two layers anchored at the chunk's start, or one without LayerNorm, both without bias; "
+            f"got {net} and {rule}"
         )
-        left = (layout.totals - first).clamp(0, piece).to(torch.int32)
-        y, surprise, *ends, bad = operator(*some, *ends, left, train, *plan)[: 3 + len(start)]
-        pieces.append((y, surprise, bad))
-    y, surprise, bad = (column[0] if len(pieces) == 1 else torch.cat(column, 1) for column in zip(*pieces, strict=True))
-    layers = tuple(end.view(rows, heads, *end.shape[1:]) for end in ends) if layout.folds else state.layers
-    outcomes = [x.detach().flatten(1) for x in (surprise, *(layers if layout.folds else ()))]
-    largest = torch.stack([torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes])  # NaN is the largest of all
-    diverged = state.diverged | bad.view(rows, -1).any(1) | ~largest.isfinite().all(0)
-    tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
-    new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), advanced(state.position, layout.counts), diverged)
-    return layout.back(y), new, layout.back(surprise)
+    return None if chunk <= launch.WIDEST else f"the kernels know chunks up to {launch.WIDEST}, got {chunk}"
+
+
+def search_reason(q: Tensor, keys: Tensor) -> str | None:
+    """Why the kernels cannot search these keys for these queries."""
+    if "search" not in KERNELS:
+        return OFF
+    if not q.is_cuda and not launch.interpreted():
+        return NO_CUDA + q.device.type
+    if launch.kernels() is None:
+        return NO_TRITON
+    if torch.float64 in (q.dtype, keys.dtype):
+        return NO_DOUBLE
+    if q.shape[-1] > launch.WIDEST:
+        return f"the kernels know head widths up to {launch.WIDEST}, got {q.shape[-1]}"
+    if keys.shape[1] > STORE_SLOTS:
+        return f"the kernels know stores of up to {STORE_SLOTS} slots, got {keys.shape[1]}"
+    return None

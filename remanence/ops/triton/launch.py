@@ -1,17 +1,17 @@
-"""What every kernel needs to be launched: where they are, what they are told of sizes and types, and torch's words for them."""
+"""Launching a kernel: where the kernels are, and the tile sizes, types and precision that they are compiled for."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from remanence.ops.triton.resources import note
+from remanence.ops.triton.resources import record
 
 WIDEST = 128
 """Head width, and chunk, of the largest tile."""
@@ -19,8 +19,7 @@ WIDEST = 128
 PRECISION = "tf32x3"
 """Of products of float32 operands: three tensor-core products for one of (nearly) float32. "ieee" is exact and slow."""
 
-GATES = "Tensor log_step, Tensor? log_momentum, Tensor? log_keep"
-"""In an operator's schema."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, but not imported before it is needed
 
 
 @cache
@@ -36,7 +35,7 @@ def kernels() -> ModuleType | None:
 
 
 def _mend_interpreter() -> None:
-    """Triton 3.6 turns its scalars, arrays of one, into Python integers in a way that NumPy 2.4 refuses."""
+    """Triton 3.6 converts its scalars, arrays of one, to Python integers in a way that NumPy 2.4 refuses."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -48,7 +47,9 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor = mended
 
 
+@cache
 def interpreted() -> bool:
+    """Whether kernels run under Triton's interpreter. Read once: Triton itself reads it when it is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -58,12 +59,14 @@ def power(size: int) -> int:
 
 
 def side(size: int, op: torch.dtype, chip: int) -> int:
-    """Of a tile, along a memory's width or hidden axis. At least 128 bytes on Hopper: from narrower tiles Triton 3.6 builds
-    kernels whose results are wrong there, or which reach outside their memory (heads of 16, 32 and 128 showed it on an H200).
+    """Of a tile, along a memory's width or hidden axis. At least 128 bytes on Hopper: from narrower tiles Triton 3.6
+    builds kernels whose results are wrong there, or which reach outside their memory (heads of 16, 32 and 128 showed it
+    on an H200).
     """
     return max(power(size), 128 // op.itemsize if chip >= 90 else 16)
 
 
+@cache
 def triton_type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
@@ -97,51 +100,16 @@ def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op:
         "QUICK": quick,
         "ACC": triton_type(acc),
         "OP": triton_type(op),
-        # Beside bfloat16 operands a product of gates need not be exacter than one tensor-core product of float32 is. Beside
-        # float32 every error here is met again in each chunk: with "tf32x3" gradients were 1.4 times as far off as torch's,
-        # with "ieee" half as far.
+        # Beside bfloat16 operands a product of gates need not be exacter than one tensor-core product of float32 is.
+        # Beside float32 every error here is met again in each chunk: with "tf32x3" gradients were 1.4 times as far off
+        # as torch's, with "ieee" half as far.
         "PRECISION": "tf32" if quick else "ieee",
     }
 
 
 def launch(name: str, grid: tuple[int, ...], *tensors: Any, options: dict[str, Any], **constants: Any) -> None:
-    if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only, `fits` for the kernels' names
-        note(name, tensors, constants)
+    if isinstance(tensors[0], FakeTensor):  # torch.compile wants shapes only, `recording` the kernels' names
+        record(name, tensors, constants)
         return
-    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, whatever its arguments are on
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, not on its arguments'
         getattr(kernels(), name)[grid](*tensors, **constants, **options)
-
-
-_library = torch.library.Library("remanence", "DEF")
-
-
-def operator(
-    name: str, function: Any, schema: str, back: Any = None, keep: Any = None, fake: Any = None, tags: tuple[torch.Tag, ...] = ()
-) -> Any:
-    """Make a function an operator of torch's own, opaque to its compiler: no graph breaks at it.
-
-    `back` is its gradient, from what `keep` kept. `fake` tells the results' shapes where the function itself should not. Not by
-    torch.library.custom_op, whose checks of every call took half of the time that the processor spent on a layer (0.4 ms a call;
-    torch.library.opcheck makes the same checks, in the tests).
-    """
-    _library.define(f"{name}{schema}", tags=tags)
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"remanence::{name}", fake or function, lib=_library)
-    if back is not None:
-        torch.library.register_autograd(f"remanence::{name}", back, setup_context=keep, lib=_library)
-    return getattr(torch.ops.remanence, name).default
-
-
-def given(grads: tuple[Tensor | None, ...], like: list[tuple[torch.Size, torch.dtype]], beside: Tensor) -> list[Tensor]:
-    """Gradients of results that look so, zeros for those that have none."""
-    pairs = zip(grads, like, strict=False)
-    return [torch.zeros(x[0], dtype=x[1], device=beside.device) if g is None else g.contiguous() for g, x in pairs]
-
-
-def once(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    raise RuntimeError("this is differentiable once; for derivatives of gradients use backend='reference'")
-
-
-def tensors(count: int) -> str:
-    """So many results, in an operator's schema."""
-    return "(" + ", ".join(["Tensor"] * count) + ")"

@@ -1,16 +1,15 @@
-"""What a block does around its memory and its products, on a GPU: convolution, gates, features, norms, rotary angles, each as one
-kernel (of the features, what stands between their products, which are torch's own).
+"""What a block does around its memory and its projections, on a GPU: convolution, gates, features, norms and rotary
+angles, each as one kernel. (Wide features use torch's batched products, with kernels in between.)
 
-Weights may have one axis more in front: groups, several layers' at once, for as many equal shares of the rows, which stand one
-behind the other.
+Weights may have one more axis in front: groups, the weights of several layers at once. The rows are then split into as
+many equal shares, one after the other.
 
-The functions are those of `remanence.layers` on torch; which of the two runs is asked of `fits`. Operators of torch's own, opaque
-to its compiler: no graph breaks at them. Differentiable once.
+The functions do what `remanence.layers` does in torch; `fits` decides which of the two runs. They are torch operators,
+so no graph breaks at them, and differentiable once.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -24,14 +23,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remanence.core.state import carry_on
-from remanence.ops.triton import launch
-from remanence.ops.triton.resources import SHARED, Launch, note, noting
-
-AUTO = True
-"""Whether CUDA tensors take the kernels."""
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # not imported before it is needed
-WIDEST, MOST_TAPS, MOST_GATES, MOST_FEATURES, MOST_CHANNELS = 256, 8, 128, 512, 8192
+from remanence.ops.library import differentiable, operator, raise_on_double_backward
+from remanence.ops.triton import dispatch, launch
+from remanence.ops.triton.resources import SHARED, Launch, record, recording
 
 PARTS = {"short_conv": 128, "gates": 32, "gated_norm": 1024, "rms_norm": 1024}
 """Programs (per head; per block of the input's channels; in all) that backward's sums over tokens are split between."""
@@ -52,52 +46,42 @@ TILE = {
     "lift_added": 2048,
     "lift_added_backward": 1024,
 }
-"""Numbers a program has at hand of each tensor: 16 a thread, or 8 where many tensors are held at once."""
+"""Elements of each tensor in one program: 16 a thread, or 8 where many tensors are loaded at once."""
 
 GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
-"""Tokens and channels of the input at hand; half of each for more than 64 gates."""
+"""Tokens and channels of the input in one tile; half of each for more than 64 gates."""
 
 LIFT_PARTS, LIFT_PART = 16, 512
-"""Parts (at most) that a product over tokens is made in, and tokens of one (at least): one product per head would keep few of the
-chip's processors busy, and of a sum in bfloat16 leave no more digits than that has.
+"""The most parts that a product over tokens is split into, and the fewest tokens of one. One product per head would use
+few of the GPU's processors, and would add everything up in bfloat16.
 """
 
 
 @cache
 def kernels() -> ModuleType:
-    launch.kernels()  # what the interpreter needs is mended there
+    launch.kernels()  # patches the interpreter
     from remanence.ops.triton.kernels import layer
 
     return layer
 
 
 def fits(x: Tensor, *, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0, channels: int = 1) -> bool:
-    """Whether x can take the kernels, with heads so wide, so many taps, so many gates of all heads together, so many features
-    of each key, and so many channels.
-    """
-    if not (AUTO and HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0):
-        return False
-    return (
-        channels <= MOST_CHANNELS
-        and width <= WIDEST
-        and 1 <= taps <= MOST_TAPS
-        and gates <= MOST_GATES
-        and features <= MOST_FEATURES
-    )
+    """Whether x can take these kernels; `dispatch.layer_reason` says why not."""
+    return dispatch.layer_reason(x, width, taps, gates, features, channels) is None
 
 
 def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> tuple[Tensor, Tensor]:
-    """``[b t w]`` to ``[b t heads e]``: SiLU of the causal convolution with `weight` ``[w taps]``, each head's vector at length 1
-    if `unit`. The first tokens' taps reach into the last of `past` ``[b s w]``, s >= taps - 1; the past after x is the second
-    result. One operator for both, as only a few of x's tokens get a gradient from it.
+    """``[b t w]`` to ``[b t heads e]``: SiLU of the causal convolution with `weight` ``[w taps]``, each head's vector
+    at unit length if `unit`. The first tokens' taps reach into the end of `past` ``[b s w]``, s >= taps - 1. The second
+    result is the past after x; one operator returns both, because few of x's tokens get a gradient from it.
     """
     y, kept, _ = short_conv_forward(x, past, weight, heads, unit)
     return y, kept
 
 
 def log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]) -> tuple[Tensor, ...]:
-    """``[b t d]`` to one ``[b t heads]`` for each entry of `flipped`, float32 at least: log sigmoid of the logits, of their
-    negatives where flipped.
+    """``[b t d]`` to one ``[b t heads]`` for each entry of `flipped`, float32 at least: log sigmoid of the logits, of
+    their negatives where flipped.
     """
     logs, *_ = gates_forward(x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip))
     return logs.unbind(0)
@@ -124,18 +108,22 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x ``[r t h e]`` with pairs (i, i + e/2) of channels turned by angles ``[r or 1, t, e/2]``, which get no gradient."""
+    """x ``[r t h e]`` with pairs (i, i + e/2) of channels turned by angles ``[r or 1, t, e/2]``, which get no
+    gradient.
+    """
     return rotary_forward(x, cos, sin, False)
 
 
 def by_heads(x: Tensor, weight: Tensor, base: Tensor | None = None) -> Tensor:
-    """Each head of x ``[b t h i]`` times its matrix ``[h i o]``, in x's dtype; added to `base` ``[b t h o]`` if given."""
+    """Each head of x ``[b t h i]`` times its matrix ``[h i o]``, in x's dtype; added to `base` ``[b t h o]`` if
+    given.
+    """
     return heads_forward(x, weight, base)
 
 
 def lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """One layer of features: to x ``[b t h e]`` are added those that `up` ``[h e 2*o]`` makes of it, gated and at length 1, by
-    way of `down` ``[h o e]``, and the sum is brought to length 1.
+    """One layer of features: `up` ``[h e 2*o]`` makes gated features at unit length of x ``[b t h e]``, `down`
+    ``[h o e]`` projects them back, and x plus that is normalized to unit length.
     """
     return lift_forward(x, up, down)
 
@@ -150,15 +138,15 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _launch(name: str, grid: tuple[Any, ...], *tensors: Any, warps: int = 4, stages: int = 1, **constants: Any) -> None:
     constants["ACC"] = launch.triton_type(_wide(tensors[0]))
-    if isinstance(tensors[0], FakeTensor):  # torch.compile asks for shapes only, `lift_launches` for the kernels' names
-        note(name, tensors, {**constants, "warps": warps, "stages": stages})
+    if isinstance(tensors[0], FakeTensor):  # torch.compile wants shapes only, `lift_launches` the kernels' names
+        record(name, tensors, {**constants, "warps": warps, "stages": stages})
         return
     with torch.cuda.device_of(tensors[0]):
         getattr(kernels(), name)[grid](*tensors, **constants, num_warps=warps, num_stages=stages)
 
 
 def _split(tiles: Any, parts: int) -> tuple[Any, Any]:
-    """So many tiles between at most so many programs: how many programs, and how many tiles each."""
+    """Split tiles between at most `parts` programs: how many programs, and how many tiles each."""
     steps = -(-tiles // parts)
     return -(-tiles // steps), steps
 
@@ -169,13 +157,13 @@ def _conv_tiles(name: str, weight: Tensor, heads: int) -> dict[str, Any]:
 
 
 def _per(weight: Tensor, plain: int, count: Any) -> tuple[int, Any]:
-    """How many groups a weight has, if it has one dimension more than a plain one, and how many of so many there are for each."""
+    """How many groups a weight has (1 without the extra dimension), and how many of `count` belong to each."""
     groups = weight.shape[0] if weight.dim() > plain else 1
     return groups, count // groups
 
 
 def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The results, and what of the past was met, for backward."""
+    """The results, and the part of the past that was used, for backward."""
     kept = carry_on(past, x)
     past = past[:, past.shape[1] - weight.shape[-1] + 1 :].to(x.dtype, copy=True)
     x, past, weight = (tensor.contiguous() for tensor in (x, past, weight))
@@ -190,7 +178,7 @@ def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool)
 def _short_conv_backward(
     g_y: Tensor, g_kept: Tensor | None, x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool, like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`past` is what was met of it, `like` is shaped like all of it."""
+    """`past` is the part that was used, `like` has the shape of all of it."""
     g_y, x, past, weight = (tensor.contiguous() for tensor in (g_y, x, past, weight))
     rows, tokens, width = x.shape
     taps, (groups, per) = weight.shape[-1], _per(weight, 2, rows)
@@ -207,9 +195,9 @@ def _short_conv_backward(
     held = like.shape[1]
     g_past = F.pad(g_past.to(like.dtype), (0, 0, held - taps + 1, 0))
     if g_kept is not None and held:
-        came = min(tokens, held)
-        g_x[:, tokens - came :] += g_kept[:, held - came :].to(g_x.dtype)
-        g_past[:, came:] += g_kept[:, : held - came]
+        new = min(tokens, held)
+        g_x[:, tokens - new :] += g_kept[:, held - new :].to(g_x.dtype)
+        g_past[:, new:] += g_kept[:, : held - new]
     return g_x, g_past, _summed(g_weight, groups).view_as(weight).to(weight.dtype)
 
 
@@ -289,7 +277,7 @@ def _gated_norm_backward(g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, e
 
 
 def _wide_norm(name: str, weight: Tensor, n: int, eps: float) -> tuple[dict[str, Any], int, int]:
-    """Tiles of a norm over whole vectors, its groups, and how many vectors each has."""
+    """Tiles of a norm over complete vectors, its groups, and how many vectors each has."""
     groups, per = _per(weight, 1, n)
     constants = _norm_tiles(name, weight.shape[-1], eps)
     constants["warps"] = max(4, min(16, constants["BD"] * constants["BT"] // 512))
@@ -366,7 +354,7 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
 
 
 def _head_tiles(x: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
-    """Tiles of products by heads: whole rows of x, and as much of the matrix as fits beside them."""
+    """Tiles of products by heads: complete rows of x, and as much of the matrix as fits beside them."""
     narrow = x.dtype == torch.bfloat16
     block = min(_dot(outputs, x), 128 if narrow else 64)
     constants = {
@@ -381,16 +369,16 @@ def _head_tiles(x: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
 
 
 def _dtypes(x: Tensor) -> dict[str, Any]:
-    """And how many slices are on their way at once: fewer where there is little shared memory."""
+    """Dtypes, and how many slices are loaded ahead: fewer on a GPU with little shared memory."""
     return {"OP": launch.triton_type(x.dtype), "PRECISION": launch.precision(), "stages": 2 if _roomy(x) else 1}
 
 
 _chip: ContextVar[int] = ContextVar("chip", default=90)
-"""The compute capability that kernels are asked for which are not launched."""
+"""The compute capability of kernels that are recorded, not launched."""
 
 
 def _roomy(x: Tensor) -> bool:
-    """Whether a block may have some 160 KiB of shared memory."""
+    """Whether a block may have about 160 KiB of shared memory."""
     return SHARED.get(_arch(x), 227) > 160
 
 
@@ -421,7 +409,7 @@ def _heads_product(x: Tensor, weight: Tensor, base: Tensor | None, turned: bool)
 
 
 HEAD_PROGRAMS = 528
-"""Programs at most that the tokens of a product over them are split between: four for each processor of a large chip."""
+"""The most programs that a product over tokens is split between: four per processor of a large GPU."""
 
 
 def _heads_weight(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
@@ -456,7 +444,7 @@ def _lifts_at_once(x: Tensor, down: Tensor) -> bool:
 
 
 def _lift_tiles(x: Tensor, down: Tensor, backward: bool) -> dict[str, Any]:
-    """Of wide heads backward has a program on each processor, forward two: as registers allow, none of which is spilled."""
+    """For wide heads backward has one program per processor and forward two, so that no register is spilled."""
     count, width = down.shape[-2:]
     narrow = x.dtype == torch.bfloat16
     wide = narrow and max(count, width) > 64
@@ -497,7 +485,7 @@ def _lift_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants:
 
 
 def _lift_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """By heads: the products z, the unit features of them (with room for so many tokens), and what these add to x."""
+    """By heads: the products z, their unit features (with room for so many tokens), and what these add to x."""
     groups = up.shape[0] // x.shape[2]
     by_heads = x.flatten(0, 1).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)  # of one group a view, else a copy
     heads, n, width = by_heads.shape
@@ -520,7 +508,7 @@ def _lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def _lift_room(n: int) -> tuple[int, int]:
-    """In how many parts products over n tokens are made, and of how many tokens all parts together, the last filled up."""
+    """How many parts products over n tokens have, and how many tokens all parts together, the last one padded."""
     parts = min(LIFT_PARTS, -(-n // LIFT_PART))
     return parts, parts * -(-n // parts)
 
@@ -567,14 +555,14 @@ def _lift_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def _lift_shapes(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Told apart from the function itself, whose parts would bind a graph to the number of tokens it was made with."""
+    """Not the function itself, whose number of parts would bind a graph to its number of tokens."""
     return x.new_empty(x.shape), up.new_empty(up.shape), down.new_empty(down.shape)
 
 
 def lift_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int) -> list[Launch]:
     """The kernels of `lift` and its gradient as they are launched on a chip; nothing runs."""
     chip = _chip.set(arch)
-    with FakeTensorMode(), torch.device("cpu"), noting() as noted:
+    with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         x, up, down = (
             torch.empty(1, 8192, heads, width, dtype=op),
             torch.empty(heads, width, 2 * count),
@@ -582,48 +570,22 @@ def lift_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int
         )
         _lift_backward(_lift(x, up, down), x, up, down)
     _chip.reset(chip)
-    return [Launch(name, types, constants, constants.pop("warps"), constants.pop("stages")) for name, types, constants in noted]
+    return [
+        Launch(name, types, constants, constants.pop("warps"), constants.pop("stages")) for name, types, constants in recorded
+    ]
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.constants = inputs[3:]
+def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.eps = inputs[2]
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*[each for each in inputs if isinstance(each, Tensor)])
-    ctx.eps = next(each for each in inputs if isinstance(each, float))
-
-
-def _keep_angles(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:3])
     ctx.back = inputs[3]
 
 
-def _keep_gates(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, logits, scales = output
-    ctx.mark_non_differentiable(logits, scales)
-    ctx.save_for_backward(*inputs[:3], logits, scales)
-    ctx.constants = inputs[3:]
-
-
-def _through(backward: Any) -> Any:
-    def gradients(ctx: Any, g: Tensor, *_: Any) -> tuple[Any, ...]:
-        return *backward(g, *ctx.saved_tensors, *ctx.constants), *[None] * len(ctx.constants)
-
-    return gradients
-
-
-_CONV, _GATES, _NORM = "Tensor x, Tensor past, Tensor weight", "Tensor x, Tensor weight, Tensor bias", "Tensor x, Tensor gate"
-short_conv_backward = launch.operator(
-    "short_conv_backward",
-    _short_conv_backward,
-    f"(Tensor g_y, Tensor? g_kept, {_CONV}, int heads, bool unit, Tensor like) -> (Tensor, Tensor, Tensor)",
-    launch.once,
-)
-
-
-def _keep_conv(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_conv(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, past, weight, *ctx.constants = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
@@ -637,80 +599,65 @@ def _conv_gradient(ctx: Any, g_y: Tensor | None, g_kept: Tensor | None, _: None)
     return *short_conv_backward(g_y, g_kept, x, past, weight, *ctx.constants, like), None, None
 
 
-short_conv_forward = launch.operator(
-    "short_conv", _short_conv, f"({_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)", _conv_gradient, _keep_conv
-)
-gates_backward = launch.operator(
-    "log_gates_backward",
-    _gates_backward,
-    f"(Tensor g_logs, {_GATES}, Tensor logits, Tensor scales, int heads, int flipped) -> (Tensor, Tensor, Tensor)",
-    launch.once,
-)
-gates_forward = launch.operator(
-    "log_gates", _gates, f"({_GATES}, int heads, int flipped) -> (Tensor, Tensor, Tensor)", _through(gates_backward), _keep_gates
-)
-gated_norm_backward = launch.operator(
-    "gated_norm_backward",
-    _gated_norm_backward,
-    f"(Tensor g_y, {_NORM}, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    launch.once,
-)
-gated_norm_forward = launch.operator(
-    "gated_norm", _gated_norm, f"({_NORM}, Tensor weight, float eps) -> Tensor", _through(gated_norm_backward), _keep_inputs
-)
-rms_norm_backward = launch.operator(
-    "rms_norm_backward", _rms_norm_backward, "(Tensor g_y, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", launch.once
-)
-rms_norm_forward = launch.operator(
-    "rms_norm",
-    _rms_norm,
-    "(Tensor x, Tensor weight, float eps, ScalarType dtype) -> Tensor",
-    lambda ctx, g: (*rms_norm_backward(g, *ctx.saved_tensors, ctx.eps), None, None),
-    _keep_norm,
-)
-join_backward = launch.operator(
-    "join_backward",
-    _join_backward,
-    "(Tensor g_y, Tensor x, Tensor m, Tensor weight, Tensor gain, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    launch.once,
-)
-join_forward = launch.operator(
-    "join",
-    _join,
-    "(Tensor x, Tensor m, Tensor weight, Tensor gain, float eps) -> Tensor",
-    lambda ctx, g: (*join_backward(g, *ctx.saved_tensors, ctx.eps), None),
-    _keep_norm,
-)
-swiglu_backward = launch.operator(
-    "swiglu_backward", _swiglu_backward, "(Tensor g_y, Tensor gate, Tensor up) -> (Tensor, Tensor)", launch.once
-)
-swiglu_forward = launch.operator("swiglu", _swiglu, "(Tensor gate, Tensor up) -> Tensor", _through(swiglu_backward), _keep_inputs)
-rotary_forward = launch.operator(
-    "rotary",
-    _rotary,
-    "(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
-    lambda ctx, g: (torch.ops.remanence.rotary.default(g, *ctx.saved_tensors, not ctx.back), None, None, None),
-    _keep_angles,
-)
-heads_backward = launch.operator(
-    "heads_backward", _heads_backward, "(Tensor g_y, Tensor x, Tensor weight) -> (Tensor, Tensor)", launch.once
-)
+def _save_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.base = None if inputs[2] is None else inputs[2].dtype
 
 
 def _heads_gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return *heads_backward(g, *ctx.saved_tensors), g.to(ctx.base) if ctx.base is not None else None
 
 
-def _keep_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.base = None if inputs[2] is None else inputs[2].dtype
-
-
-heads_forward = launch.operator(
-    "by_heads", _heads, "(Tensor x, Tensor weight, Tensor? base) -> Tensor", _heads_gradient, _keep_heads
+_CONV = "Tensor x, Tensor past, Tensor weight"
+short_conv_backward = operator(
+    "short_conv_backward",
+    _short_conv_backward,
+    f"(Tensor g_y, Tensor? g_kept, {_CONV}, int heads, bool unit, Tensor like) -> (Tensor, Tensor, Tensor)",
+    raise_on_double_backward,
 )
-_LIFT = "Tensor x, Tensor up, Tensor down"
-lift_backward = launch.operator(
-    "lift_backward", _lift_backward, f"(Tensor g_y, {_LIFT}) -> (Tensor, Tensor, Tensor)", launch.once, fake=_lift_shapes
+short_conv_forward = operator(
+    "short_conv", _short_conv, f"({_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)", _conv_gradient, _save_conv
 )
-lift_forward = launch.operator("lift", _lift, f"({_LIFT}) -> Tensor", _through(lift_backward), _keep_inputs, fake=_lift_shape)
+gates_forward = differentiable(
+    "log_gates", _gates, _gates_backward, "Tensor x, Tensor weight, Tensor bias", "int heads, int flipped", extra=2
+)
+gated_norm_forward = differentiable(
+    "gated_norm", _gated_norm, _gated_norm_backward, "Tensor x, Tensor gate, Tensor weight", "float eps"
+)
+rms_norm_backward = operator(
+    "rms_norm_backward",
+    _rms_norm_backward,
+    "(Tensor g_y, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    raise_on_double_backward,
+)
+rms_norm_forward = operator(
+    "rms_norm",
+    _rms_norm,
+    "(Tensor x, Tensor weight, float eps, ScalarType dtype) -> Tensor",
+    lambda ctx, g: (*rms_norm_backward(g, *ctx.saved_tensors, ctx.eps), None, None),
+    _save_norm,
+)
+join_forward = differentiable("join", _join, _join_backward, "Tensor x, Tensor m, Tensor weight, Tensor gain", "float eps")
+swiglu_forward = differentiable("swiglu", _swiglu, _swiglu_backward, "Tensor gate, Tensor up")
+rotary_forward = operator(
+    "rotary",
+    _rotary,
+    "(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
+    lambda ctx, g: (torch.ops.remanence.rotary.default(g, *ctx.saved_tensors, not ctx.back), None, None, None),
+    _save_angles,
+)
+heads_backward = operator(
+    "heads_backward",
+    _heads_backward,
+    "(Tensor g_y, Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    raise_on_double_backward,
+)
+heads_forward = operator("by_heads", _heads, "(Tensor x, Tensor weight, Tensor? base) -> Tensor", _heads_gradient, _save_heads)
+lift_forward = differentiable(
+    "lift",
+    _lift,
+    _lift_backward,
+    "Tensor x, Tensor up, Tensor down",
+    fake=_lift_shape,
+    fake_backward=_lift_shapes,
+)

@@ -1,7 +1,7 @@
-"""The memory of one layer on a GPU: the kernels behind one differentiable function, as in fused.py.
+"""The memory of one layer on a GPU: the kernels behind one differentiable function, as in mlp.py.
 
-Kept for backward are the inputs, P, the state at every chunk's start in the inputs' dtype (``2 d d`` numbers a chunk and head
-with momentum), and for the token-exact rule each chunk's triangular inverse with what it makes of the keys.
+Saved for backward are the inputs, P, the state at every chunk's start in the inputs' dtype (``2 d d`` numbers per chunk
+and head with momentum), and for the token-exact rule each chunk's triangular inverse and its products with the keys.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ from remanence.ops.leash import counter
 from remanence.ops.nets import MLP
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates
+from remanence.ops.triton.autograd import empty_grads, memory_operator
 from remanence.ops.triton.launch import (
-    GATES,
     arch,
     coefficients,
-    given,
     launch,
-    once,
-    operator,
     power,
     precision,
     processors,
     side,
-    tensors,
     triton_type,
 )
 from remanence.ops.triton.mlp import warps_of
-from remanence.ops.triton.resources import Launch, noting
+from remanence.ops.triton.resources import Launch, recording
 
 SEQUENTIAL = ("linear_state", "linear_carry")
 """The kernels that walk over the chunks; they never read back what they wrote."""
 
 COLUMNS = 64
-"""Of the state, in one round of a parallel kernel and at most in one program of a sequential one; all of them with LayerNorm."""
+"""Of the state, in one round of a parallel kernel, and the most in one program of a sequential one; all with
+LayerNorm.
+"""
 
 FEWEST = 32
 """Columns in one program of a sequential kernel."""
@@ -61,6 +59,10 @@ class Plan(NamedTuple):
     precision: str
     chip: int = 0
 
+    def for_device(self, programs: int, device: torch.device) -> Plan:
+        """For a device."""
+        return self._replace(chip=arch(device))
+
     @property
     def solves(self) -> bool:
         return self.token and self.squared
@@ -71,7 +73,9 @@ class Plan(NamedTuple):
         return whole if self.norm else min(whole, COLUMNS)
 
     def columns(self, programs: int, op: torch.dtype, device: torch.device) -> int:
-        """Columns of the state in one program, where as many programs have all of them: fewer if they leave the chip idle."""
+        """Columns of the state in one program of a sequential kernel: fewer if the programs would leave the GPU
+        idle.
+        """
         if self.norm:
             return self.block(op)
         whole = side(self.values, op, self.chip)
@@ -96,8 +100,8 @@ class Plan(NamedTuple):
             "RESIDUAL": self.residual,
             "ACC": triton_type(acc),
             "OP": triton_type(op),
-            # Three products for one left token-exact memories 2 to 3.5 times as far off as torch on an H200, plain ones 1.1 to 2.
-            # Of wider heads' plain products the compiler makes nothing in ten minutes.
+            # Three products for one left token-exact memories 2 to 3.5 times as far off as torch on an H200, plain ones
+            # 1.1 to 2. Of wider heads' plain products the compiler makes nothing in ten minutes.
             "PRECISION": "ieee" if op == torch.float32 and max(self.width, self.values) <= 64 else self.precision,
         }
         if kernel != "linear_solve":
@@ -117,7 +121,7 @@ def plan_of(net: MLP, rule: Rule, width: int, values: int, heads: int, chunk: in
 
 
 def options(name: str, constants: dict[str, Any], hopper: bool) -> dict[str, int]:
-    """Warps of a program, and how many chunks are under way at once in it: as many as registers hold without spilling."""
+    """Warps of a program, and how many chunks are in flight in it: as many as registers hold without spilling."""
     if name.startswith("coef"):
         return {"num_warps": warps_of(name, constants["BC"]), "num_stages": 1}
     norm, wide = constants.get("NORM", False), triton_type(torch.bfloat16) != constants["OP"]
@@ -125,10 +129,8 @@ def options(name: str, constants: dict[str, Any], hopper: bool) -> dict[str, int
         warps = 8 if norm else max(4, constants["BV"] // 16)
         return {"num_warps": warps, "num_stages": 2 if hopper and not norm and not constants.get("HELD") else 1}
     if name == "linear_solve" and not wide and constants["BC"] <= 64:
-        return {
-            "num_warps": 4,
-            "num_stages": 1,
-        }  # of heads of 128, too: two programs then share a processor, and each waits a lot
+        # For heads of 128, too: two programs then share a processor, and each waits a lot.
+        return {"num_warps": 4, "num_stages": 1}
     return {"num_warps": 8 if norm or wide or max(constants["BC"], constants["BD"], constants["BV"]) > 64 else 4, "num_stages": 1}
 
 
@@ -139,7 +141,7 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
 def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
     """The kernels of one call, and of its backward if it trains, as they are launched on a chip; nothing runs."""
     plan = plan._replace(chip=arch)
-    with FakeTensorMode(), torch.device("cpu"), noting() as noted:
+    with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         q, k, v = (torch.empty(1, plan.chunk, 1, width, dtype=op) for width in (plan.width, plan.width, plan.values))
         step, momentum, keep = (torch.empty(1, plan.chunk, 1) for _ in range(3))
         gates = Gates(step, momentum if plan.momentum else None, keep if plan.forget else None)
@@ -147,21 +149,21 @@ def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list
         y, surprise, end, _, *kept = _forward(plan, q, k, v, gates, J, totals, train)
         if train:
             _backward(plan, (q, k, v, totals, *kept), gates, y, surprise, end)
-    chosen = [options(name, constants, arch >= 90) for name, _, constants in noted]
-    return [Launch(*each, o["num_warps"], o["num_stages"]) for each, o in zip(noted, chosen, strict=True)]
+    chosen = [options(name, constants, arch >= 90) for name, _, constants in recorded]
+    return [Launch(*each, o["num_warps"], o["num_stages"]) for each, o in zip(recorded, chosen, strict=True)]
 
 
 def _forward(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J: Tensor, totals: Tensor, train: bool
 ) -> tuple[Tensor, ...]:
-    """q, k ``[r L heads d]``, v ``[r L heads e]``, gates ``[r L heads]``, J ``[m p d e]``, totals ``[r]``; what backward needs
-    comes last.
+    """q, k ``[r L heads d]``, v ``[r L heads e]``, gates ``[r L heads]``, J ``[m p d e]``, totals ``[r]``; what
+    backward needs comes last.
     """
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J.dtype, q.dtype, power(plan.chunk)
     if train:
-        counter(q)  # made now: backward may run where nothing may be
+        counter(q)  # made now: backward may run where nothing can be allocated
     empty = lambda *shape, dtype=op: torch.empty(shape, dtype=dtype, device=q.device)
     like = lambda x, wanted: torch.empty_like(x) if wanted else empty(0)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
@@ -177,7 +179,8 @@ def _forward(
     starts, end, errors = empty(m, n, *J.shape[1:]), torch.empty_like(J), torch.empty_like(v)
     columns = plan.block(op) if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
     _launch(
-        "linear_state", (m, -(-plan.values // columns)), k, v, U, R, known, J, end, starts, co, fold, errors, L, n, heads,
+        "linear_state", (m, -(-plan.values // columns)),
+        k, v, U, R, known, J, end, starts, co, fold, errors, L, n, heads,
         **plan.tiles("linear_state", acc, op, BV=columns),
     )  # fmt: skip
     keep = train and plan.norm
@@ -202,14 +205,14 @@ def _backward(
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     g_q, g_k, g_v, g_D = (torch.empty_like(x) for x in (q, k, v, v))
     g_P, g_co, g_fold, g_J = (torch.empty_like(x) for x in (P, co, fold, starts))
-    came = torch.empty((m, n), dtype=acc, device=q.device)
+    received = torch.empty((m, n), dtype=acc, device=q.device)
     _launch(
         "linear_read_backward", (n * m,),
         q, k, v, log_gates[2], U, R, starts, P, co, errors, values, rstds, answers, spreads, g_y, g_surprise,
-        g_q, g_k, g_P, g_co, g_D, g_J, came, L, n, heads,
+        g_q, g_k, g_P, g_co, g_D, g_J, received, L, n, heads,
         **plan.tiles("linear_read_backward", acc, op),
     )  # fmt: skip
-    came_end = g_end.abs().flatten(1).sum(1)
+    received_end = g_end.abs().flatten(1).sum(1)
     g_first, g_ends = torch.empty_like(g_end), torch.empty_like(starts)
     columns = plan.block(op) if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
     whole = side(plan.values, op, plan.chip)
@@ -217,10 +220,11 @@ def _backward(
     for held, block in ((False, columns), (True, whole)):
         _launch(
             "linear_carry", (m, -(-plan.values // block)),
-            k, v, U, R, co, fold, values, rstds, g_J, came, came_end, g_end, g_first, g_ends, over, counter(q), L, n, heads,
+            k, v, U, R, co, fold, values, rstds, g_J, received, received_end, g_end, g_first, g_ends, over, counter(q),
+            L, n, heads,
             **plan.tiles("linear_carry", acc, op, BV=block, HELD=held, PROGRAMS=whole // columns),
         )  # fmt: skip
-    g_scale = torch.empty_like(gates.log_step) if plan.scaled else came
+    g_scale = torch.empty_like(gates.log_step) if plan.scaled else received
     _launch(
         "linear_keys_backward", (n * m,),
         k, v, log_gates[2], starts, P, co, inverse, errors, values, rstds, g_surprise, g_D, g_ends,
@@ -231,52 +235,7 @@ def _backward(
     _launch("coef_backward", (n * m,), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
     if plan.scaled:
         g_gates[2] += g_scale
-    none = lambda: torch.empty(0, dtype=acc, device=q.device)
-    return g_q, g_k, g_v, *[none() if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)], g_first
+    return g_q, g_k, g_v, *empty_grads(gates, g_gates, acc), g_first
 
 
-_INPUTS = f"Tensor q, Tensor k, Tensor v, {GATES}, Tensor J, Tensor totals"
-_PLAN = (
-    "int width, int values, int chunk, int heads, bool momentum, bool forget, bool norm, bool residual, bool squared, "
-    "bool token, bool scaled, str precision, int chip"
-)
-_OUTPUTS, _KEPT, _GRADS = 4, 12, 7
-
-
-def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, J: Tensor,
-    totals: Tensor, train: bool, *plan: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return _forward(Plan(*plan)._replace(chip=arch(q.device)), q, k, v, Gates(log_step, log_momentum, log_keep), J, totals, train)
-
-
-def _backward_op(
-    log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, saved: list[Tensor], grads: list[Tensor], *plan: Any
-) -> tuple[Tensor, ...]:
-    return _backward(
-        Plan(*plan)._replace(chip=arch(log_step.device)), tuple(saved), Gates(log_step, log_momentum, log_keep), *grads
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, log_step, log_momentum, log_keep, _, totals, _, *plan = inputs
-    ctx.plan = plan
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[3:])
-    ctx.like = [(x.shape, x.dtype) for x in output[:3]]
-    ctx.save_for_backward(log_step, log_momentum, log_keep, q, k, v, totals, *output[_OUTPUTS:])
-
-
-def _autograd(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors
-    gates, saved = kept[:3], list(kept[3:])
-    g_q, g_k, g_v, *g_gates, g_J = linear_backward(*gates, saved, given(grads, ctx.like, saved[0]), *ctx.plan)
-    known = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
-    return g_q, g_k, g_v, *known, g_J, None, None, *[None] * len(ctx.plan)
-
-
-_RESULTS = tensors(_OUTPUTS + _KEPT)
-linear_forward = operator("linear_forward", _forward_op, f"({_INPUTS}, bool train, {_PLAN}) -> {_RESULTS}", _autograd, _setup)
-linear_backward = operator(
-    "linear_backward", _backward_op, f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}", once
-)
+linear_forward = memory_operator("linear", Plan, _forward, _backward, ("J",), saved=12)

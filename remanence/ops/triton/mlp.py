@@ -1,7 +1,8 @@
 """The two-layer memory on a GPU: the kernels behind one differentiable function.
 
-Kept for backward are the inputs, P, and the state at every chunk's start in the inputs' dtype (``4 d h`` numbers a chunk and head
-with momentum): the recurrence is walked once forwards and once backwards, never again and never inverted.
+Saved for backward are the inputs, P, and the state at every chunk's start in the inputs' dtype (``4 d h`` numbers per
+chunk and head with momentum). The recurrence runs once forwards and once backwards; it is never repeated and never
+inverted.
 """
 
 from __future__ import annotations
@@ -16,23 +17,19 @@ from remanence.ops.leash import counter
 from remanence.ops.nets import MLP
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates
+from remanence.ops.triton.autograd import empty_grads, memory_operator
 from remanence.ops.triton.launch import (
-    GATES,
     arch,
     coefficients,
-    given,
     interpreted,
     launch,
-    once,
-    operator,
     power,
     precision,
     processors,
     side,
-    tensors,
     triton_type,
 )
-from remanence.ops.triton.resources import Launch, Note, noting
+from remanence.ops.triton.resources import Launch, Record, recording
 
 WARPS = {
     "coef_kernel": 4,
@@ -46,16 +43,16 @@ WARPS = {
     "keys_backward": 4,
     "coef_backward": 4,
 }
-"""Per program of each kernel."""
+"""Of each program, by kernel."""
 
 STAGES = {"state_kernel": 2, "carry_kernel": 2}
-"""Chunks under way at once in the kernels that never read back what they wrote; all others, and chips before Hopper, have one."""
+"""Chunks in flight in the kernels that never read back what they wrote; 1 in all others and before Hopper."""
 
 REGISTERS = 64
 """Widest hidden layer whose state stays in registers; beyond it the state goes through L2 in blocks."""
 
 SHARE = 64
-"""The hidden block of each program where several share a memory: few rows and heads leave most of a chip without one."""
+"""The hidden block of each program where several share a memory, because few rows and heads would leave a GPU idle."""
 
 BLOCKS = {
     "state_stream": 64,
@@ -65,10 +62,14 @@ BLOCKS = {
     "blend_backward": 64,
     "keys_backward": 64,
 }
-"""Those blocks, and the parallel kernels' tiles, along the hidden axis; half of it for heads wider than 64."""
+"""Blocks of the streamed state and tiles of the parallel kernels, along the hidden axis; half for heads wider
+than 64.
+"""
 
 APART = dict.fromkeys(("state_kernel", "state_stream", "read_kernel", "read_backward", "carry_kernel", "carry_stream"), True)
-"""Whether these hold their products apart (`dot_apart`) on chunks of 64 and more: fewer registers, nothing fetched early."""
+"""Whether these hold their products apart (`dot_apart`) on chunks of 64 and more: fewer registers, nothing fetched
+early.
+"""
 
 
 class Plan(NamedTuple):
@@ -87,8 +88,8 @@ class Plan(NamedTuple):
     chip: int = 0
     shares: int = 1
 
-    def placed(self, programs: int, device: torch.device) -> Plan:
-        """On a chip, with its hidden axis shared out among programs where there is a processor for each of them."""
+    def for_device(self, programs: int, device: torch.device) -> Plan:
+        """For a device, with the hidden axis split between programs if there is a processor for each of them."""
         here = self._replace(chip=arch(device))
         shares = power(self.hidden) // SHARE
         if interpreted() or device.type != "cuda" or self.width > 64 or shares < 2 or programs * shares > processors(device):
@@ -164,7 +165,7 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
         "num_warps": warps_of(name, constants["BC"]),
         "num_stages": stages_of(name, arch(tensors[0].device)),
     }
-    if constants.get("SHARES", 1) > 1:  # programs that wait for one another must all be there
+    if constants.get("SHARES", 1) > 1:  # programs that wait for one another must all be resident
         options["launch_cooperative_grid"] = True
     launch(name, grid, *tensors, options=options, **constants)
 
@@ -172,7 +173,7 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
 def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
     """The kernels of one call, and of its backward if it trains, as they are launched on a chip; nothing runs."""
     plan = plan._replace(chip=arch)
-    with FakeTensorMode(), torch.device("cpu"), noting() as noted:
+    with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         q, k, v = (torch.empty(1, plan.chunk, 1, plan.width, dtype=op) for _ in range(3))
         step, momentum, keep = (torch.empty(1, plan.chunk, 1) for _ in range(3))
         gates = Gates(step, momentum if plan.momentum else None, keep if plan.forget else None)
@@ -181,14 +182,14 @@ def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list
         y, surprise, end1, end2, _, *kept = _forward(plan, q, k, v, gates, J1, J2, totals, train)
         if train:
             _backward(plan, (q, k, v, totals, *kept), gates, y, surprise, end1, end2)
-    if plan.streams and plan.width <= 64:  # few rows and heads run on other kernels
+    if plan.streams and plan.width <= 64:  # calls with few rows and heads use other kernels
         shared = launches(plan._replace(shares=power(plan.hidden) // SHARE), op, arch, train)
-        return [*_named(noted, arch), *[each for each in shared if each.name in ("state_kernel", "carry_kernel")]]
-    return _named(noted, arch)
+        return [*_named(recorded, arch), *[each for each in shared if each.name in ("state_kernel", "carry_kernel")]]
+    return _named(recorded, arch)
 
 
-def _named(noted: list[Note], arch: int) -> list[Launch]:
-    return [Launch(*each, warps_of(each[0], each[2]["BC"]), stages_of(each[0], arch)) for each in noted]
+def _named(recorded: list[Record], arch: int) -> list[Launch]:
+    return [Launch(*each, warps_of(each[0], each[2]["BC"]), stages_of(each[0], arch)) for each in recorded]
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -196,14 +197,14 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _kept_norm(plan: Plan, like: Tensor, acc: torch.dtype, train: bool) -> tuple[Tensor, Tensor]:
-    """LayerNorm's value and 1 / deviation at each token, where backward needs them."""
+    """Room for LayerNorm's value and 1 / deviation at each token, if backward needs them."""
     if train and plan.norm:
         return torch.empty_like(like), _empty(like, *like.shape[:3], dtype=acc)
     return _empty(like, 0, dtype=like.dtype), _empty(like, 0, dtype=acc)
 
 
 def _sequential(name: str, plan: Plan, m: int, acc: torch.dtype, like: Tensor) -> tuple[str, tuple[int, ...], tuple[Tensor, ...]]:
-    """Which kernel walks the chunks, its grid, and where its programs meet."""
+    """The kernel that walks the chunks, its grid, and the buffers through which its programs exchange sums."""
     if plan.streams:
         return f"{name}_stream", (m,), ()
     boxes = 2 * plan.shares * (plan.tile * side(plan.width, like.dtype, plan.chip) + 1) if plan.shares > 1 else 0
@@ -214,12 +215,14 @@ def _sequential(name: str, plan: Plan, m: int, acc: torch.dtype, like: Tensor) -
 def _forward(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J1: Tensor, J2: Tensor, totals: Tensor, train: bool
 ) -> tuple[Tensor, ...]:
-    """q, k, v ``[r L heads d]``, gates ``[r L heads]``, J ``[m p ..]``, totals ``[r]``; what backward needs comes last."""
+    """q, k, v ``[r L heads d]``, gates ``[r L heads]``, J ``[m p ..]``, totals ``[r]``; what backward needs
+    comes last.
+    """
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J1.dtype, q.dtype, plan.tile
     if train:
-        counter(q)  # made now: backward may run where nothing may be
+        counter(q)  # made now: backward may run where nothing can be allocated
     P, co = _empty(q, m, n, C, C, dtype=op), _empty(q, m, n, 4, C, dtype=acc)
     fold = _empty(q, m, n, 4, dtype=acc)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
@@ -260,11 +263,11 @@ def _backward(
     g_P, g_co, g_fold = torch.empty_like(P), torch.empty_like(co), torch.empty_like(fold)
     g_X2, g_D1 = torch.empty_like(reads), torch.empty_like(reads)
     g_J1, g_J2 = torch.empty_like(starts1), torch.empty_like(starts2)
-    came = _empty(q, m, n, dtype=acc)
+    received = _empty(q, m, n, dtype=acc)
     _launch(
         "read_backward", (n * m,),
         q, starts1, starts2, P, co, errors, hiddens, reads, scores, answers, spreads, g_y, g_surprise,
-        g_q, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, came, L, n, heads,
+        g_q, g_P, g_co, g_X2, g_D1, g_D2, g_J1, g_J2, received, L, n, heads,
         **plan.tiles("read_backward", acc, op),
     )  # fmt: skip
     _launch(
@@ -272,15 +275,16 @@ def _backward(
         q, k, starts2, P, slopes, firsts, g_D1, g_q, g_k, g_P, g_D1, g_D2, L, n, heads,
         **plan.tiles("blend_backward", acc, op),
     )  # fmt: skip
-    came_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
+    received_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
     g_first1, g_first2 = torch.empty_like(g_end1), torch.empty_like(g_end2)
-    # In registers, chunks ahead can be fetched early, so what is written must not be what is read; streamed, memory comes first.
+    # In registers, chunks are fetched ahead, so results must not overwrite inputs. Streamed, saving memory matters
+    # more.
     carry, grid, meeting = _sequential("carry", plan, m, acc, q)
     ends = (torch.empty_like(g_D1), *((g_J1, g_J2) if plan.streams else (torch.empty_like(g_J1), torch.empty_like(g_J2))))
     _launch(
         carry, grid,
         k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
-        g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, *ends, g_v,
+        g_X2, g_D1, g_D2, g_J1, g_J2, received, received_end, g_end1, g_end2, g_first1, g_first2, *ends, g_v,
         counter(q), *meeting, L, n, heads,
         **plan.tiles(carry, acc, op),
     )  # fmt: skip
@@ -292,52 +296,7 @@ def _backward(
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
     _launch("coef_backward", (n * m,), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
-    grads = [_empty(q, 0, dtype=acc) if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
-    return g_q, g_k, g_v, *grads, g_first1, g_first2
+    return g_q, g_k, g_v, *empty_grads(gates, g_gates, acc), g_first1, g_first2
 
 
-# As operators of torch's own, opaque to its compiler: no graph breaks at them.
-_INPUTS = f"Tensor q, Tensor k, Tensor v, {GATES}, Tensor J1, Tensor J2, Tensor totals"
-_SHAPE = "int width, int hidden, int chunk, int heads"
-_PLAN = f"{_SHAPE}, bool momentum, bool forget, bool norm, bool residual, bool gelu, str precision, int chip, int shares"
-_OUTPUTS, _KEPT, _GRADS = 5, 16, 8
-
-
-def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, J1: Tensor,
-    J2: Tensor, totals: Tensor, train: bool, *plan: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    placed = Plan(*plan).placed(q.shape[0] * q.shape[2], q.device)
-    return _forward(placed, q, k, v, Gates(log_step, log_momentum, log_keep), J1, J2, totals, train)
-
-
-def _backward_op(
-    log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None, saved: list[Tensor], grads: list[Tensor], *plan: Any
-) -> tuple[Tensor, ...]:
-    placed = Plan(*plan).placed(log_step.shape[0] * log_step.shape[2], log_step.device)
-    return _backward(placed, tuple(saved), Gates(log_step, log_momentum, log_keep), *grads)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, log_step, log_momentum, log_keep, _, _, totals, _, *plan = inputs
-    ctx.plan = plan
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[4:])
-    # Not the results themselves, which are the caller's to change: what they look like is enough for those without a gradient.
-    ctx.like = [(x.shape, x.dtype) for x in output[:4]]
-    ctx.save_for_backward(log_step, log_momentum, log_keep, q, k, v, totals, *output[_OUTPUTS:])
-
-
-def _autograd(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
-    gates, saved = kept[:3], list(kept[3:])
-    g_q, g_k, g_v, *g_gates, g_J1, g_J2 = memory_backward(*gates, saved, given(grads, ctx.like, saved[0]), *ctx.plan)
-    known = [None if gate is None else grad for gate, grad in zip(gates, g_gates, strict=True)]
-    return g_q, g_k, g_v, *known, g_J1, g_J2, None, None, *[None] * len(ctx.plan)
-
-
-_RESULTS = tensors(_OUTPUTS + _KEPT)
-memory_forward = operator("memory_forward", _forward_op, f"({_INPUTS}, bool train, {_PLAN}) -> {_RESULTS}", _autograd, _setup)
-memory_backward = operator(
-    "memory_backward", _backward_op, f"({GATES}, Tensor[] saved, Tensor[] grads, {_PLAN}) -> {tensors(_GRADS)}", once
-)
+memory_forward = memory_operator("memory", Plan, _forward, _backward, ("J1", "J2"), saved=16)

@@ -1,7 +1,9 @@
-"""Exact nearest keys on a GPU, whatever k and the number of keys: kernels score, torch chooses, nothing waits for the device.
+"""Exact nearest keys on a GPU, for any k and any number of keys. Kernels score, torch selects, nothing waits for the
+device.
 
-First the best score of every group of keys, then the k best groups (of equal ones the lower), then every score in those. That is
-enough: the best entries of k groups come before whatever another group holds. The scores of all keys are never written.
+First the best score of every group of keys, then the k best groups (of equal ones the lower), then every score in
+those. That is enough: any entry of another group is below the best entries of these k. The scores of all keys are never
+written.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from remanence.ops.library import operator
 from remanence.ops.triton import launch
-from remanence.ops.triton.resources import Launch, noting
+from remanence.ops.triton.resources import Launch, recording
 
 HELD = 2**26
-"""Groups' best scores, or scores of chosen groups, held at once: 512 MiB of them. More queries go in several blocks."""
+"""Scores held at once, of groups or in chosen groups: 512 MiB. More queries are searched in several blocks."""
 
 QUERIES, KEYS = (2**15, 256), (2**13, 64)
-"""Bytes of a tile of each, and vectors, at most. Keys are fetched anew for every tile of queries, so these are the larger."""
+"""The most bytes and vectors of a tile. Keys are loaded again for every tile of queries, so those tiles are larger."""
 
 TURNS = 16
-"""Tiles of keys that a program goes through at most; fewer where the chip would lack programs."""
+"""The most tiles of keys per program; fewer if there would be too few programs for the GPU."""
 
 CANDIDATES = 2**13
 """Numbers of the keys that a program scores again."""
@@ -31,27 +34,11 @@ CANDIDATES = 2**13
 GROUPS = (16, 64)
 """Keys of a group, least and most."""
 
-LARGEST = 2**30
-"""Store: its slots are counted in 32 bits, with those that fill the last tiles."""
-
 STAGES = {"peaks_kernel": 3, "rescore_kernel": 1}
 
 
-def unsupported(q: Tensor, keys: Tensor) -> str | None:
-    """Why the kernels cannot search for these, in words; None if they can."""
-    if not q.is_cuda and not launch.interpreted():
-        return f"the kernels run on CUDA (or under TRITON_INTERPRET=1), got {q.device.type}"
-    if launch.kernels() is None:
-        return "triton cannot be imported (pip install 'remanence[triton]')"
-    if torch.float64 in (q.dtype, keys.dtype):
-        return "the kernels compute in float32, got float64"
-    if q.shape[-1] > launch.WIDEST:
-        return f"the kernels know head widths up to {launch.WIDEST}, got {q.shape[-1]}"
-    return None if keys.shape[1] <= LARGEST else f"the kernels know stores of up to {LARGEST} slots, got {keys.shape[1]}"
-
-
 def pack(score: Tensor, index: Tensor) -> Tensor:
-    """A float32 score and an index below 2^32 as one whole number, in the order of the score, then of the lower index."""
+    """A float32 score and an index below 2^32 as one integer, ordered by the score, then by the lower index."""
     bits = (score + 0.0).view(torch.int32)  # + 0.0: minus zero is zero
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a float's bits, the sign undone, are in the float's order
     return (bits.long() << 32) | (0xFFFFFFFF - index)
@@ -63,7 +50,7 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Plan(NamedTuple):
-    """How a search is cut up."""
+    """How a search is split up."""
 
     block: int
     """Queries of a row that are searched for at once."""
@@ -85,8 +72,8 @@ def plan_of(shape: torch.Size, size: int, k: int, width: int, op: torch.dtype, p
     """For queries ``[r t h e]`` and stores of `size`, in tiles so wide."""
     rows, tokens, heads, _ = shape
     queries, keys = (min(max(room // (width * op.itemsize), 32), vectors) for room, vectors in (QUERIES, KEYS))
-    # A group's best is written once and read once, 16 bytes; a chosen group's keys are each read and their scores sorted, about
-    # eight times as much: at this size of groups, both come to the same.
+    # A group's best is written once and read once, 16 bytes; a chosen group's keys are each read and their scores
+    # sorted, about eight times as much: at this size of groups, both come to the same.
     group = min(max(_root(size / (8 * k)), GROUPS[0]), GROUPS[1], keys)
     groups = -(-size // group)
     bundle = _root(groups / k)
@@ -97,8 +84,8 @@ def plan_of(shape: torch.Size, size: int, k: int, width: int, op: torch.dtype, p
     turns, programs = TURNS, rows * heads * -(-block // queries) * -(-size // keys)
     while turns > 1 and programs < 4 * processors * turns:
         turns //= 2
-    whole = max(group * bundle, keys * turns)  # both are powers of two
-    groups = -(-size // whole) * whole // group
+    span = max(group * bundle, keys * turns)  # both are powers of two
+    groups = -(-size // span) * span // group
     return Plan(block, queries, keys, turns, group, bundle, groups, min(k, groups))
 
 
@@ -139,7 +126,8 @@ def _search_block(
     _launch(
         "peaks_kernel", (-(-tokens // plan.queries) * heads * spans * rows,),
         q, keys, position, limit, peaks, tokens, size, plan.groups, *apart,
-        **shapes, BQ=plan.queries, BN=plan.keys, TURNS=plan.turns, OP=launch.triton_type(op), PRECISION=launch.precision(),
+        **shapes, BQ=plan.queries, BN=plan.keys, TURNS=plan.turns,
+        OP=launch.triton_type(op), PRECISION=launch.precision(),
     )  # fmt: skip
     if plan.bundle > 1:
         bundles = peaks.unflatten(-1, (-1, plan.bundle))
@@ -156,7 +144,7 @@ def _search_block(
 
 
 def _regular(x: Tensor) -> Tensor:
-    """As the kernels can read it: rows a whole number of tokens or slots apart, and the width's numbers side by side."""
+    """As the kernels can read it: rows a multiple of tokens or slots apart, and the last axis contiguous."""
     row, entry, _, number = x.stride()
     return x if number == 1 and entry > 0 and (len(x) == 1 or row % entry == 0) else x.contiguous()
 
@@ -172,11 +160,11 @@ def warps_of(name: str, constants: dict[str, Any]) -> int:
 
 def launches(heads: int, width: int, tokens: int, size: int, k: int, op: torch.dtype, arch: int) -> list[Launch]:
     """The kernels of one search as they are launched on a chip; nothing runs."""
-    with FakeTensorMode(), torch.device("cpu"), noting() as noted:
+    with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         q, keys = torch.empty(1, tokens, heads, width, dtype=op), torch.empty(1, size, heads, width, dtype=op)
         position, limit = (torch.empty(1, n, dtype=torch.int64) for n in (size, tokens))
         _search(q, keys, position, limit, k, arch, 132)
-    return [Launch(*each, warps_of(each[0], each[2]), STAGES[each[0]]) for each in noted]
+    return [Launch(*each, warps_of(each[0], each[2]), STAGES[each[0]]) for each in recorded]
 
 
 def _nearest(q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -189,14 +177,14 @@ def _shapes(q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int) ->
     return score, torch.empty_like(score, dtype=torch.int64)
 
 
-nearest = launch.operator(
+nearest = operator(
     "nearest", _nearest, "(Tensor q, Tensor keys, Tensor position, Tensor limit, int k) -> (Tensor, Tensor)", fake=_shapes
 )
-"""Scores and slots ``[r t h k]`` of the keys ``[r size h e]`` whose products with q ``[r t h e]`` are highest, among those whose
-position ``[r size]`` is from 0 to the query's limit ``[r t]``: the best first, of equal ones the lower slot; -inf and -1 where
-there are fewer than k.
+"""Scores and slots ``[r t h k]`` of the keys ``[r size h e]`` whose products with q ``[r t h e]`` are highest, among
+those whose position ``[r size]`` is from 0 to the query's limit ``[r t]``: the best first, of equal ones the lower
+slot; -inf and -1 where there are fewer than k.
 
-Scores are float32 sums. Groups are chosen by tensor cores' sums: of bfloat16 as it is, whose products are exact, of float32 by
-three products for one, off by some 4e-7 of the vectors' lengths, as plain float32 is. Of two entries that close, either may be
-the last one found. Equal keys have equal scores in both.
+Scores are float32 sums. Groups are chosen by tensor cores' sums: of bfloat16 as it is, whose products are exact, of
+float32 by three products for one, off by some 4e-7 of the vectors' lengths, as plain float32 is. Of two entries that
+close, either may be the last one found. Equal keys have equal scores in both.
 """

@@ -1,4 +1,6 @@
-"""What the kernels need of a chip (shared memory, registers, spills), found by building them; the chip need not be here."""
+"""What the kernels need of a GPU (shared memory, registers, spills), found by building them. No GPU is needed
+for that.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ import torch
 from torch import Tensor
 
 SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB of shared memory that one block may have, by compute capability (CUDA programming guide, technical specifications)."""
+"""KiB of shared memory that one block may have, by compute capability (CUDA programming guide, technical
+specifications).
+"""
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 TYPES |= {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 class Launch(NamedTuple):
-    """One kernel as it would be launched: its arguments' types in Triton's words, and what it is compiled for."""
+    """One kernel as it would be launched: its arguments' types as Triton names them, and what it is compiled for."""
 
     name: str
     types: tuple[str, ...]
@@ -37,36 +41,36 @@ class Launch(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What building a kernel came to: bytes of shared memory, the assembly for `assembled`, and how long it took."""
+    """The result of building a kernel: bytes of shared memory, the assembly for `assembled`, and how long it took."""
 
     shared: int
     ptx: str
     seconds: float
 
 
-Note = tuple[str, tuple[str, ...], dict[str, Any]]
-_notes: ContextVar[list[Note] | None] = ContextVar("notes", default=None)
+Record = tuple[str, tuple[str, ...], dict[str, Any]]
+_records: ContextVar[list[Record] | None] = ContextVar("records", default=None)
 
 
 @contextmanager
-def noting() -> Iterator[list[Note]]:
-    """A list that gets the name, the arguments' types and the constants of every kernel told to `note` meanwhile."""
-    notes: list[Note] = []
-    token = _notes.set(notes)
+def recording() -> Iterator[list[Record]]:
+    """A list of the name, the arguments' types and the constants of every launch of fake tensors inside."""
+    records: list[Record] = []
+    token = _records.set(records)
     try:
-        yield notes
+        yield records
     finally:
-        _notes.reset(token)
+        _records.reset(token)
 
 
-def note(name: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    notes = _notes.get()
-    if notes is not None:
-        notes.append((name, tuple(TYPES[x.dtype] if isinstance(x, Tensor) else "i32" for x in arguments), constants))
+def record(name: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    records = _records.get()
+    if records is not None:
+        records.append((name, tuple(TYPES[x.dtype] if isinstance(x, Tensor) else "i32" for x in arguments), constants))
 
 
 def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
-    """Compile for a compute capability (90 for 9.0) exactly as a launch there would, which then finds it in Triton's cache."""
+    """Compile for a compute capability (90 for 9.0) as a launch there would, which then finds it in Triton's cache."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -75,7 +79,8 @@ def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
     names = list(inspect.signature(kernel.fn).parameters)
     given = dict(zip(names, launch.types, strict=False))
     signature = {name: given.get(name, "constexpr") for name in names}
-    # Allocations are aligned, and a launch tells the compiler so. Of words it tells nothing, yet lists them in the cache's key.
+    # Allocations are aligned, and a launch passes that on. Strings have no attributes, but are listed in the cache's
+    # key.
     attributes = {
         (i,): [["tt.divisibility", 16]] if signature[name].startswith("*") else []
         for i, name in enumerate(names)
@@ -93,7 +98,7 @@ def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
 
 
 def assembled(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers of a thread, and bytes it spills, as the assembler inside Triton says."""
+    """Registers of a thread, and bytes it spills, from the assembler inside Triton."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -110,13 +115,15 @@ def assembled(ptx: str, arch: int) -> tuple[int, int]:
 
 
 def caches(kernels: ModuleType, device: int = 0) -> dict[str, dict[Any, Any]]:
-    """What this process has built of each kernel for a GPU that is here."""
+    """What this process has built of each kernel for one of its GPUs."""
     found: dict[str, Any] = {name: getattr(kernels, name, None) for name in getattr(kernels, "__all__", [])}
     return {name: kernel.device_caches[device][0] for name, kernel in found.items() if hasattr(kernel, "device_caches")}
 
 
 def loaded(kernels: ModuleType, device: int = 0) -> dict[str, tuple[int, int]]:
-    """Registers of a thread and its bytes of local memory, for each kernel this process has launched there; the worst of each."""
+    """Registers of a thread and its bytes of local memory, for each kernel this process has launched; the most
+    of each.
+    """
     sizes = {
         name: [(kernel.n_regs, 4 * kernel.n_spills) for kernel in built.values() if getattr(kernel, "n_regs", None)]
         for name, built in caches(kernels, device).items()
@@ -125,19 +132,19 @@ def loaded(kernels: ModuleType, device: int = 0) -> dict[str, tuple[int, int]]:
 
 
 def lacking(kernels: ModuleType, launches: list[Launch], arch: int, shared: int) -> str | None:
-    """Why a chip with so many bytes of shared memory for a block cannot run these, in words; None if it can.
+    """Why a GPU with this much shared memory for a block (bytes) cannot run these, in words; None if it can.
 
     Built several at a time: most of it happens outside Python.
     """
     for launch in launches:
-        getattr(kernels, launch.name).cache_key  # noqa: B018, made once, before the threads ask for it
+        getattr(kernels, launch.name).cache_key  # noqa: B018, computed once, before the threads read it
 
     def look(launch: Launch) -> str | None:
         try:
             needed = build(kernels, launch, arch).shared
         except Exception as error:
-            said = (str(error).strip().splitlines() or [""])[-1][:160]
-            return f"{launch.name} does not compile for sm_{arch}: {type(error).__name__}: {said}"
+            message = (str(error).strip().splitlines() or [""])[-1][:160]
+            return f"{launch.name} does not compile for sm_{arch}: {type(error).__name__}: {message}"
         if needed <= shared:
             return None
         return f"{launch.name} needs {needed / 1024:.0f} KiB of shared memory, of which sm_{arch} has {shared / 1024:.0f}"

@@ -1,0 +1,97 @@
+"""Functions registered as torch operators: opaque to the compiler, so that no graph breaks at them, and differentiable
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GATES = "Tensor log_step, Tensor? log_momentum, Tensor? log_keep"
+"""The gates in an operator's schema."""
+
+_library = torch.library.Library("remanence", "DEF")
+
+
+def operator(
+    name: str,
+    function: Callable[..., Any],
+    schema: str,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+    fake: Callable[..., Any] | None = None,
+    tags: tuple[torch.Tag, ...] = (),
+) -> Any:
+    """Register a function as ``torch.ops.remanence.<name>`` and return it.
+
+    `backward` is its gradient, from what `setup_context` saved. `fake` returns empty results where the function itself
+    should not run on fake tensors. torch.library.custom_op is not used: its checks took half of the host's time for a
+    layer (0.4 ms a call). torch.library.opcheck makes the same checks in the tests.
+    """
+    _library.define(f"{name}{schema}", tags=tags)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"remanence::{name}", fake or function, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(f"remanence::{name}", backward, setup_context=setup_context, lib=_library)
+    return getattr(torch.ops.remanence, name).default
+
+
+def raise_on_double_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    """The gradient of an operator that is itself a gradient."""
+    raise RuntimeError("this is differentiable once; for derivatives of gradients use backend='reference'")
+
+
+def fill_missing_grads(
+    grads: tuple[Tensor | None, ...], like: list[tuple[torch.Size, torch.dtype]], device: torch.device
+) -> list[Tensor]:
+    """The gradients of results with these shapes and dtypes; zeros for those without one."""
+    pairs = zip(grads, like, strict=False)
+    return [torch.zeros(x[0], dtype=x[1], device=device) if g is None else g.contiguous() for g, x in pairs]
+
+
+def results(count: int) -> str:
+    """So many tensors as the results in a schema."""
+    return "(" + ", ".join(["Tensor"] * count) + ")"
+
+
+def differentiable(
+    name: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inputs: str,
+    constants: str = "",
+    *,
+    extra: int = 0,
+    fake: Callable[..., Any] | None = None,
+    fake_backward: Callable[..., Any] | None = None,
+) -> Any:
+    """Register an operator of tensors `inputs` and then `constants` (both as in a schema) with its gradient.
+
+    The first result is the differentiable one; `extra` results follow it that only the gradient needs. The gradient is
+    called with the first result's gradient, the inputs, the extra results and the constants. It returns one gradient
+    per input.
+    """
+    count = inputs.count("Tensor")
+    constants = constants and f", {constants}"
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        saved = output[1:] if extra else ()
+        if extra:
+            ctx.mark_non_differentiable(*saved)
+        ctx.save_for_backward(*inputs[:count], *saved)
+        ctx.constants = inputs[count:]
+
+    def through(ctx: Any, g_y: Tensor, *_: Any) -> tuple[Any, ...]:
+        return *gradient(g_y, *ctx.saved_tensors, *ctx.constants), *[None] * len(ctx.constants)
+
+    saved = "".join(f", Tensor saved{index}" for index in range(extra))
+    gradient = operator(
+        f"{name}_backward", backward, f"(Tensor g_y, {inputs}{saved}{constants}) -> {results(count)}",
+        raise_on_double_backward, fake=fake_backward,
+    )  # fmt: skip
+    returned = results(1 + extra) if extra else "Tensor"
+    schema = f"({inputs}{constants}) -> {returned}"
+    return operator(name, forward, schema, through, setup_context, fake)

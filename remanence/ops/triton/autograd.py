@@ -1,0 +1,82 @@
+"""The launches of a memory, forward and backward, as one differentiable operator. Memories of one and of two layers
+share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from remanence.ops.library import GATES, fill_missing_grads, operator, raise_on_double_backward, results
+from remanence.ops.state import Gates
+
+
+def memory_operator(
+    name: str, plan: Any, forward: Callable[..., Any], backward: Callable[..., Any], layers: tuple[str, ...], saved: int
+) -> Any:
+    """Register ``<name>_forward`` of (q, k, v, gates, initial layers, totals, train, the plan's fields), with its
+    gradient.
+
+    It returns the answers, the surprise, the layers at the end, a flag for each chunk that is not finite, and `saved`
+    tensors for backward. `plan` is a NamedTuple of what the kernels are compiled for; `for_device(programs, device)` fits
+    it to a device.
+
+    ``forward(plan, q, k, v, gates, *layers, totals, train)`` returns the same tensors.
+    ``backward(plan, (q, k, v, totals, *saved), gates, *grads)`` returns the gradients of q, k, v, the gates and the
+    layers.
+    """
+    count = len(layers)
+    first_plan = 8 + count  # q, k, v, three gates, the layers, totals, train
+    differentiable = 2 + count  # of the results: answers, surprise, the layers
+
+    def run_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        here = plan(*rest[5 + count :]).for_device(q.shape[0] * q.shape[2], q.device)
+        return forward(here, q, k, v, Gates(*rest[:3]), *rest[3 : 5 + count])
+
+    def run_backward(
+        log_step: Tensor, log_momentum: Tensor | None, log_keep: Tensor | None,
+        saved: list[Tensor], grads: list[Tensor], *fields: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        here = plan(*fields).for_device(log_step.shape[0] * log_step.shape[2], log_step.device)
+        return backward(here, tuple(saved), Gates(log_step, log_momentum, log_keep), *grads)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.plan = inputs[first_plan:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[differentiable:])
+        # Not the results themselves, which the caller may change: their shapes are enough for those without a gradient.
+        ctx.like = [(x.shape, x.dtype) for x in output[:differentiable]]
+        ctx.save_for_backward(*inputs[3:6], *inputs[:3], inputs[6 + count], *output[differentiable + 1 :])
+
+    def gradient(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        kept = ctx.saved_tensors  # read once: activation checkpointing hands them out a single time
+        gates, saved = kept[:3], list(kept[3:])
+        filled = fill_missing_grads(grads, ctx.like, saved[0].device)
+        g_q, g_k, g_v, *rest = back(*gates, saved, filled, *ctx.plan)
+        g_gates = [None if gate is None else grad for gate, grad in zip(gates, rest, strict=False)]
+        return g_q, g_k, g_v, *g_gates, *rest[3:], None, None, *[None] * len(ctx.plan)
+
+    fields = ", ".join(f"{kind.__name__} {field}" for field, kind in get_type_hints(plan).items())
+    inputs = f"Tensor q, Tensor k, Tensor v, {GATES}, " + "".join(f"Tensor {layer}, " for layer in layers)
+    back = operator(
+        f"{name}_backward",
+        run_backward,
+        f"({GATES}, Tensor[] saved, Tensor[] grads, {fields}) -> {results(6 + count)}",
+        raise_on_double_backward,
+    )
+    return operator(
+        f"{name}_forward",
+        run_forward,
+        f"({inputs}Tensor totals, bool train, {fields}) -> {results(differentiable + 1 + saved)}",
+        gradient,
+        setup_context,
+    )
+
+
+def empty_grads(gates: Gates, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The gates' gradients, empty where there is no gate: an operator returns tensors only."""
+    pairs = zip(gates, grads, strict=True)
+    return [torch.empty(0, dtype=dtype, device=grad.device) if gate is None else grad for gate, grad in pairs]

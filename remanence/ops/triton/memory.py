@@ -1,0 +1,82 @@
+"""The kernels as a backend of the operator: a call from its layout to the new state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from remanence.core.state import advanced, trains
+from remanence.ops.layout import DeviceLayout, gates_rows
+from remanence.ops.nets import MLP
+from remanence.ops.rules import Rule
+from remanence.ops.state import Gates, MemoryState
+from remanence.ops.triton import linear, mlp
+
+PIECE = 256
+"""Chunks that are computed at once in a call without gradients."""
+
+Plan = mlp.Plan | linear.Plan
+
+
+def plan_of(net: MLP, rule: Rule, width: int, values: int, heads: int, chunk: int) -> Plan:
+    if net.depth == 1:
+        return linear.plan_of(net, rule, width, values, heads, chunk)
+    return mlp.plan_of(net, rule, width, heads, chunk)
+
+
+def memorize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState,
+    net: MLP,
+    rule: Rule,
+    chunk: int,
+    offsets: list[int] | None,
+    aligned: bool = False,
+) -> tuple[Tensor, MemoryState, Tensor]:
+    """The arguments are those of `remanence.ops.memorize`, already checked, also by `dispatch.memory_reason`. q, k and
+    v have the caller's dtype.
+    """
+    exact = state.k.dtype
+    op = q.dtype if q.dtype == torch.bfloat16 else exact
+    layout = DeviceLayout(q.shape[0], q.shape[1], state, chunk, offsets, aligned)
+    q, k, v = (x.to(op) for x in (q, k, v))
+    q, k, v = layout.queries(q), layout.rows(state.k, k), layout.rows(state.v, v)
+    gates = gates_rows(layout, state, gates)
+    rows, _, heads, width = q.shape
+    inputs = [*[x.contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
+    start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
+    train = trains([*inputs, *start])
+    plan = plan_of(net, rule, width, v.shape[-1], heads, chunk)
+    # Without gradients a long call goes piece by piece: the states at all chunks' starts would fill a GPU.
+    piece = layout.length if train else min(layout.length, PIECE * chunk)
+    y, surprise, bad, ends = _pieces(plan, inputs, start, layout.totals, piece, layout.length, train)
+    layers = tuple(end.view(rows, heads, *end.shape[1:]) for end in ends) if layout.folds else state.layers
+    outcomes = [x.detach().flatten(1) for x in (surprise, *(layers if layout.folds else ()))]
+    largest = torch.stack([torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes])  # NaN is the largest of all
+    diverged = state.diverged | bad.view(rows, -1).any(1) | ~largest.isfinite().all(0)
+    tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
+    position = advanced(state.position, layout.counts)
+    new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), position, diverged)
+    return layout.back(y), new, layout.back(surprise)
+
+
+def _pieces(
+    plan: Plan, inputs: list[Tensor | None], ends: list[Tensor], totals: Tensor, piece: int, length: int, train: bool
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Answers, surprise, the flags of chunks that are not finite, and the layers at the end, `piece` tokens at
+    a time.
+    """
+    run = linear.linear_forward if isinstance(plan, linear.Plan) else mlp.memory_forward
+    results, count = [], 3 + len(ends)
+    for first in range(0, length, piece):
+        part = inputs
+        if piece != length:
+            part = [x if x is None else x[:, first : first + piece].contiguous() for x in inputs]
+        left = (totals - first).clamp(0, piece).to(torch.int32)
+        y, surprise, *ends, bad = run(*part, *ends, left, train, *plan)[:count]
+        results.append((y, surprise, bad))
+    y, surprise, bad = (column[0] if len(results) == 1 else torch.cat(column, 1) for column in zip(*results, strict=True))
+    return y, surprise, bad, ends
