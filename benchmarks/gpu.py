@@ -66,7 +66,6 @@ def operator_jobs() -> list[Row]:
     rest = {f"{name} (chunked)": {**fields, "backend": "chunked"} for name, fields in one.items()}
     rest["hidden 128, chunk 64 (chunked)"] = {**base, "backend": "chunked"}
     rest |= {f"depth {depth} (chunked)": {**base, "net": {"depth": depth}, "backend": "chunked"} for depth in (3, 4)}
-    rest |= {f"depth {depth} (compiled)": {**base, "net": {"depth": depth}, "backend": "compiled"} for depth in (3, 4)}
     rest["4 heads of 256 (chunked)"] = {**base, "hidden": 512, "width": 256, "heads": 4, "backend": "chunked"}
     groups = {"operator": deep, "operator, one layer": one, "operator, without kernels": rest}
     return [job("a", name, "operator", list(cases), settings=cases) for name, cases in groups.items()]

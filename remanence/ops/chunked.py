@@ -1,15 +1,12 @@
-"""The chunk-parallel tier: a walk over chunks that keeps a state only now and then, and walks each stretch again for backward.
+"""The chunk-parallel backend: a walk over chunks that saves few states, and walks each stretch again for backward.
 
-What is kept for backward is the inputs and the states at the starts of about sqrt(n) stretches, nothing else; within one
-stretch of about sqrt(n) chunks the states in between are recomputed. The recurrence is never inverted: dividing by a gate is
-unstable.
+Saved for backward are the inputs and the states at the starts of about sqrt(n) stretches. The states within a stretch
+of about sqrt(n) chunks are computed again. The recurrence is never inverted: dividing by a gate is unstable.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,11 +23,11 @@ from remanence.ops.rules import Coefficients, Rule, coefficients, coefficients_b
 from remanence.ops.state import Gates, MemoryState, Weights
 
 INFERENCE_STRETCH = 16
-"""Chunks whose answers are computed together when nothing is kept for backward: enough to fill a machine, bounded in memory."""
+"""Chunks whose answers are computed together when nothing is saved for backward: enough to fill a machine."""
 
 
 class Stretch(NamedTuple):
-    """The inputs of some consecutive chunks: ``[n m c e]``, log gates ``[n m c]`` (None where absent), complete ``[n m]``."""
+    """The inputs of consecutive chunks: ``[n m c e]``, log gates ``[n m c]`` (None if absent), complete ``[n m]``."""
 
     q: Tensor
     k: Tensor
@@ -52,28 +49,28 @@ Grad = Tensor | None
 
 
 class Leash:
-    """Holds the gradient that is carried back from chunk to chunk, per row and head, to what float arithmetic can mean.
+    """Limits the gradient that is carried back from chunk to chunk, per row and head, to what floats can represent.
 
-    Thousands of writes are a long product of Jacobians, and with a deep net or repeated keys it explodes. Once its largest entry
-    exceeds all that came in (the absolute sum of the outputs' gradients so far, times the largest query where that is above 1) by
-    1 / eps, rounding has replaced its last digit; beyond that it is scaled down as a whole, so that it stays finite. Below that
-    it is untouched. Deep nets are held after every chunk, a user's own net after every stretch.
+    Thousands of writes are a long product of Jacobians, which explodes with a deep net or repeated keys. The limit is
+    all that was received so far (the absolute sum of the outputs' gradients, times the largest query if above 1) times
+    1 / eps: beyond it, rounding has replaced the last digit of what was received. There the gradient is scaled down;
+    below it nothing changes. Deep nets are limited after every chunk, a user's own net after every stretch.
 
-    What came in may itself have grown in a call after this one (MAC makes one for every segment), so there is an end to it
-    that does not depend on it: a number whose square can be summed a billion billion times, as a gradient's length needs.
+    What was received may itself have grown in a later call (MAC makes one per segment), so there is also a fixed limit:
+    a number whose square can be summed 1e18 times, as a gradient's norm needs.
 
-    `count` adds the rows and heads that were held to what `leashed` tells.
+    `count` adds the limited rows and heads to the total that `leashed` returns.
     """
 
     def __init__(self, g_end: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-        self.came: Tensor | int = sum(g.abs().flatten(1).sum(1) for g in g_end)
+        self.received: Tensor | int = sum(g.abs().flatten(1).sum(1) for g in g_end)
         self.reach, self.end = 1.0 / torch.finfo(dtype).eps, torch.finfo(dtype).max ** 0.5 * 1e-9
         self.least: Tensor | None = None
 
-    def hold(self, g_state: list[Tensor], came: Tensor) -> None:
-        """Shorten g_state ``[m ...]`` in place, after outputs brought in gradients of this much ``[m]``."""
-        self.came = self.came + came
-        limit = (self.came * self.reach).clamp(max=self.end)
+    def hold(self, g_state: list[Tensor], received: Tensor) -> None:
+        """Scale g_state ``[m ...]`` down in place where needed, after gradients of this size ``[m]`` were received."""
+        self.received = self.received + received
+        limit = (self.received * self.reach).clamp(max=self.end)
         size = torch.stack([g.flatten(1).abs().amax(1) for g in g_state]).amax(0)
         factor = (limit / size).clamp_(max=1.0).nan_to_num_(1.0)
         self.least = factor if self.least is None else torch.minimum(self.least, factor)
@@ -85,20 +82,21 @@ class Leash:
             counter(self.least).add_((self.least < 1.0).sum())
 
 
-def _came(s: Stretch, g_y: Tensor, g_surprise: Tensor) -> Tensor:
-    """``[n m]``: all that a chunk's outputs bring in, in absolute sum, at the scale of their queries where that is large."""
+def _received(s: Stretch, g_y: Tensor, g_surprise: Tensor) -> Tensor:
+    """``[n m]``: the absolute sum of the gradients of a chunk's outputs, times the largest query if that is above 1."""
     reach = s.q.abs().flatten(2).amax(-1).clamp(min=1.0) if s.q.numel() else 1.0
     return g_y.abs().sum((-1, -2)) * reach + g_surprise.abs().sum(-1)
 
 
 class Walk(Protocol):
-    """How one stretch is walked: from a state J to (answers, surprise, state), and back to the gradients of inputs and J.
+    """How one stretch is walked: from a state J to (answers, surprise, state), and back to the gradients of inputs and
+    J.
 
     `folds` is False while nothing but one open chunk is read: the state's end is then its start, and is not computed.
     """
 
     folds: bool
-    slow: list[Tensor]  # parameters of the net and the loss themselves, as their own parameters() tell
+    slow: list[Tensor]  # parameters of the net and the loss themselves, from their own parameters()
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]: ...
 
@@ -107,35 +105,17 @@ class Walk(Protocol):
     ) -> tuple[list[Grad], list[Tensor], list[Grad]]: ...
 
 
-class Parts(NamedTuple):
-    """What a chunk goes through, forwards and back; of these, reading is a whole stretch's."""
-
-    record: Callable[..., cf.Record]
-    fold: Callable[..., None]
-    read: Callable[..., cf.Reading]
-    read_backward: Callable[..., tuple[Tensor, cf.Grads]]
-    fold_backward: Callable[..., None]
-    record_backward: Callable[..., tuple[Tensor, Tensor]]
-
-
-PLAIN = Parts(cf.record, cf.fold, cf.read, cf.read_backward, cf.fold_backward, cf.record_backward)
-
-
-@cache
-def _compiled() -> Parts:
-    """Chunk by chunk, as a compiled walk would be unrolled; built at first use, again for a new net or another shape."""
-    return Parts(*map(torch.compile, PLAIN))  # type: ignore[arg-type]
-
-
 class ClosedForm:
     """An MLP memory: keys one chunk after the other, then all the stretch's queries at once."""
 
-    def __init__(self, net: MLP, rule: Rule, folds: bool, parts: Parts = PLAIN) -> None:
-        self.net, self.rule, self.folds, self.parts = net, rule, folds, parts
+    def __init__(self, net: MLP, rule: Rule, folds: bool) -> None:
+        self.net, self.rule, self.folds = net, rule, folds
         self.slow: list[Tensor] = []
 
     def _keys(self, s: Stretch, co: Coefficients, state: Weights) -> tuple[Weights, list[cf.Anchor], list[cf.Record]]:
-        """The states ``[n+1 m ...]`` at the chunks' borders (``[1 m ...]`` if it does not fold), and each chunk's record."""
+        """The states ``[n+1 m ...]`` at the chunks' borders (``[1 m ...]`` if it does not fold), and each chunk's
+        record.
+        """
         n = s.k.shape[0]
         states = tuple(layer.unsqueeze(0) for layer in state)
         if self.folds:
@@ -146,9 +126,9 @@ class ClosedForm:
         anchors, records = [], []
         for i, (own, k, v) in enumerate(zip(_unbind(co, n), s.k.unbind(), s.v.unbind(), strict=True)):
             anchors.append(cf.Anchor(borders[i], own))
-            records.append(self.parts.record(self.net, self.rule, anchors[-1], k, v))
+            records.append(cf.record(self.net, self.rule, anchors[-1], k, v))
             if self.folds:
-                self.parts.fold(anchors[-1], records[-1].inputs, records[-1].errors, borders[i + 1])
+                cf.fold(anchors[-1], records[-1].inputs, records[-1].errors, borders[i + 1])
         return states, anchors, records
 
     def _queries(
@@ -156,14 +136,14 @@ class ClosedForm:
     ) -> tuple[cf.Anchor, list[Tensor], list[Tensor], cf.Reading]:
         together = cf.Anchor(tuple(layer[: len(records)].flatten(0, 1) for layer in states), _map(lambda x: x.flatten(0, 1), co))
         inputs, errors = _join([record.inputs for record in records]), _join([record.errors for record in records])
-        return together, inputs, errors, self.parts.read(self.net, together, inputs, errors, s.q.flatten(0, 1))
+        return together, inputs, errors, cf.read(self.net, together, inputs, errors, s.q.flatten(0, 1))
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)
         states, _, records = self._keys(s, co, state)
         *_, reading = self._queries(s, co, states, records)
         surprise = torch.stack([record.surprise(self.rule) for record in records])
-        # Cloned: a view would keep the states of the whole stretch alive for as long as its checkpoint.
+        # Cloned: a view would keep all states of the stretch alive for as long as its checkpoint.
         return reading.answers.unflatten(0, s.q.shape[:2]), surprise, tuple(layer[-1].clone() for layer in states if self.folds)
 
     def backward(
@@ -174,29 +154,29 @@ class ClosedForm:
         states, anchors, records = self._keys(s, co, state)
         together, inputs, errors, reading = self._queries(s, co, states, records)
         flat = _map(lambda x: x.flatten(0, 1), g_co)
-        g_q, g = self.parts.read_backward(self.net, together, inputs, errors, reading, g_y.flatten(0, 1), flat)
+        g_q, g = cf.read_backward(self.net, together, inputs, errors, reading, g_y.flatten(0, 1), flat)
         del together, inputs, errors, reading
         n = len(anchors)
         parts = [list(zip(*[x.unflatten(0, (n, -1)).unbind() for x in group], strict=True)) for group in g[:3]]
         g_k, g_v = torch.empty_like(s.k), torch.empty_like(s.v)
-        came, g_cos = _came(s, g_y, g_surprise), _unbind(g_co, n)
+        received, g_cos = _received(s, g_y, g_surprise), _unbind(g_co, n)
         for i in range(n - 1, -1, -1):
             own = cf.Grads._make([*[list(group[i]) for group in parts], g_cos[i]])
             if self.folds:
-                self.parts.fold_backward(anchors[i], records[i], g_state, own)
-            g_k[i], g_v[i] = self.parts.record_backward(self.net, self.rule, anchors[i], records[i], own, g_surprise[i])
+                cf.fold_backward(anchors[i], records[i], g_state, own)
+            g_k[i], g_v[i] = cf.record_backward(self.net, self.rule, anchors[i], records[i], own, g_surprise[i])
             g_state = own.state
-            leash.hold(g_state, came[i])
+            leash.hold(g_state, received[i])
         g_gates = coefficients_backward(s.gates, s.complete, g_co)
         return [g_q.view_as(s.q), g_k, g_v, *g_gates], g_state, []
 
 
 class Exact(ClosedForm):
-    """A matrix by the token-exact rule: what does not wait for the state is computed for all of the stretch's chunks at once, and
-    the walk itself is two products a chunk, forwards and back.
+    """A matrix by the token-exact rule: what does not wait for the state is computed for all of the stretch's chunks at
+    once, and the walk itself is two products a chunk, forwards and back.
 
-    With the solver T of each chunk (closed_form.py), D = T (X~ J - target) = U J - known, where U = T X~ and X~ are the keys
-    times their coefficients one token earlier; and the state at the chunk's end is F J - K^T D.
+    With the solver T of each chunk (closed_form.py), D = T (X~ J - target) = U J - known, where U = T X~ and X~ are the
+    keys times their coefficients one token earlier; and the state at the chunk's end is F J - K^T D.
     """
 
     def _prepared(self, s: Stretch, co: Coefficients) -> tuple[Coefficients, cf.Prepared]:
@@ -204,7 +184,9 @@ class Exact(ClosedForm):
         return flat, cf.prepare(self.net, flat, s.k.flatten(0, 1), s.v.flatten(0, 1))
 
     def _walked(self, s: Stretch, co: Coefficients, ready: cf.Prepared, state: Weights) -> tuple[Tensor, Tensor]:
-        """The states ``[n+1 m p f e]`` at the chunks' borders (``[1 ...]`` if it does not fold) and the errors ``[n m c e]``."""
+        """The states ``[n+1 m p f e]`` at the chunks' borders (``[1 ...]`` if it does not fold) and the errors
+        ``[n m c e]``.
+        """
         n, (J,) = s.k.shape[0], state
         states = J.new_empty(n + 1 if self.folds else 1, *J.shape)
         states[0] = J
@@ -215,7 +197,7 @@ class Exact(ClosedForm):
 
     def _asked(self, s: Stretch, flat: Coefficients, x: Tensor, states: Tensor, errors: Tensor) -> tuple[cf.Anchor, cf.Reading]:
         together = cf.Anchor((states[: len(errors)].flatten(0, 1),), flat)
-        return together, self.parts.read(self.net, together, [x], [errors.flatten(0, 1)], s.q.flatten(0, 1))
+        return together, cf.read(self.net, together, [x], [errors.flatten(0, 1)], s.q.flatten(0, 1))
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)
@@ -235,19 +217,19 @@ class Exact(ClosedForm):
         g_co = _map(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), co)
         g_flat = _map(lambda x: x.flatten(0, 1), g_co)
         error = errors.flatten(0, 1)
-        g_q, g = self.parts.read_backward(self.net, together, [ready.x], [error], reading, g_y.flatten(0, 1), g_flat)
+        g_q, g = cf.read_backward(self.net, together, [ready.x], [error], reading, g_y.flatten(0, 1), g_flat)
         del reading
         n = len(errors)
         g_error = g.errors[0].addcmul_(error, g_surprise.flatten(0, 1).unsqueeze(-1))
         U, K, g_errors, g_starts = (x.unflatten(0, (n, -1)) for x in (ready.U, ready.K, g_error, g.state[0]))
-        came = _came(s, g_y, g_surprise)
+        received = _received(s, g_y, g_surprise)
         g_ends = torch.empty_like(g_starts) if self.folds else None
         for i in range(n - 1, -1, -1):
             if g_ends is not None:
                 g_ends[i] = g_state[0]
             cf.exact_step_backward(g_state[0] if self.folds else None, U[i], K[i], co.fold[i], g_errors[i], g_starts[i])
             g_state = [g_starts[i]]
-            leash.hold(g_state, came[i])
+            leash.hold(g_state, received[i])
         g_end = None if g_ends is None else g_ends.flatten(0, 1)
         g_k, g_v = cf.prepare_backward(self.net, flat, ready, together.state[0], error, g_error, g_end, g.inputs[0], g_flat)
         g_gates = coefficients_backward(s.gates, s.complete, g_co)
@@ -282,7 +264,7 @@ class Generic:
         grads = _grads(outputs, [*inputs, *state, *self.slow])
         first, last = len(inputs), len(inputs) + len(state)
         g_start: list[Tensor] = grads[first:last]  # type: ignore[assignment]
-        leash.hold(g_start, _came(s, g_y, g_surprise).sum(0))
+        leash.hold(g_start, _received(s, g_y, g_surprise).sum(0))
         return grads[:first], g_start, grads[last:]
 
 
@@ -301,7 +283,9 @@ def _join(layers_by_chunk: list[Any]) -> list[Tensor]:
 
 
 def _grads(outputs: list[tuple[Tensor, Tensor]], inputs: list[Tensor | None]) -> list[Grad]:
-    """autograd.grad through those outputs that depend on anything; zeros for inputs nothing depends on, None for None."""
+    """autograd.grad through those outputs that depend on anything; zeros for inputs nothing depends on, None
+    for None.
+    """
     pairs = [(output, grad) for output, grad in outputs if output.requires_grad]
     present = [x for x in inputs if x is not None]
     found = iter(torch.autograd.grad([x for x, _ in pairs], present, [grad for _, grad in pairs], allow_unused=True))
@@ -313,7 +297,9 @@ def _or_zeros(grad: Grad, like: Tensor) -> Tensor:
 
 
 def stretches(walk: Walk, s: Stretch, state: Weights, stride: int, keep: bool) -> tuple[Tensor, Tensor, Weights, list[Weights]]:
-    """Walk all chunks, so many at a time: answers, surprise, the state at the end, and if kept those at the stretches' starts."""
+    """Walk all chunks, `stride` at a time: answers, surprise, the state at the end, and with `keep` the stretches'
+    starts.
+    """
     starts: list[Weights] = []
     answers, surprises = [], []
     for start in range(0, s.k.shape[0], stride):
@@ -358,9 +344,9 @@ class _Sequence(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_y: Tensor, g_surprise: Tensor, *g_end: Tensor) -> tuple:
-        kept = ctx.saved_tensors  # once: activation checkpointing recomputes them when they are asked for
-        saved = kept[ctx.inputs :]
-        s, state = _unpack(kept[: ctx.inputs], ctx.walk)
+        tensors = ctx.saved_tensors  # read once: activation checkpointing recomputes them on access
+        saved = tensors[ctx.inputs :]
+        s, state = _unpack(tensors[: ctx.inputs], ctx.walk)
         depth = len(state)
         starts = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
         joined, g_state, slow = stretches_backward(ctx.walk, s, starts, ctx.stride, g_y, g_surprise, g_end)
@@ -372,9 +358,9 @@ def _unpack(tensors: tuple[Tensor, ...], walk: Walk) -> tuple[Stretch, Weights]:
     return Stretch._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(walk.slow)]
 
 
-def walk_for(net: Net, rule: Rule, folds: bool, parts: Parts = PLAIN) -> Walk:
+def walk_for(net: Net, rule: Rule, folds: bool) -> Walk:
     if isinstance(net, MLP) and isinstance(rule.loss, str):
-        return (Exact if cf.exact(net, rule) and rule.loss == "squared" else ClosedForm)(net, rule, folds, parts)
+        return (Exact if cf.exact(net, rule) and rule.loss == "squared" else ClosedForm)(net, rule, folds)
     return Generic(net, rule, folds)
 
 
@@ -407,12 +393,11 @@ def memorize(
     rule: Rule,
     chunk: int,
     offsets: list[int] | None,
-    parts: Parts = PLAIN,
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The arguments are those of `remanence.ops.memorize`, already checked."""
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
     stretch, k, v, gates = arranged(layout, q, k, v, gates, state)
-    y, surprise, layers = _run(walk_for(net, rule, layout.folds, parts), stretch, state)
+    y, surprise, layers = _run(walk_for(net, rule, layout.folds), stretch, state)
     y, surprise = (from_chunks(x, q.shape[2]) for x in (y, surprise))
     new = layout.next_state(state, layers, k, v, gates, (y, surprise))
     return layout.back(y), new, layout.back(surprise[:, layout.lead :] if layout.lead else surprise)
@@ -421,16 +406,11 @@ def memorize(
 def arranged(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState
 ) -> tuple[Stretch, Tensor, Tensor, Gates]:
-    """A call's tokens as chunks, and its keys, values and gates as the rows ``[r length ...]`` of which they were cut."""
+    """A call's tokens as chunks, and its keys, values and gates as the rows ``[r length ...]`` before they were cut."""
     k, v, gates = layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
     inputs = [layout.queries(q), k, v, *gates]
     complete = layout.complete().repeat_interleave(q.shape[2], 1)
     return Stretch._make([*[None if x is None else to_chunks(x, layout.chunks) for x in inputs], complete]), k, v, gates
-
-
-def compiled(*call: Any) -> tuple[Tensor, MemoryState, Tensor]:
-    """`memorize`, with what a chunk of an MLP goes through compiled; nets and losses of one's own are not."""
-    return memorize(*call, _compiled())  # type: ignore[call-arg]  # which are nine
 
 
 def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:

@@ -6,7 +6,7 @@ from cases import Case, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remanence.ops import MLP, Rule, chunked
+from remanence.ops import MLP, Rule
 from remanence.testing import assert_same_function
 
 COVER = pairwise(
@@ -229,21 +229,3 @@ def test_the_reference_differentiates_twice():
     case = Case(net=MLP(depth=1), tokens=3, chunk=2, batch=1, heads=1, width=3)
     leaves = case.leaves()
     assert torch.autograd.gradgradcheck(lambda k: case.call("reference")(leaves[0], k, *leaves[2:])[0], (leaves[1],), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("engine", "depth", "chunk", "tokens"),
-    [
-        ("eager", 3, 4, 16),
-        pytest.param("eager", 1, 4, 30, marks=pytest.mark.slow),
-        pytest.param("inductor", 3, 16, 70, marks=pytest.mark.slow),
-        pytest.param("inductor", 4, 5, 23, marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_chunks_are_chunks(engine, depth, chunk, tokens, monkeypatch):
-    """Traced as a whole, without a break; its quick form runs what was traced as it is."""
-    torch._dynamo.reset()
-    made = chunked.Parts(*[torch.compile(part, backend=engine, fullgraph=True) for part in chunked.PLAIN])
-    monkeypatch.setattr(chunked, "_compiled", lambda: made)
-    case = Case(net=MLP(depth=depth, expansion=2.0), chunk=chunk, tokens=tokens, step=-3.0, rate=0.05)
-    assert_same_function(case.call("chunked"), case.call("compiled"), case.leaves(), tolerance=1e-10)
