@@ -1,4 +1,4 @@
-"""What may come into the operator. One line per fault: the argument, what came, what was expected."""
+"""Checks of the operator's arguments. One line per fault: the argument, what was expected, what it got."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _exact_dtype(q: Tensor) -> torch.dtype:
 
 
 def documents(offsets: Tensor | Sequence[int]) -> int:
-    """How many documents these borders tell apart."""
+    """How many documents these borders separate."""
     return len(_borders(offsets)) - 1
 
 
@@ -59,7 +59,7 @@ def check_offsets(offsets: Tensor | Sequence[int] | None, batch: int, tokens: in
 
 def check_kinds(net: object, rule: object) -> None:
     if isinstance(net, Deep):
-        raise ValueError("net: expected what is written of a deep memory (net.fast, with features for keys), got the whole of it")
+        raise ValueError("net: expected the part of a deep memory that is written (net.fast, with features as keys), got Deep")
     if not isinstance(net, Net):
         raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")
     if not isinstance(rule, Rule):
@@ -78,9 +78,9 @@ def check_start(weights: object, momentum: object, rows: object, rule: object) -
     if not rule.momentum:
         raise ValueError("momentum: expected None for a rule without momentum, got weights")
     expected = [[rows, *weight.shape] for weight in weights]
-    came = [list(past.shape) for past in momentum] if isinstance(momentum, (tuple, list)) else type(momentum).__name__
-    if came != expected:
-        raise ValueError(f"momentum: expected tensors of shapes {expected} (rows first), got {came}")
+    got = [list(past.shape) for past in momentum] if isinstance(momentum, (tuple, list)) else type(momentum).__name__
+    if got != expected:
+        raise ValueError(f"momentum: expected tensors of shapes {expected} (rows first), got {got}")
 
 
 def check_state(
@@ -88,8 +88,8 @@ def check_state(
 ) -> list[int] | None:
     """That this state belongs to this call: rows, heads, width, dtype, device, chunk, net and rule."""
     if not isinstance(q, Tensor) or q.dim() != 4 or not q.is_floating_point():
-        came = f"{list(q.shape)} {q.dtype}" if isinstance(q, Tensor) else type(q).__name__
-        raise ValueError(f"q: expected a floating-point tensor [batch, tokens, heads, width], got {came}")
+        got = f"{list(q.shape)} {q.dtype}" if isinstance(q, Tensor) else type(q).__name__
+        raise ValueError(f"q: expected a floating-point tensor [batch, tokens, heads, width], got {got}")
     if not isinstance(state, MemoryState):
         raise ValueError(f"state: expected a MemoryState (make one with start), got {type(state).__name__}")
     heads, width = q.shape[2:]
@@ -106,11 +106,11 @@ def check_state(
     parts = 2 if rule.momentum else 1
     for tensor in state.layers:
         if tensor.dtype != state.k.dtype or tuple(tensor.shape[:2]) != (rows, heads):
-            came = f"{list(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(f"state: expected layers [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {came}")
+            got = f"{list(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"state: expected layers [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {got}")
         if tensor.shape[2] != parts:
             raise ValueError(f"state: expected one of a rule with momentum={rule.momentum}, got momentum={not rule.momentum}")
-    if isinstance(net, MLP) and not torch.compiler.is_compiling():  # torch 2.11 stumbles over widths it takes for variable
+    if isinstance(net, MLP) and not torch.compiler.is_compiling():  # torch 2.11 fails on dynamic widths
         shapes, expected = [tuple(layer.shape[3:]) for layer in state.layers], net.shapes(width, values)
         if shapes != expected:
             raise ValueError(f"state: expected weights of shapes {expected} for this net, got {shapes}")

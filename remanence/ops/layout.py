@@ -1,10 +1,12 @@
-"""Where each token stands: from a call's tokens to one row per document, behind what that document had already read, and back.
+"""Where each token stands: from a call's tokens to one row per document, behind what that document had already read,
+and back.
 
     state's tail     the call's tokens            padding
     [ k k k ]        [ k k k k k k k k k k ]      [ 0 0 ]        one row, cut into chunks of c from its left end
 
-Chunk borders count from the document's start, so a row begins with the tail of its open chunk. Padding stands at the right,
-where the closed form's triangles keep it from everything before it, and a chunk that is not complete never changes the state.
+Chunk borders count from the document's start, so a row begins with the tail of its open chunk. Padding stands at the
+right, where the closed form's triangles keep it from everything before it, and a chunk that is not complete never
+changes the state.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Layout:
         return tail, self._back(grad, 0)
 
     def queries(self, q: Tensor) -> Tensor:
-        """Like `rows`, but without the tail's places where a whole call lies in one chunk: nobody asks for those answers."""
+        """Like `rows`, but without the tail's places where a whole call lies in one chunk: nobody asks for those
+        answers.
+        """
         if self.lead:
             return q
         return self.rows(q.new_zeros(len(self.tails), self.chunk - 1, *q.shape[2:]), q)
@@ -89,7 +93,8 @@ class Layout:
         if self.uniform:
             complete = self.totals[0] // self.chunk * self.chunk
             left = x[:, complete : self.totals[0]]
-            # Never a view: a state would keep all of a call's rows, and go on with other roundings than after it was saved.
+            # Never a view: a state would keep all of a call's rows, and go on with other roundings than after it was
+            # saved.
             whole = left.shape[1] == self.chunk - 1
             return left.clone(memory_format=torch.contiguous_format) if whole else _pad(left, self.chunk - 1)
         index = torch.full((len(self.tails), self.chunk - 1), -1)
@@ -118,7 +123,9 @@ class Layout:
     def next_state(
         self, state: MemoryState, layers: Weights, k: Tensor, v: Tensor, gates: Gates, outputs: tuple[Tensor, Tensor]
     ) -> MemoryState:
-        """The state after the call, from the rows ``[r length ...]`` it was made of; flagged where one is not finite."""
+        """The state after the call, from the rows ``[r length ...]`` it was made of; flagged where one is not
+        finite.
+        """
         bad = state.diverged
         for tensor in (*outputs, *(layers if self.folds else ())):
             bad = bad | ~tensor.detach().isfinite().flatten(1).all(1)
@@ -127,8 +134,8 @@ class Layout:
 
 
 class DeviceLayout:
-    """`Layout`'s arrangement where nothing is asked of the device: how far each row stands in its chunk is a tensor there, and
-    shapes allow for any of it. A row may end with a chunk that holds no token.
+    """`Layout`'s arrangement where nothing is asked of the device: how far each row stands in its chunk is a tensor
+    there, and shapes allow for any of it. A row may end with a chunk that holds no token.
 
     `aligned` is the caller's word that every row stands at a chunk's border, which spares the rearrangement.
     """
@@ -172,7 +179,9 @@ class DeviceLayout:
         return _Moved.apply(y.flatten(0, 1), self.here[:tokens], there).view(self.batch, self.tokens, *y.shape[2:])
 
     def _there(self) -> Tensor:
-        """``[r length]``: which of the call's tokens, and behind them of the tail's slots, stands at a row's place; -1: none."""
+        """``[r length]``: which of the call's tokens, and behind them of the tail's slots, stands at a row's place; -1:
+        none.
+        """
         place = torch.arange(self.length, device=self.device)
         tails, totals, row = (x.unsqueeze(-1) for x in (self.tails, self.totals, torch.arange(self.count, device=self.device)))
         new = torch.where(place < totals, self.starts.unsqueeze(-1) + place - tails, -1)
@@ -222,7 +231,9 @@ def _copied(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def to_rows(x: Tensor, offsets: list[int] | None) -> tuple[Tensor, Tensor | None]:
-    """``[b t ...]`` or packed ``[1 t ...]`` to one row per document ``[r longest ...]``, zeros behind; and how to go back."""
+    """``[b t ...]`` or packed ``[1 t ...]`` to one row per document ``[r longest ...]``, zeros behind; and how to go
+    back.
+    """
     if offsets is None:
         return x, None
     counts = [b - a for a, b in pairwise(offsets)]

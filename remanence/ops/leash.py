@@ -1,8 +1,8 @@
-"""How often the leash on backward was needed, on every device: what a healthy training run never does, and should see if it does.
+"""How often backward had to limit a gradient, on every device. In a healthy training run it never does.
 
-Counted is one for each memory (a row's and head's) of a call whose gradient, carried from chunk to chunk, was scaled down at
-least once in that call's backward. The chunked tier and the kernels count, inside torch.compile too, to which they are whole; the
-reference tier has no leash.
+A memory (one row and head of a call) counts once if its gradient, carried from chunk to chunk, was scaled down at least
+once in that call's backward. The chunked backend and the kernels count, also inside torch.compile, which sees them as
+one operator each. The reference has no limit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _counters: dict[torch.device, Tensor] = {}
 
 
 def counter(beside: Tensor) -> Tensor:
-    """The count ``[1]`` on a tensor's device, to be added to there: nothing has to wait. One that nobody reads where it is only
-    asked for shapes, or where a CUDA graph is captured before there is a counter: its zero would be captured, too.
+    """The count ``[1]`` on a tensor's device, to be added to there without waiting. It is a throwaway on fake tensors,
+    and when a CUDA graph is captured before there is a counter: the graph would capture its zero, too.
 
-    The compiler's tracing makes the real one as well: what it has compiled may first run in memory that is a CUDA graph's.
+    Tracing by the compiler also makes the real one: compiled code may first run in memory that belongs to a CUDA graph.
     """
     device = beside.device
     if isinstance(beside, FakeTensor):
@@ -35,7 +35,7 @@ def counter(beside: Tensor) -> Tensor:
 
 
 def leashed() -> int:
-    """How many memories' gradients have been held since the process began or `reset_leashed`, on all devices; waits for them."""
+    """How many memories' gradients were limited since the start or `reset_leashed`, on all devices; waits for them."""
     return sum(int(count) for count in _counters.values())
 
 

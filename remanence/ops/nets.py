@@ -26,8 +26,9 @@ EPS = 1e-5
 class Net(Protocol):
     """A memory: how its weights start and what they answer.
 
-    If it has slow parameters of its own (a learned gain, say), give it a method ``parameters()``: they then get their gradients.
-    Keep it a plain object inside a layer: ``nn.Module.apply(fn)`` walks all submodules, and would meet this `apply`.
+    If it has slow parameters of its own (a learned gain, say), give it a method ``parameters()``: they then get their
+    gradients. Keep it a plain object inside a layer: ``nn.Module.apply(fn)`` walks all submodules, and would meet this
+    `apply`.
     """
 
     def init(self, heads: int, width: int, generator: torch.Generator | None = None) -> Weights:
@@ -43,9 +44,9 @@ class Net(Protocol):
 class MLP:
     """A multi-layer perceptron memory: ``x + LN(W ... act(W x))``, the paper's, unless told otherwise.
 
-    norm=False is the plain residual net, which is unstable with more than one layer (docs/paper.md); with residual=False too and
-    depth 1 it is a matrix, the memory of linear attention and DeltaNet. The LayerNorm has no gain: one would have to be declared
-    slow or fast. A bias is one more row of its layer's weight.
+    norm=False is the plain residual net, which is unstable with more than one layer (docs/paper.md); with
+    residual=False too and depth 1 it is a matrix, the memory of linear attention and DeltaNet. The LayerNorm has no
+    gain: one would have to be declared slow or fast. A bias is one more row of its layer's weight.
     """
 
     depth: int = 2
@@ -82,8 +83,9 @@ class MLP:
         return [(a + self.bias, b) for a, b in pairwise(self.widths(width, values))]
 
     def init(self, heads: int, width: int, generator: torch.Generator | None = None, *, values: int | None = None) -> Weights:
-        """Normal, such that each layer keeps its input's scale: variance 1 / inputs, and 4 / inputs after an activation, which
-        halves what is small. Anything that shrinks from layer to layer would meet LN at up to 1/sqrt(eps) times the gradient.
+        """Normal, such that each layer keeps its input's scale: variance 1 / inputs, and 4 / inputs after an
+        activation, which halves what is small. Anything that shrinks from layer to layer would meet LN at up to
+        1/sqrt(eps) times the gradient.
         """
         weights = []
         for layer, (rows, columns) in enumerate(self.shapes(width, values)):
@@ -109,10 +111,11 @@ class MLP:
 class Deep:
     """A deep memory that is steady by design: ``phi(x) (A + W)``, of which reading writes W alone.
 
-    phi are the first layers, learned in training: each adds SwiGLU features to the unit key and brings it back to length 1. W,
-    the last layer, starts at zero and forgets towards zero; A is what training left there, which surprise never sees and nothing
-    forgets. With the rule ``gated_delta`` a write is then ``gamma (I - beta phi' phi) W + beta phi' v``: for any text and any
-    gates neither a difference of states nor its adjoint ever grows.
+    phi are the first layers, learned in training: each adds SwiGLU features to the unit key and brings it back to
+    length 1. W, the last layer, starts at zero and forgets towards zero; A is what training left there, which surprise
+    never sees and nothing forgets. With the rule ``gated_delta`` a write is then
+    ``gamma (I - beta phi' phi) W + beta phi' v``: for any text and any gates neither a difference of states nor its
+    adjoint ever grows.
 
     A layer's, not the operator's, which is given phi(k) for keys and the net `fast`. depth 1: phi(x) is x, a matrix.
     """
@@ -137,12 +140,16 @@ class Deep:
 
 
 def shrink(x: Tensor) -> Tensor:
-    """1 for every row up to 1e12, less beyond: LayerNorm does not see a row's scale, and float32 squares overflow at 1e19."""
+    """1 for every row up to 1e12, less beyond: LayerNorm does not see a row's scale, and float32 squares overflow at
+    1e19.
+    """
     return (1e12 / x.detach().abs().amax(-1, keepdim=True)).clamp(max=1.0)
 
 
 def normalise(x: Tensor) -> Tensor:
-    """LayerNorm without gain, written out: torch's own is wrong in its third derivative, which a second backward meets here."""
+    """LayerNorm without gain, written out: torch's own is wrong in its third derivative, which a second backward meets
+    here.
+    """
     x = x * shrink(x)
     centred = x - x.mean(-1, keepdim=True)
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)

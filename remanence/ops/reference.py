@@ -1,6 +1,7 @@
 """The memory rule as the paper writes it: one head, one document, one token after the other. This is the truth.
 
-The gradient is taken by autograd of the written loss, never derived by hand. Slow, exact in float64, differentiable (twice, too).
+The gradient is taken by autograd of the written loss, never derived by hand. Slow, exact in float64, differentiable
+(twice, too).
 """
 
 from __future__ import annotations

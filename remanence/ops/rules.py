@@ -85,9 +85,9 @@ class Coefficients(NamedTuple):
 
     The state is J = (M, S), p = 2, or just M, p = 1, for a rule without momentum.
 
-    mix ``[c c]``: P. own ``[c p]``: a, r: how much of J each token's own weights still hold. fold ``[p p]`` and fold_mix ``[c
-    p]``: what turns J and the tokens' gradients into the chunk's end state; they leave it alone where the chunk is not
-    complete. scale ``[c]``: shrinks the anchor per token, for decay_first.
+    mix ``[c c]``: P. own ``[c p]``: a, r: how much of J each token's own weights still hold. fold ``[p p]`` and
+    fold_mix ``[c p]``: what turns J and the tokens' gradients into the chunk's end state; they leave it alone where the
+    chunk is not complete. scale ``[c]``: shrinks the anchor per token, for decay_first.
     """
 
     mix: Tensor
@@ -127,7 +127,8 @@ def decay_backward(decayed: Tensor, grad: Tensor) -> Tensor:
 
 
 def decay(log_gate: Tensor) -> Tensor:
-    """``[... c]`` logs to ``[... c c]``: the product of gates over (j, t] for t >= j, 0 above the diagonal. Exact at -inf.
+    """``[... c]`` logs to ``[... c c]``: the product of gates over (j, t] for t >= j, 0 above the diagonal. Exact at
+    -inf.
 
     Products of the gates themselves, never quotients of two products; the derivative is taken with respect to the logs.
     """
@@ -161,7 +162,7 @@ def coefficients(rule: Rule, gates: Gates, complete: Tensor) -> Coefficients:
 
 
 def coefficients_backward(gates: Gates, complete: Tensor, grad: Coefficients) -> Gates:
-    """The gates' gradients from those of their coefficients, written out: inside an operator of torch's own nothing is taped."""
+    """The gates' gradients from those of their coefficients, written out: inside a torch operator nothing is taped."""
     step = gates.log_step.exp()
     g_fold, g_fold_mix = (torch.where(complete[..., None, None], x, 0.0) for x in (grad.fold, grad.fold_mix))
     kept = decay(gates.log_keep if gates.log_keep is not None else torch.zeros_like(step))
