@@ -27,7 +27,7 @@ from remanence.config import change
 from remanence.core.files import write_json
 from remanence.data import Batch
 from remanence.memory.policies import unigrams
-from remanence.train.sources import Recall
+from remanence.tasks.recall import Recall
 
 WINDOW, PAIRS, ROWS = 16, 8, 32
 TIMES = (1, 2, 4, 8, 16, 32, 64)

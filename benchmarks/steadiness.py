@@ -31,10 +31,10 @@ from remanence.layers import Features
 from remanence.memory.neural import NeuralMemory
 from remanence.model import State, memories
 from remanence.ops import MLP, NETS, RULES, Gates, memorize, recall, start
+from remanence.tasks.recall import Recall
 from remanence.train import DataConfig, TrainConfig
 from remanence.train.begin import begin_of
 from remanence.train.distributed import World
-from remanence.train.sources import Recall
 
 Row = dict[str, Any]
 APART = 1e-6

@@ -29,8 +29,8 @@ from remanence.core.device import resolve
 from remanence.core.files import read_json, write_json
 from remanence.inference import memfile
 from remanence.model import Model
+from remanence.tasks.recall import Recall
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
-from remanence.train.sources import Recall
 
 PAIRS, KEYS, NOISE = 8, 16, 4
 WINDOW = 16

@@ -20,11 +20,10 @@ from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perple
 from remanence.model import Model, parameters
 from remanence.ops import RULES
 from remanence.report import published
+from remanence.tasks.draw import HELD_OUT
 from remanence.train import TrainConfig, fit, run_config
 from remanence.train.sources import SOURCES
 
-HELD_OUT = 2**32
-"""Added to the seed of generated tasks: no text is one that a model was trained on."""
 SHARDS = ("packed", "documents")
 """Kinds of data that lie in files: held-out ones are other files."""
 

@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share, told
-from remanence.train.sources import Recall as Source
-
-HELD_OUT = 2**32
-"""Added to the seed: no text is one that a model was trained on."""
+from remanence.tasks.recall import held_out, score, vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +39,9 @@ class RecallSettings:
         at_least(1, **vars(self))
         for name, pairs in (("pairs", self.pairs), ("capacities", max(self.capacities))):
             if pairs > self.keys:
-                raise ValueError(f"{name}: expected at most {self.keys} pairs, as many as there are keys, got {pairs}")
+                raise ValueError(
+                    f"{name}: expected at most {self.keys} pairs, as many as there are keys, got {pairs}"
+                )
 
 
 class Recall(Task):
@@ -56,19 +54,28 @@ class Recall(Task):
 
     def __init__(self, subject: Subject, settings: RecallSettings) -> None:
         super().__init__(subject, settings)
-        needed, present = 2 * settings.keys + settings.noise, subject.model.config.vocabulary
+        needed, present = vocabulary(settings.keys, settings.noise), subject.model.config.vocabulary
         if present < needed:
             kinds = f"{needed} kinds of tokens with keys={settings.keys} and noise={settings.noise}"
-            raise ValueError(f"recall.keys: expected at most the model's {present} kinds of tokens, got {kinds}")
+            raise ValueError(
+                f"recall.keys: expected at most the model's {present} kinds of tokens, got {kinds}"
+            )
 
     @property
     def identity(self) -> Setting:
-        return {**super().identity, "keys": self.settings.keys, "noise": self.settings.noise, "texts": self.settings.texts}
+        return {
+            **super().identity,
+            "keys": self.settings.keys,
+            "noise": self.settings.noise,
+            "texts": self.settings.texts,
+        }
 
     def _points(self) -> dict[str, list[Setting]]:
         s = self.settings
         return {
-            "distance": [{"pairs": s.pairs, "distance": max(distance, 2 * s.pairs)} for distance in s.distances],
+            "distance": [
+                {"pairs": s.pairs, "distance": max(distance, 2 * s.pairs)} for distance in s.distances
+            ],
             "capacity": [{"pairs": pairs, "distance": max(s.distance, 2 * pairs)} for pairs in s.capacities],
         }
 
@@ -84,17 +91,12 @@ class Recall(Task):
 
     def _measured(self, pairs: int, distance: int) -> Result:
         s = self.settings
-        batch = Source(distance + 2 * pairs, s.texts, pairs, 2, self.subject.seed + HELD_OUT, keys=s.keys, noise=s.noise).step(0)
-        texts, asked = batch.tokens[:, :distance].numpy().astype(np.int32), batch.tokens[:, distance:]
-        state = self.subject.read(list(texts))
-        keys, values = asked[:, ::2], asked[:, 1::2]
-        told_all = self.subject.likeliest(asked, state)[:, ::2]
-        alone = [self.subject.likeliest(keys[:, number, None], state) for number in range(pairs)]  # no state is copied
-        return {
-            "all": int((told_all == values).sum()),
-            "one": int((torch.cat(alone, 1) == values).sum()),
-            "count": values.numel(),
-        }
+        made = held_out(pairs, distance, s.texts, self.subject.seed, keys=s.keys, noise=s.noise)
+        state = self.subject.read(list(made.texts.numpy().astype(np.int32)))
+        in_turn = self.subject.likeliest(made.pairs, state)
+        columns = made.keys.split(1, dim=1)
+        alone = [self.subject.likeliest(column, state) for column in columns]  # no state is copied
+        return score(made, in_turn, alone)
 
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
         found = {(unit["pairs"], unit["distance"]): result for unit, result in results}
@@ -118,9 +120,24 @@ class Recall(Task):
                     here = [row for row in own if row.metric == metric and row.setting["curve"] == curve]
                     lines[f"memory {mode}, {metric}"] = [(row.setting[name], 100 * row.value) for row in here]
                     looks[f"memory {mode}, {metric}"] = (colour, pattern)
-            fixed = f"{self.settings.pairs} pairs" if curve == "distance" else f"asked {self.settings.distance} tokens later"
+            fixed = (
+                f"{self.settings.pairs} pairs"
+                if curve == "distance"
+                else f"asked {self.settings.distance} tokens later"
+            )
             ticks = {float(x): told(int(x)) for line in lines.values() for x, _ in line}
             path = stem.with_name(f"{stem.name}.recall-{curve}.png")
             title = f"Pairs recalled, {fixed}"
-            drawn.append(curves(path, lines, title=title, x=axis, y="right answers, %", percent=True, ticks=ticks, looks=looks))
+            drawn.append(
+                curves(
+                    path,
+                    lines,
+                    title=title,
+                    x=axis,
+                    y="right answers, %",
+                    percent=True,
+                    ticks=ticks,
+                    looks=looks,
+                )
+            )
         return drawn

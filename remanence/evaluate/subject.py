@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,31 +20,12 @@ from remanence.evaluate.bookmark import Bookmark
 from remanence.inference.generate import DIVERGED, Generation, Sampling, check_tokenizer
 from remanence.inference.reader import PIECE, piece_of, read
 from remanence.model import Model, State
+from remanence.tasks.answers import Answer, Likelihood
 from remanence.train import TrainConfig
 from remanence.train.engine import TRAINED
 
 LOGITS = 1 << 23
 """Numbers of logits that are held at a time when losses are computed."""
-
-
-class Likelihood(NamedTuple):
-    """Of a text after another: the logarithm of its probability, and whether each of its tokens was the most likely one."""
-
-    log: float
-    greedy: bool
-
-
-class Answer(NamedTuple):
-    """What was said, and how likely each of the options was."""
-
-    said: str
-    options: list[Likelihood]
-
-    @property
-    def ranked(self) -> list[int]:
-        """The options' numbers, the likeliest first; of equal ones the last, which is never the right one, comes first."""
-        order = range(len(self.options) - 1, -1, -1)
-        return sorted(order, key=lambda number: -self.options[number].log)
 
 
 @dataclass

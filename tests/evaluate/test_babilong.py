@@ -9,9 +9,8 @@ import torch
 from evaluations import measured, saved, telling
 
 from remanence.core.tokens import ByteTokenizer
-from remanence.data.babi import Story, find, read, stories
 from remanence.evaluate import TASKS, Subject, configured
-from remanence.evaluate.babilong import judged
+from remanence.tasks.babilong import Story, find_file, is_right, parse_stories, read_stories
 
 PLACES = ("hallway", "kitchen", "garden", "office")
 
@@ -56,7 +55,7 @@ def given(home, **settings):
 
 def test_stories_by_hand():
     text = "1 A went.\n2 B came.\n3 Where is A? \tthere\t1\n4 C sat.\n5 What has C?\tapple,milk\t4\n1 D ran.\n2 Who? \tD\t1\n"
-    assert list(stories(text)) == [
+    assert list(parse_stories(text)) == [
         Story(["A went.", "B came."], "Where is A?", "there"),
         Story(["A went.", "B came.", "C sat."], "What has C?", "apple,milk"),
         Story(["D ran."], "Who?", "D"),
@@ -102,16 +101,18 @@ def test_answers_are_judged_by_hand():
         (" gardener", False),
         ("", False),
     ):
-        assert judged(story, said, options, ordered=False) is right, said
+        assert is_right(story, said, options, ordered=False) is right, said
     moved = Story([], "Where was the apple before the kitchen?", "garden")
-    assert judged(moved, " before the kitchen it was in the garden", options, ordered=False)
+    assert is_right(moved, " before the kitchen it was in the garden", options, ordered=False)
     carried = Story([], "What is Mary carrying?", "apple,milk")
-    assert judged(carried, " milk,apple", ["apple,milk", "nothing"], ordered=False)
-    assert not judged(carried, " apple", ["apple,milk", "nothing"], ordered=False)
+    assert is_right(carried, " milk,apple", ["apple,milk", "nothing"], ordered=False)
+    assert not is_right(carried, " apple", ["apple,milk", "nothing"], ordered=False)
     path = Story([], "How do you go?", "s,e")
-    assert judged(path, " s,e", ["s,e", "n,w"], ordered=True) and not judged(path, " e,s", ["s,e", "n,w"], ordered=True)
+    assert is_right(path, " s,e", ["s,e", "n,w"], ordered=True)
+    assert not is_right(path, " e,s", ["s,e", "n,w"], ordered=True)
     twice = Story([], "How do you go?", "s,s")
-    assert judged(twice, " s,s", ["s,s", "n,w"], ordered=True) and not judged(twice, " s", ["s,s", "n,w"], ordered=True)
+    assert is_right(twice, " s,s", ["s,s", "n,w"], ordered=True)
+    assert not is_right(twice, " s", ["s,s", "n,w"], ordered=True)
 
 
 def test_right_answers_score_100_wrong_ones_0_and_guesses_chance(home):
@@ -149,7 +150,7 @@ def test_an_archive_is_a_folder_and_en_comes_first(home):
         archive.add(home / "babi", "tasks")
     for task, split in (("qa1", "test"), ("qa10", "train")):
         text = next((home / "babi" / "en").glob(f"{task}_*_{split}.txt")).read_text()
-        assert find("data", home / "babi", task, split) == find("data", home / "babi.tar.xz", task, split) == text
+        assert find_file("data", home / "babi", task, split) == find_file("data", home / "babi.tar.xz", task, split) == text
 
 
 def test_the_hub_s_stories_are_the_archive_s(home, tmp_path):
@@ -158,12 +159,12 @@ def test_the_hub_s_stories_are_the_archive_s(home, tmp_path):
     source = tmp_path / "hub"
     (source / "0k").mkdir(parents=True)
     for task in ("qa1", "qa2"):
-        found = read("data", str(home / "babi"), task, "test")
+        found = read_stories("data", str(home / "babi"), task, "test")
         rows = [{"input": " ".join(one.facts), "question": one.question, "target": one.answer} for one in found]
         (source / "0k" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     splits = "".join(f"      - split: {task}\n        path: 0k/{task}.jsonl\n" for task in ("qa1", "qa2"))
     (source / "README.md").write_text(f"---\nconfigs:\n  - config_name: 0k\n    data_files:\n{splits}---\n")
-    assert read("data", f"hf:{source}", "qa2", "test") == read("data", str(home / "babi"), "qa2", "test")
+    assert read_stories("data", f"hf:{source}", "qa2", "test") == read_stories("data", str(home / "babi"), "qa2", "test")
     there, here = (
         measured(home, "babilong", **given(home, data=data, samples="1")) for data in (f"hf:{source}", str(home / "babi"))
     )

@@ -15,8 +15,8 @@ from remanence import Model, cli
 from remanence.data import prepare
 from remanence.evaluate import TASKS, Subject, configured, evaluate
 from remanence.evaluate import grid as grid_module
+from remanence.tasks.recall import Recall
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
-from remanence.train.sources import Recall
 
 RECIPE = TrainConfig(
     model=config("mac", vocabulary=11, memory={"conv": 4, "net": "titans"}),

@@ -13,8 +13,8 @@ from remanence.core.tokens import ByteTokenizer
 from remanence.data import sources
 from remanence.data.texts import Texts
 from remanence.evaluate import TASKS, Subject, configured
-from remanence.evaluate.niah import KINDS, Sample, scored
-from remanence.evaluate.subject import Answer, Likelihood
+from remanence.tasks.answers import Answer, Likelihood
+from remanence.tasks.needle import KINDS, Sample, score
 
 NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (\S+) is: (\S+)\.")
 
@@ -172,10 +172,10 @@ def test_an_answer_may_be_as_long_as_in_ruler_whatever_is_asked_beside_it(home, 
 def test_scores_by_hand():
     likely = [Likelihood(log, greedy) for log, greedy in ((-9, False), (-3, False), (-5, False), (-4, True), (-7, False))]
     sample = Sample(np.zeros(1), "", ["123", "456"], ["789", "000"])
-    result = scored(sample, Answer("it is 456, or 12", likely))
+    result = score(sample, Answer("it is 456, or 12", likely))
     assert (result["said"], result["likeliest"], result["chosen"]) == (0.5, 0.0, 0.5)
     equal = Answer("", [Likelihood(-1.0, False)] * 5)
-    assert scored(sample, equal)["chosen"] == 0.0, "a model that prefers nothing has not found anything"
+    assert score(sample, equal)["chosen"] == 0.0, "a model that prefers nothing has not found anything"
 
 
 def test_a_model_is_asked_what_a_plain_loop_asks(home):

@@ -56,7 +56,7 @@ def test_a_model_answers_what_a_plain_loop_answers(tmp_path):
     home = saved(tmp_path, vocabulary=11)
     (tmp_path / "tokenizer.json").unlink()
     rows = measured(home, "recall", **SMALL)
-    from remanence.train.sources import Recall
+    from remanence.tasks.recall import Recall
 
     right = {"all": 0, "one": 0}
     batch = Recall(9 + 4, 5, 2, 2, 2**32, keys=4, noise=3).step(0)

@@ -10,7 +10,7 @@ from runs import config, losses, weights
 from remanence import Model
 from remanence.core.tokens import ByteTokenizer, load_tokenizer
 from remanence.data import prepare
-from remanence.data.babi import PROMPT, read
+from remanence.tasks.babilong import PROMPT, read_stories
 from remanence.train import DataConfig, OptimizerConfig, fit
 from remanence.train.sources import SOURCES
 
@@ -38,7 +38,7 @@ def stories(home, **fields):
 
 def test_rows_hold_a_training_story_and_its_answer_is_to_be_told(home):
     source = SOURCES["babilong"](config(data=stories(home)), 6, 0, 1)
-    known = read("data", str(home / "babi"), "qa1", "train")
+    known = read_stories("data", str(home / "babi"), "qa1", "train")
     batch = source.step(3)
     assert batch.tokens.shape == (6, 256)
     for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):

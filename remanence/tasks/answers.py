@@ -1,0 +1,25 @@
+"""What a model answered, as tasks score it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Likelihood(NamedTuple):
+    """Of a text after another: the log of its probability, and whether each of its tokens was the likeliest."""
+
+    log: float
+    greedy: bool
+
+
+class Answer(NamedTuple):
+    """The generated text, and how likely each of the options was."""
+
+    said: str
+    options: list[Likelihood]
+
+    @property
+    def ranked(self) -> list[int]:
+        """The options' indices, the likeliest first. Of equal ones the last comes first: it is never the right one."""
+        order = range(len(self.options) - 1, -1, -1)
+        return sorted(order, key=lambda index: -self.options[index].log)

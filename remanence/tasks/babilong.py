@@ -1,0 +1,254 @@
+"""BABILong: the facts of a bAbI story hidden, in order, in a book of an exact length, then its question."""
+
+from __future__ import annotations
+
+import lzma
+import re
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from remanence.core.tokens import Tokenizer, pair_tokens
+from remanence.data import Batch
+from remanence.data.streams import PREFIX, parts
+from remanence.tasks.answers import Answer
+from remanence.tasks.draw import answer_batch, rank_rows, step_rng, unit_rng
+from remanence.tasks.haystack import Encode, Haystack, hide, max_tokens
+
+ALL = tuple(f"qa{number}" for number in range(1, 21))
+ORDERED = ("qa19",)
+"""Tasks whose answers are several words in a fixed order."""
+FIND = "https://research.fb.com/downloads/babi (tasks_1-20_v1-2)"
+PROMPT = "\nAnswer:"
+HAYSTACK_ROWS = 256
+"""Rows that a training haystack has text for, if there is so much of it."""
+
+
+class Story(NamedTuple):
+    facts: list[str]
+    question: str
+    answer: str
+
+    @property
+    def shot(self) -> str:
+        """The story with its answer, as an example before the question proper."""
+        return f"{' '.join(self.facts)}{self.query}{PROMPT} {self.answer}\n\n"
+
+    @property
+    def query(self) -> str:
+        return f"\nQuestion: {self.question}"
+
+    def size(self, encode: Encode) -> int:
+        """The tokens of its facts and its question, at most."""
+        return len(encode(self.query)) + sum(max_tokens(encode, fact) for fact in self.facts)
+
+    def hide(self, hay: Haystack, room: int, rng: np.random.Generator) -> np.ndarray:
+        """Exactly `room` tokens of hay with the facts in it, in their order, at random depths."""
+        depths = sorted(rng.random(len(self.facts)).tolist())
+        return hide(hay, self.facts, depths, room, rng)
+
+
+def read_stories(name: str, source: str | None, task: str, split: str) -> list[Story]:
+    """The stories of a task, from bAbI's folder or archive, or from a dataset ``hf:NAME`` with BABILong's columns (0k).
+
+    `name` is the setting that `source` comes from, for errors.
+    """
+    if source is not None and source.startswith(PREFIX):
+        return _hub_stories(name, source, task)
+    if source is None or not Path(source).exists():
+        wanted = "expected bAbI's folder or archive, or hf:NAME"
+        raise ValueError(f"{name}: {wanted}, got {source or 'none'}; it can be found at {FIND}")
+    text = find_file(name, Path(source), task, split)
+    if text is None:
+        raise ValueError(
+            f"{name}: expected {task}_..._{split}.txt in {source}, got none; the whole is at {FIND}"
+        )
+    return list(parse_stories(text))
+
+
+def _hub_stories(name: str, source: str, task: str) -> list[Story]:
+    found = []
+    columns = ("input", "question", "target")
+    for part in parts(f"{source}:0k:{task}"):
+        for row in part.read(columns):
+            facts, question, answer = ((row[column] or "").strip() for column in columns)
+            found.append(Story(re.split(r"(?<=[.!?])\s+", facts), question, answer))
+    if not found:
+        raise ValueError(f"{name}: expected stories in {source}:0k:{task}, got none")
+    return found
+
+
+def find_file(name: str, path: Path, task: str, split: str) -> str | None:
+    """The text of a task's file in a folder or an archive, from the folder `en` where there are several."""
+    wanted = re.compile(rf"{task}_(?:.*_)?{split}\.txt")
+
+    def first(names: list[str]) -> str | None:
+        found = [each for each in names if wanted.fullmatch(Path(each).name)]
+        return min(found, key=lambda each: (Path(each).parent.name != "en", len(each), each), default=None)
+
+    if path.is_dir():
+        file = first([str(each) for each in path.rglob(f"{task}_*.txt")])
+        return file and Path(file).read_text(encoding="utf-8")
+    try:
+        with tarfile.open(path) as archive:
+            file = first([member.name for member in archive.getmembers() if member.isfile()])
+            inside = archive.extractfile(file) if file else None
+            return inside.read().decode() if inside else None
+    except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name}: expected a folder or a tar archive, got {path} ({reason})") from None
+
+
+def parse_stories(text: str) -> Iterator[Story]:
+    """Every question of a bAbI file with the facts before it in its story."""
+    facts: list[str] = []
+    for line in text.splitlines():
+        number, _, rest = line.partition(" ")
+        if number == "1":
+            facts = []
+        if "\t" in rest:
+            question, answer, *_ = rest.split("\t")
+            yield Story(list(facts), question.strip(), answer.strip())
+        elif rest.strip():
+            facts.append(rest.strip())
+
+
+class Babilong:
+    """Training rows: a story hidden in books as the evaluation hides others, its question, the answer and a newline.
+
+    Only the answer and the newline are targets. Every row has exactly the length given.
+    """
+
+    def __init__(
+        self,
+        stories: Mapping[str, Sequence[Story]],
+        sentences: Iterable[str],
+        tokenizer: Tokenizer,
+        length: int,
+        batch: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.tokenizer, self.length, self.batch = tokenizer, length, batch
+        self.seed, self.rank, self.world = seed, rank, world
+        self.encode = cache(tokenizer.encode)  # bAbI has few different sentences
+        self.stories = []
+        for task, own in stories.items():
+            sizes = [story.size(self.encode) + sum(map(len, self._end(story))) for story in own]
+            if min(sizes) > length:
+                least = f"at least {min(sizes)}, for the shortest story of {task}"
+                raise ValueError(f"data.length: expected {least}, got {length}")
+            self.stories.append([story for story, size in zip(own, sizes, strict=True) if size <= length])
+        self.hay = Haystack.of("data.books", sentences, tokenizer, length, HAYSTACK_ROWS)
+
+    def _end(self, story: Story) -> tuple[list[int], list[int]]:
+        return pair_tokens(self.tokenizer, PROMPT, f" {story.answer}\n")
+
+    def row(self, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+        """A row's tokens, and the length of the answer at its end."""
+        own = self.stories[rng.integers(len(self.stories))]
+        story = own[rng.integers(len(own))]
+        prompt, answer = self._end(story)
+        end = [*self.encode(story.query), *prompt, *answer]
+        return np.concatenate([story.hide(self.hay, self.length - len(end), rng), end]), len(answer)
+
+    def step(self, number: int) -> Batch:
+        rng = step_rng(self.seed, number)
+        drawn = [self.row(rng) for _ in range(self.batch * self.world)][rank_rows(self.batch, self.rank)]
+        return answer_batch([tokens for tokens, _ in drawn], [length for _, length in drawn])
+
+
+class Questions:
+    """Held-out samples: test stories in a book, after some training stories with their answers (shots)."""
+
+    def __init__(
+        self,
+        stories: Mapping[str, Sequence[Story]],
+        shots: Mapping[str, Sequence[Story]],
+        hay: Haystack | None,
+        tokenizer: Tokenizer,
+        seed: int,
+    ) -> None:
+        self.stories, self.hay, self.seed = stories, hay, seed
+        self.shots = {task: "".join(story.shot for story in own) for task, own in shots.items()}
+        self.encode = cache(tokenizer.encode)  # bAbI has few different sentences
+        self.fitting: dict[tuple[str, int], list[Story]] = {}
+
+    def sample(self, unit: Mapping[str, Any]) -> tuple[np.ndarray, Story]:
+        """A unit's text up to the question, of exactly its length with the prompt, and its story."""
+        rng, task, length = unit_rng(self.seed, unit), unit["qa"], unit["length"]
+        start, prompt = self.encode(self.shots.get(task, "")), self.encode(PROMPT)
+        story = self._story(task, unit["sample"], length, length and length - len(start) - len(prompt))
+        end = self.encode(story.query)
+        if not length or self.hay is None:
+            middle = np.array(self.encode(" ".join(story.facts)), np.int32)
+        else:
+            room = length - sum(map(len, (start, end, prompt)))
+            middle = story.hide(self.hay.part(length), room, rng)
+        return np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)]), story
+
+    def _story(self, task: str, index: int, length: int, room: int) -> Story:
+        fitting = self._fitting(task, room)
+        if index >= len(fitting):
+            all_fit = len(fitting) == len(self.stories[task])
+            others = f"whose other stories have no room in {length} tokens"
+            reason = "which has no more stories" if all_fit else others
+            wanted = f"at most {len(fitting)} samples of {task}, {reason}"
+            raise ValueError(f"babilong.samples: expected {wanted}, got {index + 1}")
+        return fitting[index]
+
+    def _fitting(self, task: str, room: int) -> list[Story]:
+        """A task's stories that fit into so many tokens (0: all).
+
+        Their order depends on the seed and the task alone, so that every length asks the same ones as far as they fit.
+        """
+        if (task, room) not in self.fitting:
+            rng = np.random.Generator(np.random.Philox(key=[self.seed, ALL.index(task)]))
+            ordered = [self.stories[task][index] for index in rng.permutation(len(self.stories[task]))]
+            sizes = [story.size(self.encode) if room else 0 for story in ordered]
+            self.fitting[task, room] = [
+                story for story, size in zip(ordered, sizes, strict=True) if size <= room
+            ]
+        return self.fitting[task, room]
+
+    def options(self, task: str, right: str) -> list[str]:
+        """All answers of a task, the right one first."""
+        return [right, *sorted({story.answer for story in self.stories[task]} - {right})]
+
+
+def score(task: str, story: Story, answer: Answer, options: Sequence[str]) -> dict[str, Any]:
+    """Whether the generated text gives the answer, and whether the answer is the likeliest of the options."""
+    return {
+        "right": is_right(story, answer.said, options, ordered=task in ORDERED),
+        "chosen": answer.ranked[0] == 0,
+        "options": len(options),
+        "answer": answer.said,
+        "expected": story.answer,
+    }
+
+
+def is_right(story: Story, said: str, options: Sequence[str], *, ordered: bool) -> bool:
+    """Whether the text, up to its first sentence or line end, names the answer's words and no other answer's.
+
+    As in BABILong, words that the question has itself do not count as an answer. The order of a list matters only if
+    `ordered`.
+    """
+    said = re.split(r"[.\n]|question:", said.strip().lower())[0]
+    words = {word for option in options for word in option.lower().split(",")}
+    words -= {word for word in words if _names(story.question.lower(), word)} - set(
+        story.answer.lower().split(",")
+    )
+    expected = story.answer.lower().split(",")
+    pattern = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
+    named = re.findall(rf"\b(?:{pattern})\b", said)
+    return named == expected if ordered else set(named) == set(expected)
+
+
+def _names(text: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", text) is not None

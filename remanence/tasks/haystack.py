@@ -1,0 +1,100 @@
+"""A haystack: real sentences that facts or needles are hidden in, cut to an exact number of tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from remanence.core.tokens import Tokenizer
+
+SPARE = 16
+"""Tokens of hay left behind a stretch. A sentence may have a few less where it comes first."""
+
+Encode = Callable[[str], list[int]]
+
+
+class Haystack:
+    """Sentences and their tokens, from which a stretch of exactly so many tokens can be cut.
+
+    Each sentence is encoded with the space before it. Only the first sentence of a text has none.
+    """
+
+    def __init__(self, sentences: list[str], tokens: np.ndarray, borders: np.ndarray, encode: Encode) -> None:
+        self.sentences, self.tokens, self.borders, self.encode = sentences, tokens, borders, encode
+        self.parts: dict[int, Haystack] = {}
+
+    @classmethod
+    def of(
+        cls, name: str, sentences: Iterable[str], tokenizer: Tokenizer, least: int, rows: int = 2
+    ) -> Haystack:
+        """Sentences for `rows` rows of `least` tokens, so that stretches can begin at different sentences.
+
+        `name` is the setting that the sentences come from. Fewer than `least` tokens are an error.
+        """
+        tokens, borders, used = array("i"), array("q", [0]), []
+        for sentence in sentences:
+            tokens.extend(tokenizer.encode(" " + sentence))
+            borders.append(len(tokens))
+            used.append(sentence)
+            if len(tokens) >= rows * least:
+                break
+        if len(tokens) < least:
+            raise ValueError(f"{name}: expected a text of at least {least:,} tokens, got {len(tokens):,}")
+        return cls(used, np.array(tokens, np.int32), np.array(borders, np.int64), tokenizer.encode)
+
+    def part(self, least: int) -> Haystack:
+        """What `of` gives for so many tokens: a short text does not depend on longer ones beside it."""
+        if least not in self.parts:
+            count = min(int(np.searchsorted(self.borders, 2 * least)), len(self.sentences))
+            end = int(self.borders[count])
+            cut = self.sentences[:count], self.tokens[:end], self.borders[: count + 1]
+            self.parts[least] = Haystack(*cut, self.encode)
+        return self.parts[least]
+
+    @cached_property
+    def text(self) -> str:
+        return " ".join(self.sentences)
+
+    def begin(self, count: int, rng: np.random.Generator) -> int:
+        """The index of a sentence, drawn from those that so many tokens follow."""
+        last = int(np.searchsorted(self.borders[:-1], len(self.tokens) - count - SPARE, "right"))
+        return int(rng.integers(max(1, last)))
+
+    def stretch(self, first: int, count: int, *, space: bool) -> tuple[np.ndarray, np.ndarray]:
+        """So many tokens from the beginning of a sentence on, and the sentence borders in them."""
+        opening = np.array(self.encode(" " * space + self.sentences[first]), np.int32)
+        after = int(self.borders[first + 1])
+        tokens = np.concatenate([opening, self.tokens[after : after + max(0, count - len(opening))]])[:count]
+        borders = np.concatenate([[0], self.borders[first + 1 :] - after + len(opening)])
+        return tokens, borders[borders <= count]
+
+
+def max_tokens(encode: Encode, sentence: str) -> int:
+    """The tokens a sentence has at most: with a space before it, or as the first of a text."""
+    return max(len(encode(" " + sentence)), len(encode(sentence)))
+
+
+def hide(
+    hay: Haystack, needles: Sequence[str], depths: Sequence[float], size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Exactly `size` tokens: hay, with each needle at the sentence border nearest to its depth (0 first, 1 last)."""
+    order = sorted(range(len(needles)), key=lambda index: depths[index])
+    inside = [np.array(hay.encode(" " + needles[index]), np.int32) for index in order]
+    first = hay.begin(size - sum(map(len, inside)), rng)
+    for leading in (False, True):  # whether the text begins with a needle, and the hay follows
+        if leading:
+            inside[0] = np.array(hay.encode(needles[order[0]]), np.int32)
+        text, borders = hay.stretch(first, size - sum(map(len, inside)), space=leading)
+        positions = [int(borders[np.abs(borders - depths[index] * len(text)).argmin()]) for index in order]
+        if not positions or positions[0]:
+            break
+    if leading:
+        positions[0] = 0
+    parts, last = [], 0
+    for position, needle in zip(positions, inside, strict=True):
+        parts += [text[last:position], needle]
+        last = position
+    return np.concatenate([*parts, text[last:]])

@@ -1,0 +1,207 @@
+"""Needles in a haystack: values under keys, hidden in a text and asked for at its end.
+
+`Needle` draws byte rows to train on. The `KINDS` are RULER's, for evaluation, in texts of any tokenizer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from remanence.data import Batch
+from remanence.tasks.answers import Answer
+from remanence.tasks.draw import answer_batch, rank_rows, step_rng
+from remanence.tasks.haystack import Haystack, hide, max_tokens
+
+
+class Needle:
+    """Named numbers at random positions between plain sentences, one of which is asked for at the end. Bytes.
+
+    The row's last bytes are the answer, and only they are targets. Every row has exactly the length given.
+    """
+
+    HAY = (
+        "Rain fell on the hills until the evening. ",
+        "A cart went slowly down the road. ",
+        "Nobody had closed the window upstairs. ",
+        "The river was high for that time of the year. ",
+        "They ate bread and spoke of other things. ",
+        "It was said that the winter would be long. ",
+    )
+    NAMES = (
+        "amber", "birch", "cedar", "delta", "ember", "fjord", "grove",
+        "heron", "ivory", "jade", "karst", "lotus", "maple",
+    )  # fmt: skip
+    DIGITS = 4
+
+    def __init__(self, length: int, batch: int, pairs: int, seed: int, rank: int = 0, world: int = 1) -> None:
+        if pairs > len(self.NAMES):
+            raise ValueError(f"pairs: expected at most {len(self.NAMES)} needles, got {pairs}")
+        longest = pairs * len(self._needle("amber", "0000")) + len(self._question("amber")) + self.DIGITS
+        if length < longest:
+            fits = f"at least {longest} bytes for {pairs} needles and the question"
+            raise ValueError(f"length: expected {fits}, got {length}")
+        self.length, self.batch, self.pairs = length, batch, pairs
+        self.seed, self.rank, self.world = seed, rank, world
+
+    @staticmethod
+    def _needle(name: str, number: str) -> str:
+        return f"The number of {name} is {number}. "
+
+    @staticmethod
+    def _question(name: str) -> str:
+        return f"What is the number of {name}? "
+
+    def row(self, rng: np.random.Generator) -> bytes:
+        """Hay with needles between its sentences, cut at its beginning, then the question and the answer."""
+        names = rng.permutation(self.NAMES)[: self.pairs]
+        numbers = [f"{rng.integers(10**self.DIGITS):0{self.DIGITS}d}" for _ in names]
+        queried = int(rng.integers(self.pairs))
+        end = self._question(names[queried]) + numbers[queried]
+        needles = [self._needle(name, number) for name, number in zip(names, numbers, strict=True)]
+        room = self.length - len(end) - sum(map(len, needles))
+        hay = [str(rng.choice(self.HAY)) for _ in range(room // min(map(len, self.HAY)) + 1)]
+        while hay and sum(map(len, hay)) - len(hay[0]) >= room:
+            hay.pop(0)
+        hay[:1] = [part[sum(map(len, hay)) - room :] for part in hay[:1]]
+        for needle in needles:
+            hay.insert(int(rng.integers(min(1, len(hay)), len(hay) + 1)), needle)
+        return ("".join(hay) + end).encode()
+
+    def step(self, number: int) -> Batch:
+        rng = step_rng(self.seed, number)
+        rows = [np.frombuffer(self.row(rng), np.uint8) for _ in range(self.batch * self.world)]
+        return answer_batch(rows[rank_rows(self.batch, self.rank)], [self.DIGITS] * self.batch)
+
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+class Kind(NamedTuple):
+    """A needle task of RULER: its hay, its type of value, and how many keys, queried keys and values per key."""
+
+    essay: bool
+    value: str
+    keys: int = 1
+    queried: int = 1
+    values: int = 1
+
+    @property
+    def answers(self) -> int:
+        return self.queried * self.values
+
+
+KINDS = {
+    "pk": Kind(False, "number"),
+    "n": Kind(True, "number"),
+    "w": Kind(True, "uuid"),
+    "multikey": Kind(True, "number", keys=4),
+    "multiquery": Kind(True, "number", keys=4, queried=4),
+    "multivalue": Kind(True, "number", values=4),
+}
+"""RULER's S-NIAH-1, 2 and 3 under the names of Titans' table 2, and three with several needles."""
+
+_ADJECTIVES = (
+    "amber ancient bold brisk calm clever curious dusty eager faint fierce frosty gentle golden hollow "
+    "humble icy jolly keen lively lofty merry mighty narrow noble pale plain proud quick quiet rapid "
+    "rusty sharp silent silver steep swift tame vivid"
+)
+_NOUNS = (
+    "anchor anvil badger barrel beacon bridge candle canyon castle cedar comet copper dragon engine "
+    "falcon feather forest garden glacier hammer harbor island kettle ladder lantern magnet marble "
+    "meadow mirror needle orchard otter pebble puzzle raven saddle teapot temple thunder tunnel valley "
+    "violin walnut whistle willow window zephyr"
+)
+ADJECTIVES, NOUNS = _ADJECTIVES.split(), _NOUNS.split()
+
+
+class Sample(NamedTuple):
+    """A text up to the question, the beginning of an answer, the right values, and wrong ones to choose from."""
+
+    text: np.ndarray
+    prompt: str
+    right: list[str]
+    wrong: list[str]
+
+
+def draw_sample(
+    name: str, length: int, depth: float, *, hay: Haystack, choices: int, rng: np.random.Generator
+) -> Sample:
+    """A text of the kind `name` whose tokens, with the prompt's, are exactly `length`.
+
+    The first needle is at `depth`, others at random depths. With the right values there are `choices` to choose from.
+    """
+    kind = KINDS[name]
+    keys = unused(hay.text, rng, "key", kind.keys, [])
+    values = unused(hay.text, rng, kind.value, kind.keys * kind.values, [])
+    by_key = {key: values[index * kind.values : (index + 1) * kind.values] for index, key in enumerate(keys)}
+    queried = keys[: kind.queried]
+    right = [value for key in queried for value in by_key[key]]
+    wrong = [value for value in values if value not in right]
+    wrong += unused(hay.text, rng, kind.value, choices - len(right) - len(wrong), values)
+    head, question, prompt = _frame(kind, queried)
+    needles = [
+        f"One of the special magic {kind.value}s for {key} is: {value}."
+        for key in keys
+        for value in by_key[key]
+    ]
+    start, end = hay.encode(head), hay.encode(question)
+    room = length - sum(map(len, (start, end, hay.encode(prompt))))
+    least = length - room + sum(max_tokens(hay.encode, needle) for needle in needles)
+    if least > length:
+        raise ValueError(f"niah.lengths: expected at least {least} tokens for the kind {name}, got {length}")
+    depths = [depth, *(float(drawn) for drawn in rng.random(len(needles) - 1))]
+    if kind.values > 1:  # the answer lists them in the order of the text
+        right = [value for _, value in sorted(zip(depths, right, strict=True))]
+    middle = hide(hay, needles, depths, room, rng)
+    text = np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)])
+    return Sample(text, prompt, right, wrong)
+
+
+def _frame(kind: Kind, queried: Sequence[str]) -> tuple[str, str, str]:
+    """The words before the hay, the question after it, and the beginning of the answer."""
+    many = kind.answers > 1
+    noun, verb = (f"{kind.value}s", "are") if many else (kind.value, "is")
+    query = ", ".join(queried[:-1]) + ", and " * (len(queried) > 1) + queried[-1]
+    head = (
+        f"{'Some' if many else 'A'} special magic {noun} {verb} hidden within the following text. "
+        f"Make sure to memorize it. I will quiz you about the {noun} afterwards.\n"
+    )
+    subject = f"the special magic {noun} for {query} mentioned in the provided text"
+    return head, f"\nWhat {'are all' if many else 'is'} {subject}?", f" T{subject[1:]} {verb}"
+
+
+def unused(text: str, rng: np.random.Generator, what: str, count: int, taken: Sequence[str]) -> list[str]:
+    """So many drawn keys or values that are neither in the text nor among those taken."""
+    found: list[str] = []
+    while len(found) < count:
+        if what == "key":
+            drawn = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+        elif what == "number":
+            drawn = str(rng.integers(10**6, 10**7))
+        else:
+            drawn = str(uuid.UUID(bytes=rng.bytes(16), version=4))
+        if drawn not in text and drawn not in found and drawn not in taken:
+            found.append(drawn)
+    return found
+
+
+def options(sample: Sample) -> list[str]:
+    """The texts whose likelihoods `score` needs: all right values as one answer, then each value alone."""
+    return [f" {', '.join(sample.right)}", *(f" {value}" for value in (*sample.right, *sample.wrong))]
+
+
+def score(sample: Sample, answer: Answer) -> dict[str, Any]:
+    """Shares of the right values: in the generated text; as the likeliest text; among the likeliest of the choices."""
+    joined, *single = answer.options
+    best = Answer(answer.said, single).ranked[: len(sample.right)]
+    return {
+        "said": sum(value.lower() in answer.said.lower() for value in sample.right) / len(sample.right),
+        "likeliest": float(joined.greedy),
+        "chosen": sum(index < len(sample.right) for index in best) / len(sample.right),
+        "answer": answer.said,
+        "right": sample.right,
+    }

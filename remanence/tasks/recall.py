@@ -1,0 +1,106 @@
+"""Associative recall: key-value pairs that are shown once and asked for later, with noise in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from remanence.data import Batch
+from remanence.tasks.draw import HELD_OUT, IGNORED, plain_batch, rank_rows, step_rng
+
+
+class Recall:
+    """Rounds of the same pairs, each in another order, with noise between. After the first, values are targets.
+
+    Tokens: keys, as many values, kinds of noise. With two rounds, a pair and its question are about a row apart.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch: int,
+        pairs: int,
+        rounds: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        keys: int = 32,
+        noise: int = 16,
+    ) -> None:
+        if pairs > keys:
+            raise ValueError(f"pairs: expected at most {keys}, the number of keys, got {pairs}")
+        least = 2 * pairs * rounds
+        if rounds < 2 or length < least:
+            raise ValueError(
+                f"length: expected at least {least} for {rounds} rounds of {pairs} pairs, got {length}"
+            )
+        self.length, self.batch, self.pairs, self.rounds = length, batch, pairs, rounds
+        self.seed, self.rank, self.world, self.keys, self.noise = seed, rank, world, keys, noise
+        self.starts = [
+            index * 2 * pairs + index * (length - least) // (rounds - 1) for index in range(rounds)
+        ]
+
+    @property
+    def vocabulary(self) -> int:
+        return vocabulary(self.keys, self.noise)
+
+    def step(self, number: int) -> Batch:
+        rng = step_rng(self.seed, number)
+        rows, n = self.batch * self.world, self.pairs
+        tokens = rng.integers(2 * self.keys, self.vocabulary, (rows, self.length))
+        keys = rng.random((rows, self.keys)).argsort(1)[:, :n]
+        values = rng.integers(self.keys, 2 * self.keys, (rows, n))
+        targets = np.full_like(tokens, IGNORED)
+        for start in self.starts:
+            order, end = rng.random((rows, n)).argsort(1), start + 2 * n
+            tokens[:, start:end:2] = np.take_along_axis(keys, order, 1)
+            tokens[:, start + 1 : end : 2] = np.take_along_axis(values, order, 1)
+            if start:
+                targets[:, start:end:2] = tokens[:, start + 1 : end : 2]
+        own = rank_rows(self.batch, self.rank)
+        return plain_batch(tokens[own], targets[own])
+
+
+def vocabulary(keys: int, noise: int) -> int:
+    """The number of token kinds: keys, as many values, and noise."""
+    return 2 * keys + noise
+
+
+class Questions(NamedTuple):
+    """Held-out texts ``[b t]``, and the pairs asked for after them ``[b 2n]``: a key, its value, the next key, ..."""
+
+    texts: Tensor
+    pairs: Tensor
+
+    @property
+    def keys(self) -> Tensor:
+        return self.pairs[:, ::2]
+
+    @property
+    def values(self) -> Tensor:
+        return self.pairs[:, 1::2]
+
+
+def held_out(pairs: int, distance: int, texts: int, seed: int, *, keys: int, noise: int) -> Questions:
+    """Texts that no training run reads. Each pair is asked for `distance` tokens after it was shown."""
+    task = Recall(distance + 2 * pairs, texts, pairs, 2, seed + HELD_OUT, keys=keys, noise=noise)
+    tokens = task.step(0).tokens
+    return Questions(tokens[:, :distance], tokens[:, distance:])
+
+
+def score(questions: Questions, in_turn: Tensor, alone: Sequence[Tensor]) -> dict[str, int]:
+    """How many answers are right: with all keys asked in turn, and with each asked alone.
+
+    `in_turn` has the likeliest token after each token of `questions.pairs`; `alone` has one column per key.
+    """
+    values = questions.values
+    return {
+        "all": int((in_turn[:, ::2] == values).sum()),
+        "one": int((torch.cat(list(alone), 1) == values).sum()),
+        "count": values.numel(),
+    }
