@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.config import Mode
+from remanence.core.errors import DivergedError
 from remanence.core.files import read_json
 from remanence.core.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.evaluate.bookmark import Bookmark
-from remanence.inference.generate import DIVERGED, Generation, Sampling, check_tokenizer
+from remanence.inference.generate import Generation, Sampling, check_tokenizer
 from remanence.inference.reader import PIECE, piece_of, read
 from remanence.model import Model, State
 from remanence.tasks.answers import Answer, Likelihood
@@ -116,9 +117,7 @@ class Subject:
         sampling = Sampling(max_tokens=max_tokens, stop=stop)
         try:
             return Generation(self.model, prompts, sampling, tokenizer=self.tokenizer, state=state).run().texts
-        except ValueError as error:
-            if str(error) != DIVERGED:
-                raise
+        except DivergedError:
             if len(prompts) == 1:
                 return [""]
             rows = [None if state is None else state.rows([row]) for row in range(len(prompts))]
@@ -174,9 +173,8 @@ class Subject:
             found.append(torch.cat(parts).view_as(targets))
             self.passed(inputs.numel())
             if bool(state.diverged.any()):
-                raise ValueError(
-                    f"memory: expected finite numbers, got a memory that diverged before token {int(state.position[0]):,}"
-                )
+                at = f"a memory that diverged before token {int(state.position[0]):,}"
+                raise DivergedError(f"memory: expected finite numbers, got {at}")
         return torch.cat(found, 1) if found else rows[:, 1:].float(), state
 
     def stream_losses(self, lists: Iterable[Sequence[int]], state: State | None = None) -> Iterator[tuple[Tensor, State]]:

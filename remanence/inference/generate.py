@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from remanence.config import Mode
+from remanence.core.errors import DivergedError
 from remanence.core.tokens import ByteTokenizer, Tokenizer
 from remanence.inference.decoder import Decoder, unsupported
 from remanence.inference.reader import read
@@ -150,7 +151,7 @@ class Generation:
                     yield row, text
         self._state, self._decoder = self.state, None
         if bool(self._state.diverged.any()):  # by the last token's own writing
-            raise ValueError(DIVERGED)
+            raise DivergedError(DIVERGED)
 
     def run(self) -> Generation:
         """To the end, without looking."""
@@ -187,7 +188,7 @@ class Generation:
         """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token waits for."""
         logits, flags = torch.cat([logits[:, : self.tokenizer.vocabulary], diverged.unsqueeze(-1)], 1).cpu().tensor_split([-1], 1)
         if bool(flags.any()):
-            raise ValueError(DIVERGED)
+            raise DivergedError(DIVERGED)
         if not bool(logits[torch.tensor(said, device="cpu")].isfinite().all()):
             raise ValueError(
                 "model: expected finite logits, got infinite or NaN ones; its weights, or a store's file, are damaged"

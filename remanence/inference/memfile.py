@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from remanence.config import ModelConfig
+from remanence.core.errors import DivergedError
 from remanence.core.files import Stored, read_tensors, write_tensors
 from remanence.core.migrations import first_name
 from remanence.core.state import TensorTuple
@@ -56,7 +57,7 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
     if not isinstance(state, State):
         raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
     if bool(state.diverged.any()):
-        raise ValueError("state: expected finite numbers, got a memory that has diverged; it was not saved")
+        raise DivergedError("state: expected finite numbers, got a memory that has diverged; it was not saved")
     # Copied, as parts of a state may share memory, which safetensors refuses; stores never do, and may be too large for it.
     tensors = {name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous() for name, tensor in named(state)}
     fitted("state", model, tensors)

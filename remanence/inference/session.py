@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from remanence.core.errors import DivergedError
 from remanence.core.state import places
 from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.inference import memfile
@@ -79,7 +80,7 @@ class Session:
         place = self.model.embed.weight.device
         piece = read(self.model, torch.tensor([tokens], device=place), self.state)
         if piece.diverged:
-            raise ValueError(f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}")
+            raise DivergedError(f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}")
         self.state = piece.state
         return piece
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from remanence.core.errors import DivergedError
 from remanence.inference.reader import PIECE
 from remanence.inference.session import Session
 from remanence.layers import unit
@@ -125,7 +126,7 @@ def _look(session: Session, layers: dict[int, NeuralMemory], past: list[Past], t
     with _watching(layers.values()) as shown:
         trace = model.trace(torch.tensor([tokens], device=model.embed.weight.device), session.state, memory="on")
     if bool(trace.state.diverged.any()):
-        raise ValueError(f"memory: expected finite numbers, got a memory that diverged near token {before:,}")
+        raise DivergedError(f"memory: expected finite numbers, got a memory that diverged near token {before:,}")
     session.state = trace.state
     found = []
     for each, calls in zip(past, shown, strict=True):
