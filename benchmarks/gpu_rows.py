@@ -37,8 +37,9 @@ from remanence.ops import MLP, RULES, Gates, Rule, memorize, operator, start
 from remanence.ops.triton import dispatch, launch, resources
 from remanence.ops.triton.memory import plan_of
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, engine
+from remanence.train.carry import carry_in
 from remanence.train.distributed import World
-from remanence.train.graphed import Graphed
+from remanence.train.graphed import Graphed, Graphs
 from remanence.train.plan import flops_per_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -461,18 +462,18 @@ def one_carried(model: Model, optimizer: torch.optim.Optimizer, settings: TrainC
     read = Batch(tokens[:, :-1], tokens[:, 1:], None, None, None)
     carried, number = None, 0
     settings = replace(settings, carry=case != RESET)
-    graphs = engine.Graphs(model, settings, World(torch.device(DEVICE)), False)
+    graphs = Graphs(model, settings, World(torch.device(DEVICE)), False)
 
     def step() -> None:
         nonlocal carried, number
         begins = torch.arange(batch) == number % batch if "one begins" in case else None
         here = read._replace(begins=begins)
         graph = graphs.of([here], carried)
-        state = engine._renewed(model, carried, here) if settings.carry and graph is None else None
-        seen = engine.take_step(model, optimizer, settings, [here], state, number, graph=graph, carried=carried).seen
+        state = carry_in(model, carried, here) if settings.carry and graph is None else None
+        seen = engine.take_step(model, optimizer, settings, [here], state, number, graph=graph, carried=carried).trace
         carried, number = seen.state.detach() if settings.carry else None, number + 1
 
-    for _ in range(engine.Graphs.EAGER):
+    for _ in range(Graphs.EAGER):
         step()
     ms = median_ms(step, seconds=2.0, most=8)
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -17,11 +17,9 @@ from rich.table import Table
 from remanence.config import known
 from remanence.data import prepare
 from remanence.recipes import find_recipe
-from remanence.train import TrainConfig, export, fit, override, run_config
-from remanence.train.engine import started
+from remanence.train import SOURCES, TrainConfig, export, fit, override, resolve_config, run_config
 from remanence.train.metrics import check_trackers
 from remanence.train.plan import plan
-from remanence.train.sources import SOURCES
 
 
 def prepare_data(
@@ -128,7 +126,7 @@ def _noted(line: dict[str, Any]) -> str:
 def dry_run(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: str) -> None:
     """What a run would cost; an error if it cannot fit."""
 
-    config = started(override(read_recipe(recipe), overrides))
+    config = resolve_config(override(read_recipe(recipe), overrides))
     known("data.kind", config.data.kind, SOURCES)
     check_trackers(config.trackers)
     if gpus is not None and gpus < 1:

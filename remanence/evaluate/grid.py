@@ -21,8 +21,7 @@ from remanence.model import Model, parameters
 from remanence.ops import RULES
 from remanence.report import published
 from remanence.tasks.draw import HELD_OUT
-from remanence.train import TrainConfig, fit, run_config
-from remanence.train.sources import SOURCES
+from remanence.train import SOURCES, TrainConfig, fit, run_config
 
 SHARDS = ("packed", "documents")
 """Kinds of data that lie in files: held-out ones are other files."""

@@ -22,8 +22,7 @@ from remanence.inference.generate import Generation, Sampling, check_tokenizer
 from remanence.inference.reader import PIECE, piece_of, read
 from remanence.model import Model, State
 from remanence.tasks.answers import Answer, Likelihood
-from remanence.train import TrainConfig
-from remanence.train.engine import TRAINED
+from remanence.train import TRAINED, TrainConfig
 
 LOGITS = 1 << 23
 """Numbers of logits that are held at a time when losses are computed."""

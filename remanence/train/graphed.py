@@ -4,6 +4,7 @@ takes to launch them. For batches of one shape, whose rows begin anew or go on w
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from remanence.core.graphs import capture, copy_all
 from remanence.core.state import places, where
+from remanence.data import Batch
 from remanence.inference.graphs import border_of, longest_window, unsupported
 from remanence.model import Model, State, Trace
+from remanence.train.config import TrainConfig
+from remanence.train.distributed import World
 
 SHARE = {False: 0.75, True: 0.45}
 """Of a GPU's memory: what a step may need if it is captured unasked. Where rows carry a state there are two graphs, and the
@@ -45,7 +49,10 @@ class Graphed:
     def __init__(self, model: Model, dtype: torch.dtype | None = None) -> None:
         self.model, self.dtype = model, dtype
         self.device, self.parameters = model.embed.weight.device, list(model.parameters())
-        self.border, self.window = border_of(model), longest_window(model)  # asked once: every step waits for the host here
+        self.border, self.window = (
+            border_of(model),
+            longest_window(model),
+        )  # asked once: every step waits for the host here
         self.held: dict[Any, _Held] = {}
 
     def __call__(
@@ -82,7 +89,10 @@ class Graphed:
         if state is None:
             return held.loss, held.seen
         begun = begins or [False] * len(tokens)
-        known = [(0 if new else place) + tokens.shape[1] for new, place in zip(begun, places(state.position), strict=True)]
+        known = [
+            (0 if new else place) + tokens.shape[1]
+            for new, place in zip(begun, places(state.position), strict=True)
+        ]
         return held.loss, held.seen._replace(state=held.seen.state.at(known))
 
     def _capture(self, tokens: Tensor, targets: Tensor, state: State | None, whole: bool) -> _Held:
@@ -96,7 +106,9 @@ class Graphed:
         def step() -> None:
             self.model.zero_grad(set_to_none=True)
             begun = None
-            if fixed is not None:  # the host knows of rows that they stand at a border, and whether they have read a window
+            if (
+                fixed is not None
+            ):  # the host knows of rows that they stand at a border, and whether they have read a window
                 begun = fixed if whole else where(anew, self.model.start(rows), fixed)
                 begun = begun.at([self.border * self.window if whole else 0] * rows)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
@@ -112,3 +124,56 @@ class Graphed:
         loss, seen = made
         grads = [parameter.grad for parameter in self.parameters]
         return _Held(graph, tokens, targets, count, anew, fixed, loss, seen, grads)
+
+
+class Graphs:
+    """Which steps of a run are captured as a CUDA graph (`Graphed`).
+
+    With ``graph`` none, or all that can be; by default those of a run whose first steps left enough memory free.
+    """
+
+    EAGER = 2
+    """Steps before the first graph: kernels are built, and the memory is measured."""
+
+    def __init__(self, model: Model, config: TrainConfig, world: World, begins: bool) -> None:
+        self.graphed = Graphed(model, torch.bfloat16 if config.precision == "bfloat16" else None)
+        self.config, self.steps, self.captured, self.logged = config, 0, False, ""
+        self.reason = "steps are shared by several processes" if world.size > 1 else None
+        self.reason = self.reason or ("rows begin in states that the host chooses" if begins else None)
+        self.reason = self.reason or ("several parts make a step" if config.accumulate > 1 else None)
+        self.reason = self.reason or ("config.graph is off" if config.graph is False else None)
+
+    def of(self, batches: list[Batch], carried: State | None) -> Graphed | None:
+        """The graph for a step, or None."""
+        graph = self._of(batches[0], carried)
+        self.captured = graph is not None
+        message = f"launched by the host: {self.reason}" if self.reason else ""
+        message = "captured as a CUDA graph" if graph else message
+        if message and message != self.logged:
+            self.logged = message
+            logging.getLogger("remanence").info("training steps: %s", message)
+        return graph
+
+    def _of(self, batch: Batch, carried: State | None) -> Graphed | None:
+        self.steps += 1
+        model = self.graphed.model
+        if self.reason is not None or self.steps <= self.EAGER or batch.offsets is not None:
+            return None
+        if batch.mask is not None and batch.begins is None:
+            return None
+        if self.captured:  # the step before, which left its rows where they can go on
+            return self.graphed
+        if self.config.carry and (carried is None or not at_border(model, carried)):
+            return None
+        self.reason = unsupported(model, batch.tokens.shape[1], self.config.carry)
+        if self.reason is None and self.config.graph is None and not self.graphed.held:
+            device = self.graphed.device
+            used, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+            if used > SHARE[self.config.carry] * total:
+                self.reason = "a step needs too much of the GPU's memory"
+        return None if self.reason else self.graphed
+
+
+def at_border(model: Model, state: State) -> bool:
+    """Whether every row is where a captured step can begin."""
+    return all(position % border_of(model) == 0 for position in places(state.position))

@@ -127,7 +127,7 @@ class Metrics:
             "skipped": progress.skipped,
             "leash": leash,
             "memory_gib": round(memory_in_use(self.device) / 2**30, 3),
-            **memory_facts(step.seen),
+            **memory_facts(step.trace),
         }
         if (most := peak(self.device)) is not None:
             line["mfu"] = round(rate * self.flops / (most * world_size), 4)

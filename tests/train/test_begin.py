@@ -10,10 +10,12 @@ from runs import config, losses, weights
 from remanence import Model, ModelConfig
 from remanence.model import memories
 from remanence.testing import assert_close
-from remanence.train import DataConfig, engine, fit, override
+from remanence.train import DataConfig, engine, fit, override, run_config
 from remanence.train.begin import begin_of
+from remanence.train.carry import carry_in
 from remanence.train.checkpoint import checkpoints
 from remanence.train.distributed import World
+from remanence.train.sources import SOURCES
 
 HERE = World(torch.device("cpu"))
 KINDS = ("recall", "packed", "documents", "carried")
@@ -27,7 +29,7 @@ def setting(kind, shards, variant="lmm", **fields):
 
 
 def read(model, given, number, state=None):
-    batch = engine.SOURCES[given.data.kind](given, given.batch, 0, 1).step(number)
+    batch = SOURCES[given.data.kind](given, given.batch, 0, 1).step(number)
     with torch.no_grad():
         return batch, model.trace(batch.tokens, state, mask=batch.mask, offsets=batch.offsets).state
 
@@ -115,7 +117,7 @@ def test_noise_is_as_large_as_what_memories_hold(shards, kind):
 def test_a_share_of_the_documents_begins_elsewhere(shards):
     given = setting("recall", shards, begin="passed", begin_share=0.25)
     begin = begin_of(given, HERE)
-    batch = engine.SOURCES["recall"](given, 4, 0, 1).step(0)
+    batch = SOURCES["recall"](given, 4, 0, 1).step(0)
     drawn = [seed is not None for number in range(500) for seed in begin.seeds(batch, number)]
     assert 0.2 < sum(drawn) / len(drawn) < 0.3
     halves = [begin_of(given, World(torch.device("cpu"), rank, 2)) for rank in (0, 1)]
@@ -128,10 +130,10 @@ def test_carried_rows_go_on_and_begin_elsewhere_only_with_a_document(shards):
     given = setting("carried", shards, begin="passed", begin_share=1.0)
     model, begin = Model(given.model), begin_of(given, HERE)
     state, met = None, 0
-    source = engine.SOURCES["documents"](given, 4, 0, 1)
+    source = SOURCES["documents"](given, 4, 0, 1)
     for number in range(6):
         batch = source.step(number)
-        entered = engine._renewed(model, state, batch, begin, number)
+        entered = carry_in(model, state, batch, begin, number)
         for row, anew in enumerate(batch.begins.tolist() if state is not None else ()):
             origin = state.rows([row ^ 1 if anew else row])
             assert_close(memories(entered)[0].rows([row]).layers, memories(origin)[0].layers, 0.0)
@@ -187,7 +189,7 @@ def test_the_command_line_knows_it(tmp_path, command):
     recipe = tmp_path / "recipe.py"
     recipe.write_text("from runs import config as recipe\n")
     command("train", recipe, "--out", tmp_path / "run", "--steps=2", "--begin=noise", "--begin_share=0.75")
-    found = engine.run_config(tmp_path / "run")
+    found = run_config(tmp_path / "run")
     assert (found.begin, found.begin_share) == ("noise", 0.75)
 
 

@@ -22,8 +22,10 @@ from remanence import Model, Session
 from remanence.core.files import read_json, read_tensors, write_json, write_tensors
 from remanence.ops import chunked
 from remanence.testing import assert_close
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig, TrainingError, engine, fit, override
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig, TrainingError, engine, export, fit, override
+from remanence.train.carry import carry_in
 from remanence.train.checkpoint import checkpoints
+from remanence.train.sources import SOURCES
 
 
 def test_it_learns(tmp_path):
@@ -61,7 +63,7 @@ def test_the_end_of_a_document(tmp_path, shards):
     """
     data = DataConfig(kind="documents", path=shards, length=24)
     given = config("mag", data=data, carry=True, keep=99, save_every=1)
-    source = engine.SOURCES["documents"](given, 4, 0, 1)
+    source = SOURCES["documents"](given, 4, 0, 1)
     ends = {step: (~source.step(step).mask.all(1)).tolist() for step in range(12)}
     last = max(step for step, rows in ends.items() if any(rows) and not all(rows))
     given = replace(given, steps=last + 1)
@@ -70,9 +72,9 @@ def test_the_end_of_a_document(tmp_path, shards):
     with pytest.raises(
         ValueError, match=rf"row: expected one of [\d, ]+, got {over}, whose document ended with the run's last step"
     ):
-        engine.export(tmp_path / "run", tmp_path / "no", memory=tmp_path / "no.mem", row=over)
+        export(tmp_path / "run", tmp_path / "no", memory=tmp_path / "no.mem", row=over)
     assert not (tmp_path / "no").exists() and not (tmp_path / "no.mem").exists()
-    engine.export(tmp_path / "run", tmp_path / "model", memory=tmp_path / "run.mem", row=inside)
+    export(tmp_path / "run", tmp_path / "model", memory=tmp_path / "run.mem", row=inside)
 
     torch.manual_seed(0)
     model, batch = Model(given.model).double(), source.step(last)
@@ -213,7 +215,7 @@ def test_parts_add_up_to_the_step(tmp_path):
     one, four = config(), config(accumulate=4)
     torch.manual_seed(0)
     model = Model(one.model).double()
-    batches = [engine.SOURCES["recall"](four, 1, 0, 1).step(n) for n in range(4)]
+    batches = [SOURCES["recall"](four, 1, 0, 1).step(n) for n in range(4)]
     together = batches[0]._replace(tokens=torch.cat([b.tokens for b in batches]), targets=torch.cat([b.targets for b in batches]))
     grads = []
     for parts in ([together], batches):
@@ -264,7 +266,7 @@ def test_what_the_leash_held_is_told_by_line(tmp_path, monkeypatch, command):
 def test_documents_carry_their_memory_and_begin_anew(tmp_path, shards):
     """Over pieces of documents, the carried loss is the loss of each document read whole."""
     setting = config("lmm", data=DataConfig(kind="documents", path=shards, length=16), batch=2, carry=True)
-    source = engine.SOURCES["documents"](setting, 2, 0, 1)
+    source = SOURCES["documents"](setting, 2, 0, 1)
     torch.manual_seed(0)
     model, state = Model(setting.model).double(), None
     from remanence.data import Tokens
@@ -276,7 +278,7 @@ def test_documents_carry_their_memory_and_begin_anew(tmp_path, shards):
     read = ["", ""]
     for n in range(8):
         batch = source.step(n)
-        state = engine._renewed(model, state, batch)
+        state = carry_in(model, state, batch)
         seen = model.trace(batch.tokens, state, mask=batch.mask)
         state = seen.state
         for row in range(2):
@@ -375,7 +377,7 @@ class TestWhatReviewersFound:
             step = real(model, optimizer, given, batches, state, number, world, begin, **more)
             model.__dict__.pop("logits", None)
             if number == 5:
-                memory = step.seen.state.blocks[0].memory
+                memory = step.trace.state.blocks[0].memory
                 memory.layers[0].data[0] = float("nan")
                 memory.diverged[0] = True
             return step
@@ -452,7 +454,7 @@ class TestWhatReviewersFound:
         setting = config("lmm", data=DataConfig(kind="documents", path=shards, length=512), steps=2, batch=2)
         fit(setting, tmp_path / "run")
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        source = engine.SOURCES["documents"](setting, 2, 0, 1)
+        source = SOURCES["documents"](setting, 2, 0, 1)
         assert lines[-1]["tokens"] == sum(int(source.step(n).mask.sum()) for n in range(2))
 
     def test_a_run_is_exported_from_anywhere_whole_or_not_at_all(self, tmp_path, shards, monkeypatch):
@@ -460,6 +462,6 @@ class TestWhatReviewersFound:
         fit(config("lmm", data=DataConfig(kind="packed", path="tokens", length=24), steps=2), tmp_path / "run")
         monkeypatch.chdir("/")
         shutil.rmtree(shards)
-        engine.export(tmp_path / "run", tmp_path / "model")
+        export(tmp_path / "run", tmp_path / "model")
         assert isinstance(Session(tmp_path / "model").generate("abc", max_tokens=2), str)
         assert not list(tmp_path.glob(".model*"))

@@ -41,6 +41,6 @@ def test_no_step_is_lost(variant, depth, precision):
         x = text(number)
         step = take_step(model, optimizer, config, [Batch(x[:, :-1], x[:, 1:], None, None, None)], None, number)
         assert step.taken, f"step {number}: loss {step.loss}, gradient {step.gradient}"
-        assert not step.seen.state.diverged.any()
+        assert not step.trace.state.diverged.any()
         losses.append(step.loss)
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), "and it learns"

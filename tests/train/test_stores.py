@@ -13,7 +13,7 @@ from remanence.config import change
 from remanence.data import Tokens
 from remanence.inference import memfile
 from remanence.testing import assert_close
-from remanence.train import DataConfig, engine, fit
+from remanence.train import DataConfig, export, fit
 from remanence.train.checkpoint import checkpoints
 
 
@@ -47,16 +47,16 @@ def test_the_table_is_the_corpus_s_and_is_saved_with_the_model(tmp_path, shards)
 
 def test_a_run_s_store_goes_on_after_it(tmp_path, shards):
     fit(setting(shards), tmp_path / "run")
-    engine.export(tmp_path / "run", tmp_path / "model", memory=tmp_path / "run.mem", row=1)
+    export(tmp_path / "run", tmp_path / "model", memory=tmp_path / "run.mem", row=1)
     session = Session(tmp_path / "model").load(tmp_path / "run.mem")
     held = session.state.blocks[1].store
     read = session.tokens
     assert int((held.position >= 0).sum()) == min(32, max(0, read - 1) // 8 * 8)
     assert isinstance(session.generate("abc", max_tokens=3), str)
     with pytest.raises(ValueError, match="row: expected from 0 to 1"):
-        engine.export(tmp_path / "run", tmp_path / "other", memory=tmp_path / "b.mem", row=2)
+        export(tmp_path / "run", tmp_path / "other", memory=tmp_path / "b.mem", row=2)
     assert not (tmp_path / "other").exists()
     fit(config("lmm", steps=2), tmp_path / "plain")
     with pytest.raises(ValueError, match="memory: expected a run that carries its memories"):
-        engine.export(tmp_path / "plain", tmp_path / "other", memory=tmp_path / "b.mem")
+        export(tmp_path / "plain", tmp_path / "other", memory=tmp_path / "b.mem")
     assert memfile.peek(tmp_path / "run.mem")[0]["tokens"] == [read]

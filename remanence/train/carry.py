@@ -1,0 +1,44 @@
+"""The state that rows carry from step to step, where documents are read over several steps."""
+
+from __future__ import annotations
+
+import torch
+
+from remanence.core.state import placed, places, where
+from remanence.data import Batch
+from remanence.model import Model, State
+from remanence.train.begin import Begin
+
+
+def carry_in(
+    model: Model, carried: State | None, batch: Batch, begin: Begin | None = None, number: int = 0
+) -> State:
+    """The state that rows bring into a step: theirs, or a new one where a document begins or a memory has diverged.
+
+    The new one is made and is part of the autograd graph in any case: with sharded weights both are collective calls.
+    """
+    fresh = model.start(batch.tokens.shape[0])
+    if begin is not None:
+        fresh = begin.begun(fresh, batch, number, carried)
+    if carried is None:
+        return fresh
+    renewed = carried.diverged
+    if batch.begins is not None:
+        renewed = renewed | batch.begins.to(carried.position.device)
+    return where(renewed.tolist(), fresh, carried)
+
+
+def carry_out(model: Model, state: State, batch: Batch, captured: bool) -> State:
+    """The state that rows take out of a step, detached.
+
+    A row whose document ended has read padding behind it. Its position becomes 0, and the next step, which begins a
+    document, begins it anew. After a captured step, rows whose memory diverged begin anew at once; otherwise
+    `carry_in` does it.
+    """
+    if captured and bool((bad := state.diverged).any()):
+        state = where(bad.tolist(), model.start(len(bad)).detach(), state)
+    if batch.begins is not None and batch.mask is not None and not bool(batch.mask.all()):
+        ended = (~batch.mask.all(1)).tolist()
+        known = [0 if over else at for over, at in zip(ended, places(state.position), strict=True)]
+        state = state._replace(position=placed(torch.tensor(known, device=state.position.device), known))
+    return state.detach()

@@ -1,0 +1,101 @@
+"""A run's model as a folder of its own, and what it was trained on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from remanence.core.files import read_json, write_json
+from remanence.core.state import places
+from remanence.core.tokens import load_tokenizer
+from remanence.inference import memfile
+from remanence.model import Model, State
+from remanence.train import checkpoint
+from remanence.train.checkpoint import Progress
+from remanence.train.config import TrainConfig
+
+TRAINED = "trained.json"
+"""Beside a trained model: the steps and tokens it was trained on, and the kind of their data."""
+
+
+def run_config(run: str | Path) -> TrainConfig:
+    """The config that a run was started with."""
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"out: expected a run, with its config.json, got {run}")
+    return TrainConfig.from_dict(read_json(path))
+
+
+def save_model(model: Model, run: Path, folder: Path, trained: dict[str, Any]) -> None:
+    """A model with the data's tokenizer beside it: the folder is all that reading and generating need."""
+    model.save(folder)
+    if (run / "tokenizer").is_dir():
+        load_tokenizer(run / "tokenizer").save(folder)
+    write_json(folder / TRAINED, trained)
+
+
+def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
+    return {"tokens": progress.tokens, "steps": progress.step, "data": config.data.kind}
+
+
+def export(run: str | Path, out: str | Path, memory: str | Path | None = None, row: int = 0) -> Path:
+    """A run's model as a folder of its own, for `Model.load` and Hugging Face: the finished one, or its last checkpoint's.
+
+    `memory` is a file for what one of the batch's rows remembered at the end, of a run that carried its memories (``carry``).
+    """
+    run, out = Path(run), Path(out)
+    config = run_config(run)
+    carried = None if memory is None else _carried(run, config, row)
+    finished = (run / "model" / "config.json").is_file()
+    found = [run / "model"] if finished else checkpoint.checkpoints(run / "checkpoints")[-1:]
+    if not found:
+        raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(
+            f"out: expected a new or empty folder, got {out}, which is not; nothing is ever overwritten"
+        )
+    model = checkpoint.load_model(found[0])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        save_model(model, run, temporary, _trained(found[0], config))
+        if carried is not None and memory is not None:
+            memfile.save(memory, model, carried)
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return found[0]
+
+
+def _trained(folder: Path, config: TrainConfig) -> dict[str, Any]:
+    """What a finished model or a checkpoint has been trained on so far."""
+    if (folder / TRAINED).is_file():
+        return read_json(folder / TRAINED)
+    progress = read_json(folder / "progress.json")
+    return {"tokens": progress["tokens"], "steps": progress["step"], "data": config.data.kind}
+
+
+def _carried(run: Path, config: TrainConfig, row: int) -> State:
+    """What one of a batch's rows remembered at a run's end."""
+    found = checkpoint.checkpoints(run / "checkpoints")
+    state = checkpoint.load_carried(found[-1]) if config.carry and found else None
+    if state is None:
+        raise ValueError(
+            f"memory: expected a run that carries its memories (--carry=true), got {run}, which does not"
+        )
+    rows = len(state.position)
+    if not 0 <= row < rows:
+        raise ValueError(f"row: expected from 0 to {rows - 1}, a row of the run's batch, got {row}")
+    inside = [index for index, position in enumerate(places(state.position)) if position]
+    if row not in inside:
+        others = (
+            f"one of {', '.join(map(str, inside))}"
+            if inside
+            else "one more step, as no row is inside a document"
+        )
+        raise ValueError(f"row: expected {others}, got {row}, whose document ended with the run's last step")
+    return state.rows([row])

@@ -1,0 +1,353 @@
+"""A training run. Everything a step needs is a function of its number or is in the checkpoint.
+
+A run that was killed therefore goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from remanence.config import known
+from remanence.core.errors import DivergedError
+from remanence.core.files import write_json, write_tensors
+from remanence.core.tokens import Tokenizer, load_tokenizer
+from remanence.data import Batch
+from remanence.data.streams import PREFIX
+from remanence.folder import read_config
+from remanence.inference.generate import Generation, Sampling
+from remanence.memory.policies import unigrams
+from remanence.model import Model, State
+from remanence.ops import leashed
+from remanence.train import checkpoint, engine
+from remanence.train.begin import begin_of
+from remanence.train.carry import carry_in, carry_out
+from remanence.train.checkpoint import Progress
+from remanence.train.config import TrainConfig
+from remanence.train.distributed import World, joined, shard, spread, whole
+from remanence.train.engine import Step
+from remanence.train.export import run_config, save_model, trained_on
+from remanence.train.graphed import Graphs
+from remanence.train.metrics import Line, Metrics, check_trackers
+from remanence.train.plots import plot
+from remanence.train.signals import received_signals
+from remanence.train.sources import SOURCES, Source, corpus, model_folder, tokenizer_of
+
+PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
+"""A text on which two tokenizers that differ will probably differ."""
+
+Log = Callable[[Line], None]
+
+
+class TrainingError(DivergedError):
+    """A run that could not go on: too many steps in a row had a loss or a gradient that is not finite."""
+
+
+def fit(
+    config: TrainConfig | None, out: str | Path, *, resume: bool = False, log: Log | None = None
+) -> Model:
+    """Train a model in a new folder, or go on in one.
+
+    ``out`` then holds config.json, metrics (.jsonl, .png), checkpoints and the model. An existing run is never
+    overwritten. With `resume` the run's own config counts, and `config` may be None. `log` gets each line of the
+    metrics. SIGTERM saves a checkpoint and returns; Ctrl-C does, too, before it interrupts (pressed twice, at once);
+    SIGUSR1 writes a sample to samples.jsonl. Started by `torchrun`, the processes share the rows and the weights
+    (FSDP2); the result is the same up to rounding.
+    """
+    with Run.open(config, out, resume=resume, log=log) as run:
+        run.train()
+    return run.model
+
+
+class Run:
+    """A run that is open: its model, its optimizer and its progress, one step at a time.
+
+    ``with Run.open(config, "out/run") as run: run.train()`` is what `fit` does. In a loop of your own, call `step`
+    until `done`, then `finish`. Closing only frees what is open: a run that is closed early goes on from its last
+    checkpoint.
+    """
+
+    @classmethod
+    def open(
+        cls, config: TrainConfig | None, out: str | Path, *, resume: bool = False, log: Log | None = None
+    ) -> Run:
+        """Begin a run in a new or empty folder, or take up the one in it. A config that cannot run leaves no folder."""
+        out = Path(out)
+        config = run_config(out) if resume else resolve_config(config)
+        with ExitStack() as resources:
+            world = resources.enter_context(joined(config.device))
+            if not resume:
+                world.one(lambda: _check_free(out))
+            run = cls(config, out, world, resume)
+            metrics = run._open_metrics(log, resume)
+            run.metrics = resources.enter_context(metrics) if metrics else None
+            run._resources = resources.pop_all()
+        return run
+
+    def __init__(self, config: TrainConfig, out: Path, world: World, resume: bool) -> None:
+        """Use `open`, which joins the processes first."""
+        self.config, self.out, self.world = config, out, world
+        self.metrics: Metrics | None = None
+        self._resources = ExitStack()
+        self.source, self.begin = _source(config, resume, world), begin_of(config, world)
+        if config.graph and world.device.type != "cuda":
+            kind = world.device.type
+            raise ValueError(f"graph: expected None or false on {kind}, which has no CUDA graphs, got true")
+        torch.manual_seed(config.seed)
+        self.model = shard(_initial_model(config, out).to(world.device).train(), world)
+        self.model.checkpointing = config.checkpointing
+        if config.compile:
+            engine.compile_parts(self.model)
+        self.optimizer = engine.make_optimizer(self.model, config)
+        world.one(lambda: self._make_folder(resume))
+        self.progress, self.carried = self._load()
+        if not self.done:
+            world.one(
+                lambda: shutil.rmtree(out / "model", ignore_errors=True)
+            )  # of a run that was to be shorter
+        self.graphs = Graphs(self.model, config, world, self.begin is not None)
+        self._leashed = leashed()  # in this process so far
+
+    @property
+    def done(self) -> bool:
+        return self.progress.step >= self.config.steps
+
+    def train(self) -> None:
+        """All steps that are left, then `finish`. Signals are answered between steps, as `fit` describes."""
+        with received_signals() as received:
+            while not self.done:
+                stop, samples = self.world.total(
+                    bool(received & {"SIGTERM", "SIGINT"}), "SIGUSR1" in received
+                )
+                if stop:
+                    break
+                if samples:
+                    received.discard("SIGUSR1")
+                    self.sample()
+                self.step()
+            self.checkpoint()
+            if "SIGINT" in received:
+                raise KeyboardInterrupt
+            self.finish()
+
+    def step(self) -> Step:
+        """The next step, its line in the metrics and, at every `save_every`-th, a checkpoint."""
+        config, number = self.config, self.progress.step
+        first = number * config.accumulate
+        batches = [self.source.step(index) for index in range(first, first + config.accumulate)]
+        graph, state = self.graphs.of(batches, self.carried), None
+        if graph is None and config.carry:
+            state = carry_in(self.model, self.carried, batches[0], self.begin, number)
+        begin = None if config.carry else self.begin
+        step = engine.take_step(
+            self.model, self.optimizer, config, batches, state, number, self.world, begin,
+            graph=graph, carried=self.carried,
+        )  # fmt: skip
+        if self.begin is not None and step.taken:
+            self.begin.ended(step.trace.state, batches[-1])
+        if config.carry:  # what a skipped step has read is dropped, but not where documents have begun
+            after = (
+                step.trace.state if step.taken else state or carry_in(self.model, self.carried, batches[0])
+            )
+            self.carried = carry_out(self.model, after, batches[-1], graph is not None)
+        self._count(step)
+        self._log(step)
+        if self.progress.skipped_in_a_row >= config.patience:
+            self._give_up(batches)
+        if self.progress.step % config.save_every == 0:
+            self.checkpoint()
+        return step
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint of now, if there is none, and remove all but the last `keep`."""
+        where = self.out / "checkpoints"
+        parts = self.model, self.optimizer, self.progress, self.carried
+        checkpoint.save(where, *parts, self.config.keep, self.world, self.begin)
+
+    @torch.no_grad()
+    def sample(self) -> None:
+        """One more line of samples.jsonl: what the model generates now. All processes take part: each has a shard."""
+        if not (self.out / "tokenizer").is_dir():
+            return  # generated tasks have none
+        prompt, step = self.config.prompt, self.progress.step
+        sampling = Sampling(max_tokens=self.config.sample_tokens, temperature=0.8, seed=step)
+        line = {"step": step, "prompt": prompt}
+        self.model.eval()
+        try:
+            tokenizer = load_tokenizer(self.out / "tokenizer")
+            line["text"] = Generation(self.model, [prompt], sampling, tokenizer=tokenizer).run().texts[0]
+        except (ValueError, OSError) as error:  # a look at a run must not end it
+            line["error"] = str(error)
+        finally:
+            self.model.train()
+        if self.world.first:
+            with (self.out / "samples.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def finish(self) -> None:
+        """The last checkpoint and the plot; after the last step also the model, in a folder of its own."""
+        self.checkpoint()
+        if self.metrics and self.metrics.written:
+            plot(self.out)
+        if self.progress.step == self.config.steps and (model := whole(self.model, self.world)) is not None:
+            save_model(model, self.out, self.out / "model", trained_on(self.progress, self.config))
+
+    def close(self) -> None:
+        """Close the metrics and leave the process group. The model stays usable."""
+        self._resources.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._resources.__exit__(kind, error, traceback)
+
+    def _make_folder(self, resume: bool) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            write_json(self.out / "config.json", self.config.to_dict())
+        if (tokenizer := tokenizer_of(self.source)) is not None:
+            (self.out / "tokenizer").mkdir(exist_ok=True)
+            tokenizer.save(self.out / "tokenizer")
+
+    def _load(self) -> tuple[Progress, State | None]:
+        """What the last checkpoint has; without one, a new run's beginning."""
+        found = checkpoint.checkpoints(self.out / "checkpoints")
+        if not found:
+            self._count_unigrams()
+            return Progress(), None
+        try:
+            return checkpoint.load(found[-1], self.model, self.optimizer, self.world, self.begin)
+        except ValueError as error:
+            others = len(found) > 1
+            hint = (
+                f"remove that folder to go on from {found[-2].name}" if others else "there is none before it"
+            )
+            raise ValueError(f"{error}; the checkpoint cannot be taken up, {hint}") from None
+
+    def _count_unigrams(self) -> None:
+        """How rare each token is, for a store that keeps rare ones. A model that is trained further knows it already."""
+        config, table = self.config, self.model.log_unigrams
+        if table is None or config.start is not None:
+            return
+        source = SOURCES[config.data.kind](
+            config, config.batch, 0, 1
+        )  # all rows: every process counts the same
+        counted = unigrams(corpus(source), config.model.vocabulary)
+        table.copy_(spread(counted.to(table.dtype), table))
+
+    def _open_metrics(self, log: Log | None, resume: bool) -> Metrics | None:
+        """The first process writes metrics for all."""
+        opened: list[Metrics] = []
+
+        def open_metrics() -> None:
+            try:
+                opened.append(Metrics(self.out, self.config, self.progress, log, self.world.device))
+            except ValueError:
+                if not resume:  # a run without a step is not worth keeping
+                    shutil.rmtree(self.out)
+                raise
+
+        self.world.one(open_metrics)
+        return opened[0] if opened else None
+
+    def _count(self, step: Step) -> None:
+        before = self.progress
+        self.progress = Progress(
+            step=before.step + 1,
+            tokens=before.tokens + step.tokens,
+            skipped=before.skipped + (not step.taken),
+            skipped_in_a_row=0 if step.taken else before.skipped_in_a_row + 1,
+        )
+
+    def _log(self, step: Step) -> None:
+        """A line of the metrics, at every `log_every`-th step and the last one."""
+        if self.progress.step % self.config.log_every and self.progress.step != self.config.steps:
+            return
+        before, self._leashed = self._leashed, leashed()
+        summed = int(self.world.total(self._leashed - before)[0])
+        if self.metrics:
+            self.metrics.write(self.progress, step, self.world.size, summed)
+
+    def _give_up(self, batches: list[Batch]) -> None:
+        """Keep the batch that the run ended at, and raise."""
+        rank = f"-{self.world.rank}" if self.world.size > 1 else ""
+        bad = self.out / f"bad-batch{rank}.safetensors"
+        write_tensors(bad, _replayable(batches), {"step": str(self.progress.step - 1)})
+        count = self.progress.skipped_in_a_row
+        raise TrainingError(f"loss: expected finite numbers, got {count} steps in a row without; see {bad}")
+
+
+def resolve_config(config: TrainConfig | None) -> TrainConfig:
+    """A new run's config with absolute paths, and with the shape of the model that `start` names, if it names one."""
+    if config is None:
+        raise ValueError("config: expected a TrainConfig for a new run, got None")
+    data = replace(config.data, path=_absolute(config.data.path), books=_absolute(config.data.books))
+    config = replace(config, data=data)
+    if config.start is None:
+        return config
+    return replace(config, start=_absolute(config.start), model=read_config(model_folder(config.start)))
+
+
+def _absolute(path: str | None) -> str | None:
+    """A run may be taken up from another working directory."""
+    return path if path is None or path.startswith(PREFIX) else str(Path(path).resolve())
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(
+            f"out: expected a new or empty folder, got {out}; --resume goes on with a run that is there"
+        )
+
+
+def _source(config: TrainConfig, resume: bool, world: World) -> Source:
+    """What this process reads, after all checks of the config that need no model."""
+    shares = config.accumulate * world.size
+    if config.batch % shares:
+        raise ValueError(
+            f"batch: expected a multiple of accumulate x processes = {shares}, got {config.batch}"
+        )
+    known("data.kind", config.data.kind, SOURCES)
+    check_trackers(config.trackers)
+    source = SOURCES[config.data.kind](config, config.batch // shares, world.rank, world.size)
+    if config.start is not None and not resume and (tokenizer := tokenizer_of(source)) is not None:
+        _check_tokenizer(config.start, tokenizer)
+    return source
+
+
+def _check_tokenizer(start: str, tokenizer: Tokenizer) -> None:
+    """A model that is trained further must be given the tokens it knows."""
+    if not (Path(start) / "tokenizer.json").is_file():
+        return  # trained on made-up symbols
+    own = load_tokenizer(start)
+    if own.vocabulary != tokenizer.vocabulary or own.encode(PROBE) != tokenizer.encode(PROBE):
+        hint = "prepare it with that tokenizer"
+        raise ValueError(f"start: expected data with the tokens of {start}, got other ones; {hint}")
+
+
+def _initial_model(config: TrainConfig, out: Path) -> Model:
+    """The model before the first step. One that goes on gets its weights from a checkpoint."""
+    if config.start is None or checkpoint.checkpoints(out / "checkpoints"):
+        return Model(config.model)
+    return Model.load(config.start, dtype=torch.float32)
+
+
+def _replayable(batches: list[Batch]) -> dict[str, Tensor]:
+    """All that a step has read, by part: what `take_step` needs to do it again."""
+    parts = {}
+    for index, batch in enumerate(batches):
+        for name, value in batch._asdict().items():
+            if value is not None:
+                parts[f"{name}.{index}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return parts
