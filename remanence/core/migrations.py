@@ -1,6 +1,52 @@
-"""What files of earlier versions call things, and what they are called now: the one table that every reader of old files uses."""
+"""What earlier versions called things, and what they are called now: one table for everything that reads old names."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from operator import attrgetter
+from typing import Any, TypeVar
+
+FIELDS: dict[str, str] = {
+    "train.start": "train.init_from",
+}
+"""Fields of configs in files, on the command line and in calls: old dotted name, new dotted name."""
+
+Class = TypeVar("Class", bound=type)
+
+
+def current_field(owner: str, name: str) -> str:
+    """The present name of a field, dotted or not, of the config `owner`."""
+    return FIELDS.get(f"{owner}.{name}", f"{owner}.{name}").removeprefix(f"{owner}.")
+
+
+def current_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with present names. Where both names are given, the old one counts: it was given on purpose."""
+    old = {name: value for name, value in given.items() if current_field(owner, name) != name}
+    return {name: value for name, value in given.items() if name not in old} | {
+        current_field(owner, name): value for name, value in old.items()
+    }
+
+
+def accepts_old_names(owner: str) -> Callable[[Class], Class]:
+    """A class decorator for a config: old names work as keyword arguments and can be read as attributes."""
+
+    def decorate(cls: Class) -> Class:
+        made = cls.__init__  # type: ignore[misc]
+
+        @wraps(made)
+        def init(self: Any, **given: Any) -> None:
+            made(self, **current_fields(owner, given))
+
+        cls.__init__ = init  # type: ignore[misc]
+        for dotted in FIELDS:
+            prefix, _, name = dotted.rpartition(".")
+            if prefix == owner:
+                setattr(cls, name, property(attrgetter(current_field(owner, name))))
+        return cls
+
+    return decorate
+
 
 TENSORS = {
     "blocks.": "backbone.blocks.",  # 0.1: a model's layers were its own, not its backbone's

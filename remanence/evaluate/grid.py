@@ -21,7 +21,7 @@ from remanence.model import Model, parameters
 from remanence.ops import RULES
 from remanence.report import published
 from remanence.tasks.draw import HELD_OUT
-from remanence.train import SOURCES, TrainConfig, fit, run_config
+from remanence.train import SOURCES, DataConfig, TrainConfig, fit, run_config
 
 SHARDS = ("packed", "documents")
 """Kinds of data that lie in files: held-out ones are other files."""
@@ -159,7 +159,8 @@ class Grid(Task):
         Shards are read packed in any case: each row begins with an empty memory, and its length says how far it can reach back.
         """
         kind = "packed" if self.recipe.data.kind in SHARDS else self.recipe.data.kind
-        data = replace(self.recipe.data, kind=kind, length=length, path=self.settings.data)
+        paths = {"path": self.settings.data} if DataConfig.has_field(kind, "path") else {}
+        data = replace(self.recipe.data, kind=kind, length=length, **paths)
         config = replace(self.recipe, data=data, seed=self.subject.seed + HELD_OUT, carry=False)
         return SOURCES[data.kind](config, self.recipe.batch // self.recipe.accumulate, 0, 1).step(number)
 

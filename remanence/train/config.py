@@ -8,6 +8,7 @@ from math import cos, isfinite, pi
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from remanence.config import FOLLOWS, ModelConfig, known, preset
+from remanence.core.migrations import accepts_old_names, current_fields
 
 
 def _check(config: Any) -> None:
@@ -37,10 +38,20 @@ def _told(kind: Any) -> str:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple:
         inner = get_args(kind)
-        return f"several, each {_told(inner[0])}" if inner[-1] is ... else f"{len(inner)}, each {_told(inner[0])}"
+        return (
+            f"several, each {_told(inner[0])}"
+            if inner[-1] is ...
+            else f"{len(inner)}, each {_told(inner[0])}"
+        )
     if get_origin(kind) is not None:
         return " or ".join(_told(option) for option in get_args(kind))
-    names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "none"}
+    names = {
+        int: "a whole number",
+        float: "a finite number",
+        bool: "true or false",
+        str: "a text",
+        type(None): "none",
+    }
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
@@ -92,7 +103,11 @@ class OptimizerConfig:
         """The learning rate of a step, counted from 0: a function, so that a resumed run needs no memory of it."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        begin = self.warmup if self.schedule == "cosine" else max(self.warmup, steps - max(1, round(self.decay * steps)))
+        begin = (
+            self.warmup
+            if self.schedule == "cosine"
+            else max(self.warmup, steps - max(1, round(self.decay * steps)))
+        )
         if self.schedule == "constant" or step < begin:
             return self.lr
         done = min(1.0, (step - begin + 1) / max(1, steps - begin))  # 1 at the last step
@@ -100,18 +115,29 @@ class OptimizerConfig:
         return self.lr * (self.final + (1 - self.final) * left)
 
 
+KIND_FIELDS: dict[str, tuple[str, ...]] = {
+    "packed": ("path",),
+    "documents": ("path",),
+    "recall": ("pairs", "rounds", "keys", "noise"),
+    "needle": ("pairs",),
+    "babilong": ("path", "books", "tasks"),
+}
+"""The fields of each kind of data beside `kind` and `length`. A kind that you add to `SOURCES` may use all fields."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where batches come from.
+    """Where batches come from. A field that the kind does not have (`KIND_FIELDS`) is refused.
 
     Attributes:
         kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" or
             "needle" (generated), "babilong" (stories hidden in books).
-        path: the shards' folder, where the kind reads one; of BABILong bAbI's folder or archive, or hf:NAME.
+        path: packed, documents: the folder of the shards; babilong: bAbI's folder or archive, or hf:NAME.
         length: tokens of a row.
-        pairs, rounds: of the recall task: how many, and how often they come; of the needle task: how many needles.
-        keys, noise: of the recall task: how many different keys there are, and as many values; how many kinds of noise.
-        books, tasks: of BABILong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
+        pairs: recall: pairs of a row; needle: needles of a row.
+        rounds: recall: how often each pair occurs.
+        keys, noise: recall: the number of different keys, and of values; the number of noise tokens.
+        books, tasks: babilong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
     """
 
     kind: str = "packed"
@@ -127,15 +153,33 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check(self)
         _positive(length=self.length, pairs=self.pairs, rounds=self.rounds, keys=self.keys, noise=self.noise)
+        for each in fields(self):
+            if not self.has_field(self.kind, each.name) and getattr(self, each.name) != each.default:
+                owners = " or ".join(repr(kind) for kind, names in KIND_FIELDS.items() if each.name in names)
+                raise ValueError(
+                    f"{each.name}: expected only with data.kind={owners}, got it with {self.kind!r}"
+                )
+
+    @staticmethod
+    def has_field(kind: str, name: str) -> bool:
+        return name in ("kind", "length", *KIND_FIELDS.get(kind, (name,)))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DataConfig:
+        """From a file. Fields of other kinds, which earlier versions saved as well, are dropped."""
+        kind = data.get("kind", cls.kind)
+        foreign = {name for names in KIND_FIELDS.values() for name in names if not cls.has_field(kind, name)}
+        return _build(cls, {name: value for name, value in data.items() if name not in foreign})
 
 
+@accepts_old_names("train")
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One run.
 
     Attributes:
         model, data, optimizer: see their classes.
-        start: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
+        init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
         carry: whether rows carry their memory from step to step (kind "documents"), without gradient across the border.
@@ -159,7 +203,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=lambda: preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    start: str | None = None
+    init_from: str | None = None
     steps: int = 1000
     batch: int = 16
     accumulate: int = 1
@@ -181,7 +225,16 @@ class TrainConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "save_every", "keep", "log_every", "patience", "sample_tokens"):
+        for name in (
+            "steps",
+            "batch",
+            "accumulate",
+            "save_every",
+            "keep",
+            "log_every",
+            "patience",
+            "sample_tokens",
+        ):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
@@ -195,24 +248,30 @@ class TrainConfig:
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch={self.batch}, got {self.accumulate}")
         if self.carry and (self.accumulate > 1 or self.data.kind != "documents"):
-            raise ValueError("carry: expected data.kind='documents' and accumulate=1, whose rows go on from step to step")
+            raise ValueError(
+                "carry: expected data.kind='documents' and accumulate=1, whose rows go on from step to step"
+            )
         if self.carry and "attention" in self.model.blocks:
-            raise ValueError("carry: expected blocks of constant size, got full attention, which would keep all it has read")
+            raise ValueError(
+                "carry: expected blocks of constant size, got full attention, which would keep all it has read"
+            )
 
         if self.begin != "fresh" and set(self.model.blocks) <= {"attention", "window", "knn"}:
-            raise ValueError(f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}")
+            raise ValueError(
+                f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "model": self.model.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
-        return _build(cls, data)
+        return _build(cls, current_fields("train", data))
 
 
 def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
     """A copy with dotted fields changed, given as text: ``{"optimizer.lr": "3e-4", "model.memory.chunk": "64"}``."""
-    data = config.to_dict()
+    changes, data = current_fields("train", changes), config.to_dict()
     for dotted, text in changes.items():
         *path, last = dotted.split(".")
         owner: Any = config
@@ -224,6 +283,12 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
                 raise ValueError(f"{dotted}: expected a field, got something inside {name!r}, which has none")
         _field(owner, last, dotted)
         inside[last] = _parse(get_type_hints(type(owner))[last], text, dotted)
+    for dotted in changes:
+        if dotted.startswith(
+            "data."
+        ):  # what the recipe has for another kind is dropped, what is given here refused
+            name = dotted.removeprefix("data.")
+            _build(DataConfig, {"kind": data["data"]["kind"], name: data["data"][name]})
     if "model.dim" in changes and "model.memory.dim" not in changes:
         del data["model"]["memory"]["dim"]  # it follows the model's
     if changes.get("model.memory.net", config.model.memory.net) != config.model.memory.net:
@@ -251,7 +316,9 @@ def _parse(kind: Any, text: str, name: str) -> Any:
                 inner = get_args(option)
                 return [_parse(inner[0], part.strip(), name) for part in text.split(",") if text]
             if option is bool:
-                return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+                return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
+                    text.lower()
+                ]
             if option in (int, float, str):
                 return option(text)
         except (ValueError, KeyError):
@@ -270,7 +337,7 @@ def _build(cls: Any, data: Mapping[str, Any]) -> Any:
         known(f"{cls.__name__} field", name, [each.name for each in fields(cls)])
         hint = hints[name]
         if is_dataclass(hint) and isinstance(value, Mapping):
-            value = _build(hint, value)
+            value = DataConfig.from_dict(value) if hint is DataConfig else _build(hint, value)
         elif get_origin(hint) is tuple and isinstance(value, list):
             value = tuple(value)
         given[name] = value

@@ -238,7 +238,7 @@ class Run:
     def _count_unigrams(self) -> None:
         """How rare each token is, for a store that keeps rare ones. A model that is trained further knows it already."""
         config, table = self.config, self.model.log_unigrams
-        if table is None or config.start is not None:
+        if table is None or config.init_from is not None:
             return
         source = SOURCES[config.data.kind](
             config, config.batch, 0, 1
@@ -289,14 +289,16 @@ class Run:
 
 
 def resolve_config(config: TrainConfig | None) -> TrainConfig:
-    """A new run's config with absolute paths, and with the shape of the model that `start` names, if it names one."""
+    """A new run's config with absolute paths, and with the shape of the model that `init_from` names, if it names one."""
     if config is None:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
     data = replace(config.data, path=_absolute(config.data.path), books=_absolute(config.data.books))
     config = replace(config, data=data)
-    if config.start is None:
+    if config.init_from is None:
         return config
-    return replace(config, start=_absolute(config.start), model=read_config(model_folder(config.start)))
+    return replace(
+        config, init_from=_absolute(config.init_from), model=read_config(model_folder(config.init_from))
+    )
 
 
 def _absolute(path: str | None) -> str | None:
@@ -321,26 +323,26 @@ def _source(config: TrainConfig, resume: bool, world: World) -> Source:
     known("data.kind", config.data.kind, SOURCES)
     check_trackers(config.trackers)
     source = SOURCES[config.data.kind](config, config.batch // shares, world.rank, world.size)
-    if config.start is not None and not resume and (tokenizer := tokenizer_of(source)) is not None:
-        _check_tokenizer(config.start, tokenizer)
+    if config.init_from is not None and not resume and (tokenizer := tokenizer_of(source)) is not None:
+        _check_tokenizer(config.init_from, tokenizer)
     return source
 
 
-def _check_tokenizer(start: str, tokenizer: Tokenizer) -> None:
+def _check_tokenizer(init_from: str, tokenizer: Tokenizer) -> None:
     """A model that is trained further must be given the tokens it knows."""
-    if not (Path(start) / "tokenizer.json").is_file():
+    if not (Path(init_from) / "tokenizer.json").is_file():
         return  # trained on made-up symbols
-    own = load_tokenizer(start)
+    own = load_tokenizer(init_from)
     if own.vocabulary != tokenizer.vocabulary or own.encode(PROBE) != tokenizer.encode(PROBE):
         hint = "prepare it with that tokenizer"
-        raise ValueError(f"start: expected data with the tokens of {start}, got other ones; {hint}")
+        raise ValueError(f"init_from: expected data with the tokens of {init_from}, got other ones; {hint}")
 
 
 def _initial_model(config: TrainConfig, out: Path) -> Model:
     """The model before the first step. One that goes on gets its weights from a checkpoint."""
-    if config.start is None or checkpoint.checkpoints(out / "checkpoints"):
+    if config.init_from is None or checkpoint.checkpoints(out / "checkpoints"):
         return Model(config.model)
-    return Model.load(config.start, dtype=torch.float32)
+    return Model.load(config.init_from, dtype=torch.float32)
 
 
 def _replayable(batches: list[Batch]) -> dict[str, Tensor]:

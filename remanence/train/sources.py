@@ -71,10 +71,10 @@ def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     return Needle(config.data.length, batch, config.data.pairs, config.seed, rank, world)
 
 
-def model_folder(start: str) -> Path:
-    if not (Path(start) / "config.json").is_file():
-        raise ValueError(f"start: expected a model's folder, with its config.json, got {start}")
-    return Path(start)
+def model_folder(init_from: str) -> Path:
+    if not (Path(init_from) / "config.json").is_file():
+        raise ValueError(f"init_from: expected a model's folder, with its config.json, got {init_from}")
+    return Path(init_from)
 
 
 def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
@@ -83,7 +83,9 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
         known("data.tasks", task, ALL)
     if not data.tasks:
         raise ValueError("data.tasks: expected at least one, got none")
-    tokenizer = ByteTokenizer() if config.start is None else load_tokenizer(model_folder(config.start))
+    tokenizer = (
+        ByteTokenizer() if config.init_from is None else load_tokenizer(model_folder(config.init_from))
+    )
     if tokenizer.vocabulary > config.model.vocabulary:
         raise ValueError(
             f"model.vocabulary: expected at least the tokenizer's {tokenizer.vocabulary}, got {config.model.vocabulary}"

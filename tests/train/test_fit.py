@@ -41,7 +41,7 @@ def test_it_learns(tmp_path):
 
 @pytest.mark.parametrize("kind", ["recall", "packed", "documents"])
 def test_resuming_from_any_checkpoint_is_not_stopping(tmp_path, shards, kind):
-    data = DataConfig(kind=kind, path=None if kind == "recall" else shards, length=24, pairs=4)
+    data = DataConfig(kind=kind, length=24, **({"pairs": 4} if kind == "recall" else {"path": shards}))
     whole, part = tmp_path / "whole", tmp_path / "part"
     setting = config("mac", data=data, carry=kind == "documents", keep=9)
     fit(setting, whole)

@@ -60,7 +60,7 @@ def test_a_run_begins_where_another_ended(home, tmp_path):
     fit(config(data=packed, steps=20), tmp_path / "first")
     model = tmp_path / "first" / "model"
     still = OptimizerConfig(lr=1e-12, warmup=1)
-    other = config("mac", data=stories(home), optimizer=still, start=str(model), steps=1, save_every=1)
+    other = config("mac", data=stories(home), optimizer=still, init_from=str(model), steps=1, save_every=1)
     fit(other, tmp_path / "second")
     before, after = weights(tmp_path / "first"), weights(tmp_path / "second")
     assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in before), "its shape counts, and its weights"
@@ -72,7 +72,7 @@ def test_a_run_begins_where_another_ended(home, tmp_path):
 def test_a_started_run_goes_on_without_the_weights_it_began_with(home, tmp_path):
     fit(config(data=stories(home), steps=2), tmp_path / "first")
     steady = OptimizerConfig(schedule="constant", warmup=1)
-    own = config(data=stories(home), optimizer=steady, start=str(tmp_path / "first" / "model"), steps=6, save_every=2)
+    own = config(data=stories(home), optimizer=steady, init_from=str(tmp_path / "first" / "model"), steps=6, save_every=2)
     fit(own, tmp_path / "whole")
     fit(replace(own, steps=4), tmp_path / "part")
     (tmp_path / "first" / "model" / "model.safetensors").unlink()
@@ -82,7 +82,7 @@ def test_a_started_run_goes_on_without_the_weights_it_began_with(home, tmp_path)
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")
     (tmp_path / "first" / "model" / "config.json").unlink()  # and with it perhaps the words of the stories
     told.write_text(told.read_text().replace('"steps": 6', '"steps": 8'))
-    with pytest.raises(ValueError, match=r"start: expected a model's folder, with its config.json, got"):
+    with pytest.raises(ValueError, match=r"init_from: expected a model's folder, with its config.json, got"):
         fit(None, tmp_path / "part", resume=True)
 
 
@@ -105,8 +105,8 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(home, tmp_path, fields, m
 
 
 def test_a_model_to_begin_with_must_be_one_and_read_the_same_tokens(home, tmp_path):
-    with pytest.raises(ValueError, match=r"start: expected a model's folder, with its config.json, got nowhere"):
-        fit(config(start="nowhere"), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"init_from: expected a model's folder, with its config.json, got nowhere"):
+        fit(config(init_from="nowhere"), tmp_path / "run")
     tokenizers = pytest.importorskip("tokenizers")
     fit(config(data=stories(home), steps=1), tmp_path / "bytes")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"It": 0, "was": 1, "[UNK]": 2}, unk_token="[UNK]"))
@@ -114,14 +114,14 @@ def test_a_model_to_begin_with_must_be_one_and_read_the_same_tokens(home, tmp_pa
     words.save(str(tmp_path / "tokenizer.json"))
     prepare([home / "book.txt"], tmp_path / "tokens", tokenizer=tmp_path / "tokenizer.json")
     packed = DataConfig(kind="packed", path=str(tmp_path / "tokens"), length=32)
-    with pytest.raises(ValueError, match=r"start: expected data with the tokens of .*, got other ones; prepare it with that"):
-        fit(config(data=packed, start=str(tmp_path / "bytes" / "model")), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"init_from: expected data with the tokens of .*, got other ones; prepare it with that"):
+        fit(config(data=packed, init_from=str(tmp_path / "bytes" / "model")), tmp_path / "run")
 
 
 def test_what_is_rare_stays_what_the_first_corpus_told(home, tmp_path):
     own = config("knn", data=stories(home), steps=1)
     own = replace(own, model=replace(own.model, knn=replace(own.model.knn, write="rare", size=16, k=4)))
     fit(own, tmp_path / "first")
-    fit(replace(own, data=stories(home, length=200), start=str(tmp_path / "first" / "model")), tmp_path / "second")
+    fit(replace(own, data=stories(home, length=200), init_from=str(tmp_path / "first" / "model")), tmp_path / "second")
     before, after = (weights(tmp_path / name)["log_unigrams"] for name in ("first", "second"))
     assert torch.equal(before, after) and len(before.unique()) > 5
