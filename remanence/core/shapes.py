@@ -1,9 +1,47 @@
-"""The axis legend: one letter, one meaning, everywhere in this library.
+"""The axis legend: what each letter in a shape means.
 
-    b  batch           t  tokens in a call      d  model width
-    h  memory heads    e  head width            f  a memory layer's width
-    r  state rows: one per document             n  chunks in a call
-    c  tokens in a chunk                        m  rows times heads, flattened
+Shapes are written the same way in annotations, ``Float[Tensor, "b t h e"]``, and in docstrings, ``[b t h e]``. An axis that is
+written as a word (``width``, ``keys``) means what it says. One or two letters are listed here. `AXES` holds everywhere,
+`ROOM_AXES` only in one room of the package.
 
-Annotations such as ``Float[Tensor, "b t h e"]`` are read by people; the tests check that they are true.
+Arithmetic is written out: ``r+1``, ``c-1``, ``b*t``, and ``pf`` for p times f. A prime marks a part of an axis: ``c'`` is the
+last tokens of a chunk. ``#r`` is r or 1, ``*a`` and ``...`` are any axes in front. Capitals in kernels are the kernel's own
+constants.
+
+People read the legend. The tests check that annotations are true, and that every letter in use is listed.
 """
+
+from __future__ import annotations
+
+AXES: dict[str, str] = {
+    "b": "batch: rows of a call",
+    "t": "tokens in a call",
+    "d": "model width",
+    "v": "vocabulary",
+    "h": "heads",
+    "e": "head width, and the width of a value",
+    "f": "width of a key's features, or of a layer inside a memory",
+    "i": "inputs of a matrix",
+    "o": "outputs of a matrix",
+    "r": "state rows: one per document",
+    "s": "tokens of the history that earlier calls left: a cache, or what a convolution still sees",
+    "c": "tokens in a chunk or in a segment",
+    "n": "a count that has no letter of its own: chunks in a call, layers that are stacked, entries of a store",
+    "m": "rows times heads, flattened",
+    "k": "neighbours that a query finds",
+    "l": "layers that have a memory",
+    "a": "any axes in front",
+}
+
+ROOM_AXES: dict[str, dict[str, str]] = {
+    "ops": {
+        "p": "parts of a state: weights, and momentum if the rule has it",
+        "j": "earlier tokens of the same chunk",
+        "w": "channels of a convolution: heads times width",
+        "g": "groups: layers that one launch of a kernel computes",
+        "L": "tokens of a row, its open chunk included",
+    },
+    "layers": {"p": "persistent tokens", "C": "tokens in a full segment"},
+    "inference": {"p": "persistent tokens"},
+    "mixers": {"w": "tokens in a window"},
+}

@@ -54,7 +54,7 @@ class Look(NamedTuple):
     """
 
     tokens: list[int]
-    signals: Float[Tensor, "t l s"]
+    signals: Float[Tensor, "t l signals"]
     keep: Float[Tensor, "t l h"]
     distance: Int[Tensor, "t l h k"]
     cosine: Float[Tensor, "t l h k"]
@@ -158,7 +158,7 @@ def _watching(layers: Iterable[NeuralMemory]) -> Iterator[list[list[tuple[Tensor
             layer.watch = None
 
 
-def _signals(seen: MemoryTrace) -> Float[Tensor, "t s"]:
+def _signals(seen: MemoryTrace) -> Float[Tensor, "t signals"]:
     nothing = torch.full_like(seen.surprise, nan)
     momentum = nothing if seen.gates.log_momentum is None else seen.gates.log_momentum.exp()
     forget = nothing if seen.gates.log_keep is None else -seen.gates.log_keep.expm1()
