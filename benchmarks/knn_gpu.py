@@ -2,7 +2,7 @@
 
     python benchmarks/knn_gpu.py                     8K to 1M keys, 8 heads of 64, the 32 nearest of 512 queries and of 1
     python benchmarks/knn_gpu.py --profile           with the time of each step of the kernels' search
-    python benchmarks/knn_gpu.py --tune              with the kernels' time under other settings (remanence/ops/nearest.py)
+    python benchmarks/knn_gpu.py --tune              with the kernels' time under other settings (remanence/ops/triton/nearest.py)
     python benchmarks/knn_gpu.py --tiny              every path that runs on a CPU, interpreted, in small
 
 Implementations take turns; times are medians of CUDA-event timings after warm-up. "graph": the same as a captured CUDA graph, as

@@ -90,7 +90,7 @@ def precision() -> str:
 
 
 def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op: torch.dtype) -> dict[str, Any]:
-    """The constants of coef.py's kernels."""
+    """The constants of the kernels in kernels/coef.py."""
     quick = op == torch.bfloat16
     return {
         "CHUNK": chunk,
