@@ -1,4 +1,4 @@
-"""The laws of remanence.testing on a module of your own; here one that keeps them and one that leaks the future."""
+"""Check a module of your own with `remanence.testing`: one module keeps the laws, the other leaks the future."""
 
 import torch
 from torch import nn
@@ -10,7 +10,8 @@ class RunningMean(nn.Module):
     """The mean of all tokens so far; its state is their sum and count."""
 
     def forward(self, x, state=None):
-        total, count = state if state is not None else (torch.zeros_like(x[:, :1]), torch.zeros_like(x[:, :1, :1]))
+        start = torch.zeros_like(x[:, :1]), torch.zeros_like(x[:, :1, :1])
+        total, count = start if state is None else state
         sums = total + x.cumsum(1)
         counts = count + torch.arange(1, x.shape[1] + 1).view(1, -1, 1)
         return sums / counts, (sums[:, -1:], counts[:, -1:])
@@ -25,7 +26,7 @@ x = torch.randn(3, 12, 5, dtype=torch.float64)
 assert_causal(RunningMean(), x)
 assert_rows_isolated(RunningMean(), x)
 assert_split(RunningMean(), x, [5, 1, 6])
-print("RunningMean: causal, rows isolated, whole = split")
+print("RunningMean: causal, rows isolated, one call = any split")
 try:
     assert_causal(LeakyMean(), x)
 except AssertionError as broken:

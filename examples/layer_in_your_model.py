@@ -1,5 +1,5 @@
-"""NeuralMemory in a GPT of your own, where attention used to stand: it learns to repeat what it read, then reads in pieces of any
-length. About 20 s on a CPU.
+"""Put a NeuralMemory into a GPT of your own, in place of attention. It learns to repeat what it read, and then
+reads in pieces of any length. About 20 s on a CPU.
 """
 
 import torch
@@ -41,7 +41,7 @@ torch.manual_seed(0)
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for step in range(220):
-    tokens = torch.randint(32, (16, 16)).repeat(1, 3)  # sixteen random tokens, three times: the first time cannot be predicted
+    tokens = torch.randint(32, (16, 16)).repeat(1, 3)  # three times the same; the first is unpredictable
     logits, _ = model(tokens[:, :-1])
     loss = nn.functional.cross_entropy(logits[:, 16:].flatten(0, 1), tokens[:, 17:].flatten())
     optimizer.zero_grad()

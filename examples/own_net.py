@@ -1,4 +1,4 @@
-"""A memory of your own: any net with init and apply, any inner loss, checked against the token-by-token truth."""
+"""Write a memory of your own: any net with init and apply, any inner loss, checked against the reference."""
 
 import torch
 
@@ -24,11 +24,14 @@ torch.manual_seed(0)
 net, rule = Gated(), Rule(loss=huber)
 q, k, v = (torch.randn(2, 40, 4, 8, dtype=torch.float64) for _ in range(3))
 k = torch.nn.functional.normalize(k, dim=-1)
-gates = Gates(*[torch.nn.functional.logsigmoid(torch.full((2, 40, 4), b, dtype=torch.float64)) for b in (-3.0, 0.0, 5.0)])
+biases = [torch.full((2, 40, 4), bias, dtype=torch.float64) for bias in (-3.0, 0.0, 5.0)]
+gates = Gates(*[torch.nn.functional.logsigmoid(bias) for bias in biases])
 weights = tuple(weight.double() for weight in net.init(4, 8))
 
 answers = {}
 for backend in ("reference", "chunked"):
     state = start(weights, rows=2, rule=rule, chunk=8)
-    answers[backend], state, surprise = memorize(q, k, v, gates, state, net=net, rule=rule, chunk=8, backend=backend)
-print(f"mean surprise {surprise.mean():.3f}; tiers differ by {(answers['reference'] - answers['chunked']).abs().max():.1e}")
+    options = {"net": net, "rule": rule, "chunk": 8, "backend": backend}
+    answers[backend], state, surprise = memorize(q, k, v, gates, state, **options)
+difference = (answers["reference"] - answers["chunked"]).abs().max()
+print(f"mean surprise {surprise.mean():.3f}; tiers differ by {difference:.1e}")

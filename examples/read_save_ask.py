@@ -1,8 +1,8 @@
-"""Read a long text once, save the memory, and ask it later in a new session. About a minute on a CPU, most of it training.
+"""Read a long text once, save the memory, and query it later in a new session. A minute on a CPU, mostly training.
 
-The model is trained on texts in which letters have numbers ("k4" and later "k4" again, with noise in between), so that it learns
-to remember. Then it reads a text it has never seen, eight times longer than any before, in which five letters get numbers in
-the first line only.
+The model is trained on texts in which letters have numbers ("k4", and later "k4" again, with noise in between), so that
+it learns to remember. Then it reads a new text, eight times longer than any before, in which five letters get their
+numbers at the very beginning only.
 """
 
 import random
@@ -37,14 +37,15 @@ def story(chance: random.Random, known: dict[str, str], rounds: int, gap: int) -
 def train(steps: int) -> Model:
     torch.manual_seed(0)
     chance = random.Random(0)
-    model = Model(ModelConfig(vocabulary=257, dim=64, depth=2, pattern=("lmm",), segment=64, memory={"heads": 2}))
+    config = ModelConfig(vocabulary=257, dim=64, depth=2, pattern=("lmm",), segment=64, memory={"heads": 2})
+    model = Model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(steps):
         texts = [story(chance, facts(chance), rounds=5, gap=10)[:80].ljust(80) for _ in range(16)]
         tokens = torch.tensor([list(text.encode()) for text in texts])
         logits, _ = model(tokens[:, :-1])
         asked = (tokens[:, 1:] >= ord("0")) & (tokens[:, 1:] <= ord("9"))
-        asked[:, :10] = False  # the first time a letter comes, its number cannot be known
+        asked[:, :10] = False  # a letter's number is unknown the first time
         loss = cross_entropy(logits[asked], tokens[:, 1:][asked])
         optimizer.zero_grad()
         loss.backward()
@@ -65,7 +66,8 @@ with tempfile.TemporaryDirectory() as folder:
     session = Session(model)
     reading = session.read(book)
     session.save(path)
-    print(f"read {reading.tokens} tokens, mean surprise {reading.surprise:.2f}, saved {path.stat().st_size:,} bytes")
+    size = path.stat().st_size
+    print(f"read {reading.tokens} tokens, mean surprise {reading.surprise:.2f}, saved {size:,} bytes")
 
     later = Session(model).load(path)
     right = sum(later.fork().generate(letter, max_tokens=1) == number for letter, number in known.items())

@@ -1,5 +1,6 @@
-"""A plain training loop: a tiny MAC on bytes of a text, then what its memory is worth on a part it has not seen. About 40 s on a
-CPU. Give it a text file of yours: ``python examples/training_loop.py book.txt``.
+"""A plain training loop: train a tiny MAC on the bytes of a text, then measure its memory on a held-out part.
+
+About 40 s on a CPU. Give it a text file of your own: ``python examples/training_loop.py book.txt``.
 """
 
 import sys

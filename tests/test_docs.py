@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "remanence"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCES = [path for room in ("remanence", "benchmarks", "examples", "tests") for path in sorted((ROOT / room).rglob("*.py"))]
+FOLDERS = ("remanence", "benchmarks", "examples", "tests")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 PROSE = 120
 
 
@@ -84,13 +85,22 @@ class TestReadme:
             figures = re.findall(r"\d[\d,]*(?:\.\d+)?", ours + theirs)
             assert figures, page
             for figure in figures:
-                assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d])", text), f"README.md: {figure}: not found in {page}"
+                found = re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d])", text)
+                assert found, f"README.md: {figure}: not found in {page}"
+
+    def test_its_map_has_every_room(self):
+        rooms = README.split("## Map of the rooms")[1].split("\n## ")[0]
+        for path in sorted(PACKAGE.iterdir()):
+            room = path.suffix == ".py" or (path / "__init__.py").is_file()
+            if room and not path.name.startswith("__"):
+                assert f"`{path.name}`" in rooms, f"README.md: the map lacks {relative(path)}"
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(example):
     assert len(example.read_text().splitlines()) < 100
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    command = [sys.executable, str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     if example.stem == "layer_in_your_model":
         last = re.findall(r"loss on the repeats (\d\.\d+)", done.stdout)[-1]
@@ -100,7 +110,8 @@ def test_examples_run(example):
         assert losses[-1] < min(2.2, 0.75 * losses[0]), "the loss falls, to what 0.7 of a slower start was"
     if example.stem == "read_save_ask":
         right, without = re.findall(r"(\d) right from the memory, (\d) right without it", done.stdout)[0]
-        assert int(right) >= 3 > int(without) or int(right) == 5, "the memory remembers what the model alone cannot know"
+        better = int(right) >= 3 > int(without) or int(right) == 5
+        assert better, "the memory remembers what the model alone cannot know"
 
 
 class TestStyle:
@@ -113,13 +124,15 @@ class TestStyle:
         lines = path.read_text(encoding="utf-8").splitlines()
         for number, (line, code) in enumerate(zip(lines, fenced(lines), strict=True), 1):
             # A table's row cannot be wrapped, nor can one long link.
-            free = code or line.lstrip().startswith("|") or re.fullmatch(r"\s*(?:- )?!?\[[^\]]*\]\([^)]*\)\S?", line)
-            assert free or len(line) <= PROSE, f"{relative(path)}:{number}: {len(line)} characters, at most {PROSE} are allowed"
+            link = re.fullmatch(r"\s*(?:- )?!?\[[^\]]*\]\([^)]*\)\S?", line)
+            free = code or link or line.lstrip().startswith("|")
+            where = f"{relative(path)}:{number}"
+            assert free or len(line) <= PROSE, f"{where}: {len(line)} characters, expected at most {PROSE}"
 
 
 # A path that ends in .py or begins with one of our folders, and behind a colon the names that are defined there:
-# `ops/rules.py: RULES, Rule.forget`. Outside of backticks, names are only read at the end of a line of a code block, where they
-# annotate a formula.
+# `ops/rules.py: RULES, Rule.forget`. Outside of backticks, names are only read at the end of a line of a code block,
+# where they annotate a formula.
 PATH = r"(?<![\w/.*-])((?:[\w-]+/)*\w+\.py|(?:docs|remanence|examples)/[\w/.-]*\w)\b(?!\(|\*)"
 NAMES = r"[A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*"
 
@@ -132,24 +145,27 @@ def references(text, code=()):
             rest = line[found.end() :]
             quoted = line[: found.start()].count("`") % 2 == 1
             names = re.match(rf": ({NAMES})`", rest) if quoted else None
-            if not quoted and number <= len(code) and code[number - 1] and line[: found.start()].endswith("  "):
+            beside = number <= len(code) and code[number - 1] and line[: found.start()].endswith("  ")
+            if beside and not quoted:
                 names = re.match(rf": ({NAMES})\s*$", rest)
             yield number, found.group(1), names.group(1).split(", ") if names else []
 
 
 def resolve(path, referring):
-    """The file that a reference means: from the repository, the package, or a folder above the one that refers to it."""
+    """The file that a reference means, from the repository, the package, or a folder above the referring file."""
     folders = [ROOT, PACKAGE, *[folder for folder in referring.parents if folder.is_relative_to(ROOT)]]
     return next((folder / path for folder in folders if (folder / path).exists()), None)
 
 
 @cache
 def defined(path):
-    """All names that a file defines: `name` at the top level, `Class.name` in a class, its instances' attributes included."""
+    """All names that a file defines: `name` at the top level, `Class.name` for methods and attributes of a class."""
     names = set()
 
     def targets(node):
-        return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if isinstance(node, ast.Assign):
+            return node.targets
+        return [node.target] if isinstance(node, ast.AnnAssign) else []
 
     def visit(body, prefix):
         for node in body:
@@ -159,7 +175,7 @@ def defined(path):
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.FunctionDef) and prefix:
                 for target in (target for inner in ast.walk(node) for target in targets(inner)):
-                    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                    if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
                         names.add(prefix + target.attr)
             elif isinstance(node, ast.If | ast.Try):
                 visit([*node.body, *node.orelse], prefix)
@@ -216,8 +232,9 @@ def comments(path):
         if token.type == tokenize.COMMENT
     ]
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            found.append((node.lineno, node.value.value))
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            found.append((node.lineno, value.value))
     return found
 
 
@@ -248,14 +265,14 @@ class TestReferences:
     def test_the_test_finds_what_is_wrong(self):
         """What is right passes, and each kind of mistake is found and named."""
         page = ROOT / "docs" / "page.md"
-        right = "`ops/rules.py: RULES, Rule.forget`, `core/shapes.py`, tests/test_docs.py and `remanence.ops.memorize`"
+        right = "`ops/rules.py: RULES, Rule.forget`, core/shapes.py and `remanence.ops.memorize`"
         assert not [*wrong_references(page, right), *wrong_modules(page, right)]
         mistakes = {
             "first\n`ops/nowhere.py: x`": "docs/page.md:2: ops/nowhere.py: there is no such file",
-            "`ops/rules.py: RULES, Rool`": "docs/page.md:1: ops/rules.py: Rool: remanence/ops/rules.py does not define it",
-            "`ops/rules.py: Rule.forgett`": "docs/page.md:1: ops/rules.py: Rule.forgett: remanence/ops/rules.py does not",
+            "`ops/rules.py: RULES, Rool`": "docs/page.md:1: ops/rules.py: Rool: remanence/ops/rules.py",
+            "`ops/rules.py: Rule.forgett`": "docs/page.md:1: ops/rules.py: Rule.forgett: remanence/ops",
             "see layers.py.": "docs/page.md:1: layers.py: there is no such file",
-            "`remanence.ops.memorise`": "docs/page.md:1: remanence.ops.memorise: remanence/ops/__init__.py does not define",
+            "`remanence.ops.memorise`": "docs/page.md:1: remanence.ops.memorise: remanence/ops/__init__.py",
         }
         for text, message in mistakes.items():
             found = [*wrong_references(page, text), *wrong_modules(page, text)]
@@ -274,10 +291,10 @@ def axes(shape):
 def shapes(path):
     """(line, shape) of every annotation of a tensor and every ``[b t d]`` in a docstring or comment."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) and ast.unparse(node.slice.elts[0]) == "Tensor":
-            shape = node.slice.elts[1]
-            if isinstance(shape, ast.Constant) and isinstance(shape.value, str):
-                yield node.lineno, shape.value
+        index = node.slice if isinstance(node, ast.Subscript) else None
+        inside = index.elts if isinstance(index, ast.Tuple) else []
+        if len(inside) == 2 and ast.unparse(inside[0]) == "Tensor" and isinstance(inside[1], ast.Constant):
+            yield node.lineno, str(inside[1].value)
     for first, text in comments(path):
         for found in re.finditer(r"``\[([^\]`]+)\]``", text):
             yield first + text[: found.start()].count("\n"), found.group(1)
@@ -296,7 +313,8 @@ class TestAxes:
     def test_every_letter_is_in_the_legend(self):
         used = list(self.used())
         assert len(used) > 500
-        wrong = [f"{where}: {letter!r}" for room, letter, where in used if letter not in AXES | ROOM_AXES.get(room, {})]
+        known = {room: AXES | ROOM_AXES.get(room, {}) for room, _, _ in used}
+        wrong = [f"{where}: {letter!r}" for room, letter, where in used if letter not in known[room]]
         assert not wrong, "not in remanence/core/shapes.py:\n" + "\n".join(wrong)
 
     def test_the_legend_has_no_more(self):

@@ -1,12 +1,12 @@
 """The axis legend: what each letter in a shape means.
 
-Shapes are written the same way in annotations, ``Float[Tensor, "b t h e"]``, and in docstrings, ``[b t h e]``. An axis that is
-written as a word (``width``, ``keys``) means what it says. One or two letters are listed here. `AXES` holds everywhere,
-`ROOM_AXES` only in one room of the package.
+Shapes are written the same way in annotations, ``Float[Tensor, "b t h e"]``, and in docstrings, ``[b t h e]``. An axis
+that is written as a word (``width``, ``keys``) means what it says. One or two letters are listed here. `AXES` holds
+everywhere, `ROOM_AXES` only in one room of the package.
 
-Arithmetic is written out: ``r+1``, ``c-1``, ``b*t``, and ``pf`` for p times f. A prime marks a part of an axis: ``c'`` is the
-last tokens of a chunk. ``#r`` is r or 1, ``*a`` and ``...`` are any axes in front. Capitals in kernels are the kernel's own
-constants.
+Arithmetic is written out: ``r+1``, ``c-1``, ``b*t``, and ``pf`` for p times f. A prime marks a part of an axis: ``c'``
+is the last tokens of a chunk. ``#r`` is r or 1, ``*a`` and ``...`` are any axes in front. Capitals in kernels are the
+kernel's own constants.
 
 People read the legend. The tests check that annotations are true, and that every letter in use is listed.
 """
