@@ -42,6 +42,5 @@ ROOM_AXES: dict[str, dict[str, str]] = {
         "L": "tokens of a row, its open chunk included",
     },
     "layers": {"p": "persistent tokens", "C": "tokens in a full segment"},
-    "inference": {"p": "persistent tokens"},
     "mixers": {"w": "tokens in a window"},
 }
