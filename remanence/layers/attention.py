@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from remanence.core.cache import cached_by_size
 from remanence.core.state import TensorTuple, advanced, carry_on, noted, placed, take_back
-from remanence.layers import Linear, Rotary, from_start, kept, project
+from remanence.layers import Linear, Rotary, from_start, project
 from remanence.ops.layout import from_rows, pick, to_rows
 
 
@@ -531,7 +532,7 @@ def _segment_blocks(length: int, prefix: int, device: torch.device) -> Any:
     return create_block_mask(seen, None, None, length, prefix + 2 * length, device=device)
 
 
-@kept
+@cached_by_size
 def whole_mask(length: int, prefix: int, device: torch.device) -> Bool[Tensor, "1 length keys"]:
     """`segment_mask` of a segment read at once."""
     return segment_mask(length, 0, prefix, torch.zeros(1, dtype=torch.int64, device=device))

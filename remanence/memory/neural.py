@@ -250,7 +250,7 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
         """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's own."""
         q, gate = project(x, self.q_proj, self.g_proj)
-        q, past = self.q_conv.activated(q, past, borders, self.heads, at_length_one=True)
+        q, past = self.q_conv.activated(q, past, borders, self.heads, normalize=True)
         q = self.lift(q)
         return self.output(q, ask(q, weights, net=self.net, offsets=borders), gate), past
 
@@ -265,8 +265,8 @@ class NeuralMemory(nn.Module):
         histories.
         """
         q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj) if projected is None else projected
-        q, past_q = self.q_conv.activated(q, conv[0], borders, self.heads, at_length_one=True)
-        k, past_k = self.k_conv.activated(k, conv[1], borders, self.heads, at_length_one=True)
+        q, past_q = self.q_conv.activated(q, conv[0], borders, self.heads, normalize=True)
+        k, past_k = self.k_conv.activated(k, conv[1], borders, self.heads, normalize=True)
         v, past_v = self.v_conv.activated(v, conv[2], borders, self.heads)
         return self.lift(q), self.lift(k), v, self.log_gates(x), (past_q, past_k, past_v)
 

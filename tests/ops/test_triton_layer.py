@@ -22,7 +22,7 @@ def randn(*shape, dtype=torch.float64):
 
 def torch_conv(x, past, weight, heads, unit):
     conv = ShortConv(*weight.shape[-2:], past.shape[1] - weight.shape[-1] + 1)
-    return with_parameters(conv, weight=weight).activated(x, past, None, heads, at_length_one=unit)
+    return with_parameters(conv, weight=weight).activated(x, past, None, heads, normalize=unit)
 
 
 def torch_gates(x, weight, bias, heads, flipped):

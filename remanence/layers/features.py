@@ -1,0 +1,70 @@
+"""Features of keys: the first layers of a deep memory, which training moves and no text."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from remanence.layers.norm import unit
+from remanence.ops import layer_cpu
+from remanence.ops.triton import layer
+
+
+class Features(nn.Module):
+    """Unit keys to unit features of the same width, per head: the slow layers of a deep memory, which training moves and no text.
+
+    Each layer adds gated features (SwiGLU's, `hidden` of them at length 1, projected back) to what it was given, and brings the
+    sum back to length 1. The way back starts at zero: an untrained deep memory is a matrix.
+    """
+
+    def __init__(self, heads: int, width: int, hidden: int, depth: int = 1) -> None:
+        super().__init__()
+        self.heads, self.width, self.hidden, self.depth = heads, width, hidden, depth
+        for index in range(depth):
+            self.register_parameter(f"up{index}", nn.Parameter(torch.empty(heads, width, 2 * hidden)))
+            self.register_parameter(f"down{index}", nn.Parameter(torch.empty(heads, hidden, width)))
+        self.reset_parameters()
+
+    @property
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(getattr(self, f"up{index}"), getattr(self, f"down{index}")) for index in range(self.depth)]
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for up, down in self.layers:
+                device = "meta" if up.is_meta else "cpu"  # the same numbers on every device
+                up.copy_(torch.randn(up.shape, device=device) / math.sqrt(self.width))
+                down.zero_()
+
+    def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h width"]:
+        if layer.fits(x, width=self.width, features=self.hidden):
+            for up, down in self.layers:
+                x = layer.lift(x, up, down)
+            return x
+        if layer_cpu.fits(x):
+            for up, down in self.layers:
+                x = layer_cpu.lift(x, up, down)
+            return x
+        with torch.autocast(x.device.type, enabled=False):
+            for up, down in self.layers:
+                gate, value = (math.sqrt(self.width) * by_heads(x, up)).chunk(2, -1)
+                x = unit(x + by_heads(unit(F.silu(gate) * value), down))
+        return x
+
+
+def by_heads(
+    x: Float[Tensor, "b t h i"], weight: Tensor, base: Float[Tensor, "b t h o"] | None = None
+) -> Float[Tensor, "b t h o"]:
+    """Each head times its own matrix ``[h i o]``, added to `base` if given."""
+    if layer.fits(x, width=x.shape[-1]) and (base is None or base.dtype == x.dtype):
+        return layer.by_heads(x, weight, base)
+    weight = weight.to(x.dtype)
+    if weight.dim() == 3:
+        y = torch.einsum("bthi,hio->btho", x, weight)
+    else:
+        y = torch.einsum("gbthi,ghio->gbtho", x.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
+    return y if base is None else base + y

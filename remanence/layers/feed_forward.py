@@ -1,0 +1,23 @@
+"""The feed-forward net of a layer."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from remanence.layers.linear import Linear, project
+from remanence.ops.triton import layer
+
+
+class SwiGLU(nn.Module):
+    """The feed-forward layer: two projections up, one through SiLU as the other's gate, and one down."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = (Linear(dim, hidden) for _ in range(2))
+        self.down = Linear(hidden, dim)
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        gate, up = project(x, self.gate, self.up)
+        return self.down(layer.swiglu(gate, up) if layer.fits(gate) else F.silu(gate) * up)

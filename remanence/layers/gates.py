@@ -1,0 +1,55 @@
+"""A memory's gates: step size, momentum and forgetting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from remanence.layers.linear import shared
+from remanence.ops import layer_cpu
+from remanence.ops.triton import layer
+
+
+class GateProjection(nn.Module):
+    """Several gates per head as logits of the input, float32 (or float64) whatever the rest runs in.
+
+    The input counts at unit mean square: a large one must not slam every gate open or shut, where a memory runs away.
+    Not an nn.Linear on purpose: initialisers that zero every Linear's bias (Hugging Face's does) would open a memory's gates.
+    """
+
+    def __init__(self, dim: int, heads: int, biases: Sequence[float]) -> None:
+        super().__init__()
+        self.heads, self.biases = heads, tuple(biases)
+        self.weight = nn.Parameter(torch.empty(len(self.biases) * heads, dim))
+        self.bias = nn.Parameter(torch.empty(len(self.biases) * heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        with torch.no_grad():
+            self.bias.copy_(torch.tensor(self.biases).repeat_interleave(self.heads))
+
+    def forward(self, x: Float[Tensor, "b t d"]) -> tuple[Float[Tensor, "b t h"], ...]:
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        with torch.autocast(x.device.type, enabled=False):
+            if self.weight.dim() == 2:
+                logits = F.linear(wide, self.weight.to(wide.dtype)) * scale + self.bias.to(wide.dtype)
+            else:
+                parts = wide.unflatten(0, (len(self.weight), -1))
+                products = torch.einsum("gbtd,god->gbto", parts, self.weight.to(wide.dtype))
+                logits = products.flatten(0, 1) * scale
+                logits = (logits.unflatten(0, (len(self.bias), -1)) + shared(self.bias.to(wide.dtype), 1, wide)).flatten(0, 1)
+        return logits.unflatten(-1, (len(self.biases), self.heads)).unbind(-2)
+
+    def logs(self, x: Float[Tensor, "b t d"], flipped: Sequence[bool]) -> tuple[Float[Tensor, "b t h"], ...]:
+        """Log sigmoid of each gate's logits, of their negatives where flipped."""
+        if layer.fits(x, gates=self.bias.shape[-1]):
+            return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
+        if layer_cpu.fits(x):
+            return layer_cpu.log_gates(x, self.weight, self.bias, self.heads, flipped)
+        return tuple(F.logsigmoid(-logit if flip else logit) for logit, flip in zip(self(x), flipped, strict=True))

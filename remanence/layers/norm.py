@@ -1,0 +1,49 @@
+"""RMSNorm, and vectors of unit length."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from remanence.layers.linear import shared
+from remanence.ops import layer_cpu
+from remanence.ops.triton import layer
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit mean square over the last axis, with a learned gain."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Float[Tensor, "... width"], dtype: torch.dtype | None = None) -> Float[Tensor, "... width"]:
+        """In x's dtype, or another."""
+        dtype = dtype or x.dtype
+        if layer.fits(x, channels=self.width):
+            return layer.rms_norm(x, self.weight, self.eps, dtype)
+        if self.weight.dim() == 1:
+            return F.rms_norm(x, (self.width,), self.weight.to(x.dtype), self.eps).to(dtype)
+        parts = F.rms_norm(x, (self.width,), None, self.eps).unflatten(0, (len(self.weight), -1))
+        return (parts * shared(self.weight.to(x.dtype), 1, x)).flatten(0, 1).to(dtype)
+
+    def gated(self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]) -> Float[Tensor, "b t inner"]:
+        """Per head, times SiLU of a gate."""
+        if layer.fits(x, width=self.width) and layer.fits(gate):
+            return layer.gated_norm(x, gate, self.weight, self.eps)
+        if layer_cpu.fits(x):
+            return layer_cpu.gated_norm(x, gate, self.weight, self.eps)
+        return self(x).flatten(-2) * F.silu(gate)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x at length 1 over its last axis; computed in float32 at least, returned in x's dtype. Below 1e-6 it fades to zero."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-12)).to(x.dtype)
