@@ -78,16 +78,16 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
         raise ValueError(f"batch: expected a multiple of accumulate x GPUs = {shares}, got {config.batch}")
     with torch.device("meta"):
         model = Model(config.model)
+        state = model.start(1).nbytes
     parameters = sum(parameter.numel() for parameter in model.parameters())
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
     here = config.batch // shares * config.data.length
-    stores = min(1, config.model.blocks.count("knn")) if config.model.knn.shared else config.model.blocks.count("knn")
     memory = {
         "weights, gradients, moments": 16.0 * parameters / devices,
         "gathered weights and gradients": 8.0 * (2 * max(blocks) + parameters - sum(blocks)) if devices > 1 else 0.0,
         "activations": here * activations(config),
         "logits": here * config.model.vocabulary * 10.0,
-        "kNN stores, before and after a step": 16.0 * config.batch // shares * config.model.knn.size * config.model.dim * stores,
+        "states, before and after a step": (2.0 if config.carry else 1.0) * config.batch // shares * state,
     }
     available = GPUS[gpu] * 1e9 if gpus else room(resolve(config.device))
     _refuse(memory, available, config)  # before anything is tried out
