@@ -7,19 +7,26 @@ import triton
 import triton.language as tl
 
 from remanence.ops.triton.kernels.tools import (
+    COEF_C,
+    COEF_S,
     dot,
     dot_apart,
     kernel,
     largest,
+    leash_factor,
     load,
+    load_coef,
+    load_layers,
     load_tokens,
     meet,
     onto_apart,
     rendezvous,
     store,
+    store_coef,
+    store_layers,
     store_tokens,
     tokens,
-    which,
+    which_chunk,
 )
 
 
@@ -30,9 +37,9 @@ def _error_backward(
 ):  # fmt: skip
     """From D2's gradient g to that of Z_2; v's is written on the way.
 
-    With LayerNorm's value x, the loss's slope e, pull(u) = rstd (u - mean(u) - x mean(u x)) and the surprise's gradient w:
-    g_value = pull(g) + w e, and Z_2 gets pull(g_value - rstd (g mean(e x) + e mean(g x))) - x rstd mean(g D2), D2 = pull(e). All
-    of it is a sum of g, e and x with one factor per row each, so that one pass over them is enough.
+    With LayerNorm's value x, the loss's slope e, pull(u) = rstd (u - mean(u) - x mean(u x)) and the surprise's gradient
+    w: g_value = pull(g) + w e, and Z_2 gets pull(g_value - rstd (g mean(e x) + e mean(g x))) - x rstd mean(g D2), D2 =
+    pull(e). All of it is a sum of g, e and x with one factor per row each, so that one pass over them is enough.
     """
     w = tl.load(g_surprise + at, mask=live, other=0.0)
     if NORM:
@@ -59,13 +66,6 @@ def _error_backward(
 
 
 @triton.jit
-def _leash(came, size, REACH: tl.constexpr, END: tl.constexpr):
-    """Chunked's `Leash`: 1 while the gradient is within what came in times REACH, and within END."""
-    factor = tl.minimum(tl.minimum(came * REACH, END) / size, 1.0)
-    return tl.where(factor == factor, factor, 1.0)
-
-
-@triton.jit
 def _all_sizes(sizes, SHARES: tl.constexpr):
     size = tl.load(sizes, cache_modifier=".cg")
     for other in tl.static_range(1, SHARES):
@@ -76,30 +76,30 @@ def _all_sizes(sizes, SHARES: tl.constexpr):
 @kernel
 def carry_kernel(
     k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
-    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v,
+    g_X2, g_D1, g_D2, g_J1, g_J2, received, received_end, g_end1, g_end2, g_first1, g_first2,
+    g_Z, g_ends1, g_ends2, g_v,
     leashed, mail, flags, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
     SHARES: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state's gradient from the last chunk to the first; at each chunk's end it is kept in g_ends, Z_1's gradient in g_Z.
+    """The state's gradient from the last chunk to the first; at each chunk's end it is kept in g_ends, Z_1's gradient
+    in g_Z.
 
-    With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's D2. There they also
-    learn how large the gradient is, so the leash holds it only now, and what was made of it so far, which is linear in it.
-    A memory that was held is one more of `leashed`.
+    With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's D2. There they
+    also learn how large the gradient is, so the leash holds it only now, and what was made of it so far, which is
+    linear in it. A memory that was held is one more of `leashed`.
     """
     m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, f, t = tl.arange(0, BD), share * BH + tl.arange(0, BH), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * HIDDEN
     EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * SHARES)
-    G1 = load(g_end1 + m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
-    G2 = load(g_end2 + m * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+    G1, G2 = load_layers(g_end1, g_end2, m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
     if MOMENTUM:
-        T1 = load(g_end1 + (m * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
-        T2 = load(g_end2 + (m * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
-    total = tl.load(came_end + m)
+        T1, T2 = load_layers(g_end1, g_end2, (m * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
+    total = tl.load(received_end + m)
     size = total * 0.0
     least = size + 1.0
     mail += m * 2 * SHARES * (BC * BD + 1)
@@ -110,7 +110,7 @@ def carry_kernel(
         at, live = tokens(m, i, L, HEADS, CHUNK, BC)
         K, D2 = load_tokens(k, at, live, D, BD), load_tokens(errors, at, live, D, BD)
         W2 = load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
-        c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+        c = load_coef(co, base, COEF_C, BC)[:, None]
         keep = tl.load(fold + base * 4)
         H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         slope = load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
@@ -119,7 +119,7 @@ def carry_kernel(
         g_first = dot_apart(-c * K, G1, n, APART, ACC, OP, PRECISION)
         g_error = dot_apart(-c * H, G2, n, APART, ACC, OP, PRECISION)
         if MOMENTUM:
-            s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+            s = load_coef(co, base, COEF_S, BC)[:, None]
             g_first = onto_apart(g_first, -s * K, T1, n, APART, OP, PRECISION)
             g_error = onto_apart(g_error, -s * H, T2, n, APART, OP, PRECISION)
         g_error = onto_apart(g_error, g_first * slope, W2, n, APART, OP, PRECISION)
@@ -127,7 +127,7 @@ def carry_kernel(
             tl.store(sizes + back_from % 2 * SHARES + share, size)
             g_error = meet(g_error, mail, flags + m, back_from, share, SHARES, BC, BD)
             size = _all_sizes(sizes + back_from % 2 * SHARES, SHARES)
-        factor = _leash(total, size, REACH, END)
+        factor = leash_factor(total, size, REACH, END)
         least = tl.minimum(least, factor)
         G1 *= factor
         G2 *= factor
@@ -149,12 +149,10 @@ def carry_kernel(
         g_first = (g_first * slope).to(OP)
         store(g_Z + base * BC * HIDDEN, g_first_layer, t, f, BC, HIDDEN, EVEN)
         # To the state at the chunk's start.
-        store(g_ends1 + base * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
-        store(g_ends2 + base * PARTS * SIZE, G2, f, d, HIDDEN, D, EVEN)
+        store_layers(g_ends1, g_ends2, base * PARTS * SIZE, G1, G2, d, f, D, HIDDEN, EVEN)
         if MOMENTUM:
             carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
-            store(g_ends1 + (base * PARTS + 1) * SIZE, T1, d, f, D, HIDDEN, EVEN)
-            store(g_ends2 + (base * PARTS + 1) * SIZE, T2, f, d, HIDDEN, D, EVEN)
+            store_layers(g_ends1, g_ends2, (base * PARTS + 1) * SIZE, T1, T2, d, f, D, HIDDEN, EVEN)
             T1 = past * T1 + carry * G1 + load(g_J1 + (base * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
             T2 = past * T2 + carry * G2 + load(g_J2 + (base * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
         G1 = keep * G1 + load(g_J1 + base * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
@@ -162,7 +160,7 @@ def carry_kernel(
         G1 = onto_apart(G1, tl.trans(K), g_first_layer, n, APART, OP, PRECISION)
         G2 = onto_apart(G2, tl.trans(H), g_O, n, APART, OP, PRECISION)
         G2 = onto_apart(G2, tl.trans(g_first), D2, n, APART, OP, PRECISION)
-        total += tl.load(came + base)
+        total += tl.load(received + base)
         if MOMENTUM:
             size = tl.maximum(largest(tl.maximum(tl.abs(G1), tl.abs(T1))), largest(tl.maximum(tl.abs(G2), tl.abs(T2))))
         else:
@@ -171,24 +169,23 @@ def carry_kernel(
         tl.store(sizes + n % 2 * SHARES + share, size)
         rendezvous(flags + m, (n + 1) * SHARES)
         size = _all_sizes(sizes + n % 2 * SHARES, SHARES)
-    factor = _leash(total, size, REACH, END)
+    factor = leash_factor(total, size, REACH, END)
     tl.atomic_add(leashed, 1, mask=(tl.minimum(least, factor) < 1.0) & (share == 0), sem="relaxed")
     G1 *= factor
     G2 *= factor
     if MOMENTUM:
         T1 *= factor
         T2 *= factor
-    store(g_first1 + m * PARTS * SIZE, G1, d, f, D, HIDDEN, EVEN)
-    store(g_first2 + m * PARTS * SIZE, G2, f, d, HIDDEN, D, EVEN)
+    store_layers(g_first1, g_first2, m * PARTS * SIZE, G1, G2, d, f, D, HIDDEN, EVEN)
     if MOMENTUM:
-        store(g_first1 + (m * PARTS + 1) * SIZE, T1, d, f, D, HIDDEN, EVEN)
-        store(g_first2 + (m * PARTS + 1) * SIZE, T2, f, d, HIDDEN, D, EVEN)
+        store_layers(g_first1, g_first2, (m * PARTS + 1) * SIZE, T1, T2, d, f, D, HIDDEN, EVEN)
 
 
 @kernel
 def carry_stream(
     k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
-    g_X2, g_D1, g_D2, g_J1, g_J2, came, came_end, g_end1, g_end2, g_first1, g_first2, g_Z, g_ends1, g_ends2, g_v,
+    g_X2, g_D1, g_D2, g_J1, g_J2, received, received_end, g_end1, g_end2, g_first1, g_first2,
+    g_Z, g_ends1, g_ends2, g_v,
     leashed, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -197,9 +194,9 @@ def carry_stream(
 ):  # fmt: skip
     """`carry_kernel` with the gradient in blocks through L2, in g_first. g_ends may be g_J.
 
-    One pass over it per chunk: a block that has reached a chunk's start is at once sent through the fold before it, for that
-    chunk's D1, which waits in g_Z, and D2. The leash's factor is known only after the pass, so it is applied when a block is read
-    again, and to what was made of unheld blocks, which is linear in them.
+    One pass over it per chunk: a block that has reached a chunk's start is at once sent through the fold before it, for
+    that chunk's D1, which waits in g_Z, and D2. The leash's factor is known only after the pass, so it is applied when
+    a block is read again, and to what was made of unheld blocks, which is linear in them.
     """
     m = tl.program_id(0).to(tl.int64)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -211,34 +208,30 @@ def carry_stream(
     g_end2 += m * PARTS * SIZE
     g_first1 += m * PARTS * SIZE
     g_first2 += m * PARTS * SIZE
-    total = tl.load(came_end + m)
+    total = tl.load(received_end + m)
     factor = 1.0
     least = total * 0.0 + 1.0
     base = m * n + n - 1
     last = base * PARTS * SIZE
     at, live = tokens(m, n - 1, L, HEADS, CHUNK, BC)
     K = load_tokens(k, at, live, D, BD)
-    c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+    c = load_coef(co, base, COEF_C, BC)[:, None]
     if MOMENTUM:
-        s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+        s = load_coef(co, base, COEF_S, BC)[:, None]
     g_error = tl.zeros([BC, BD], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
         W2 = load(starts2 + last, f, d, HIDDEN, D, EVEN)
-        G1 = load(g_end1, d, f, D, HIDDEN, EVEN)
-        G2 = load(g_end2, f, d, HIDDEN, D, EVEN)
-        store(g_first1, G1, d, f, D, HIDDEN, EVEN)
-        store(g_first2, G2, f, d, HIDDEN, D, EVEN)
+        G1, G2 = load_layers(g_end1, g_end2, 0, d, f, D, HIDDEN, EVEN)
+        store_layers(g_first1, g_first2, 0, G1, G2, d, f, D, HIDDEN, EVEN)
         own = base * BC * HIDDEN
         H = load(hiddens + own, t, f, BC, HIDDEN, EVEN)
         slope = load(slopes + own, t, f, BC, HIDDEN, EVEN)
         g_first = dot_apart(-c * K, G1, n, APART, ACC, OP, PRECISION)
         g_error = onto_apart(g_error, -c * H, G2, n, APART, OP, PRECISION)
         if MOMENTUM:
-            T1 = load(g_end1 + SIZE, d, f, D, HIDDEN, EVEN)
-            T2 = load(g_end2 + SIZE, f, d, HIDDEN, D, EVEN)
-            store(g_first1 + SIZE, T1, d, f, D, HIDDEN, EVEN)
-            store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
+            T1, T2 = load_layers(g_end1, g_end2, SIZE, d, f, D, HIDDEN, EVEN)
+            store_layers(g_first1, g_first2, SIZE, T1, T2, d, f, D, HIDDEN, EVEN)
             g_first = onto_apart(g_first, -s * K, T1, n, APART, OP, PRECISION)
             g_error = onto_apart(g_error, -s * H, T2, n, APART, OP, PRECISION)
         g_error = onto_apart(g_error, g_first * slope, W2, n, APART, OP, PRECISION)
@@ -261,10 +254,10 @@ def carry_stream(
         at, live = tokens(m, i - 1, L, HEADS, CHUNK, BC)
         live = live & more
         K_next = load_tokens(k, at, live, D, BD)
-        c_next = tl.load(co + before * 4 * BC + 2 * BC + t)[:, None]
+        c_next = load_coef(co, before, COEF_C, BC)[:, None]
         Kt, less, K_less = tl.trans(K), (-c * D2).to(OP), (-c_next * K_next).to(OP)
         if MOMENTUM:
-            s_next = tl.load(co + before * 4 * BC + 3 * BC + t)[:, None]
+            s_next = load_coef(co, before, COEF_S, BC)[:, None]
             less_past, K_past = (-s * D2).to(OP), (-s_next * K_next).to(OP)
         g_error = tl.zeros([BC, BD], ACC)
         size = tl.max(tl.max(g_error, 1), 0)
@@ -293,18 +286,14 @@ def carry_stream(
             g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
             tl.debug_barrier()  # all have read g_Z and g_J before any writes there
             store(g_Z + own, g_first_layer, t, f, BC, HIDDEN, EVEN)
-            store(g_ends1 + here, G1, d, f, D, HIDDEN, EVEN)
-            store(g_ends2 + here, G2, f, d, HIDDEN, D, EVEN)
+            store_layers(g_ends1, g_ends2, here, G1, G2, d, f, D, HIDDEN, EVEN)
             G1 = onto_apart(now1, Kt, g_first_layer, n, APART, OP, PRECISION)
             G2 = onto_apart(now2, tl.trans(H), g_O, n, APART, OP, PRECISION)
             G2 = onto_apart(G2, tl.trans((g_first * slope).to(OP)), D2, n, APART, OP, PRECISION)
-            store(g_first1, G1, d, f, D, HIDDEN, EVEN)
-            store(g_first2, G2, f, d, HIDDEN, D, EVEN)
+            store_layers(g_first1, g_first2, 0, G1, G2, d, f, D, HIDDEN, EVEN)
             if MOMENTUM:
-                store(g_ends1 + here + SIZE, T1, d, f, D, HIDDEN, EVEN)
-                store(g_ends2 + here + SIZE, T2, f, d, HIDDEN, D, EVEN)
-                store(g_first1 + SIZE, held1, d, f, D, HIDDEN, EVEN)
-                store(g_first2 + SIZE, held2, f, d, HIDDEN, D, EVEN)
+                store_layers(g_ends1, g_ends2, here + SIZE, T1, T2, d, f, D, HIDDEN, EVEN)
+                store_layers(g_first1, g_first2, SIZE, held1, held2, d, f, D, HIDDEN, EVEN)
                 size = tl.maximum(size, largest(tl.maximum(tl.abs(G1), tl.abs(held1))))
                 size = tl.maximum(size, largest(tl.maximum(tl.abs(G2), tl.abs(held2))))
             else:
@@ -320,8 +309,8 @@ def carry_stream(
                 g_next *= load(slopes + ahead, t, f, BC, HIDDEN, EVEN)
                 W2 = load(starts2 + here_next, f, d, HIDDEN, D, EVEN)
                 g_error = onto_apart(g_error, g_next, W2, n, APART, OP, PRECISION)
-        total += tl.load(came + base)
-        factor = _leash(total, size, REACH, END)
+        total += tl.load(received + base)
+        factor = leash_factor(total, size, REACH, END)
         least = tl.minimum(least, factor)
         K, c = K_next, c_next
         if MOMENTUM:
@@ -333,14 +322,12 @@ def carry_stream(
         G1 = load(g_first1, d, f, D, HIDDEN, EVEN) * factor
         G2 = load(g_first2, f, d, HIDDEN, D, EVEN) * factor
         tl.debug_barrier()
-        store(g_first1, G1, d, f, D, HIDDEN, EVEN)
-        store(g_first2, G2, f, d, HIDDEN, D, EVEN)
+        store_layers(g_first1, g_first2, 0, G1, G2, d, f, D, HIDDEN, EVEN)
         if MOMENTUM:
             T1 = load(g_first1 + SIZE, d, f, D, HIDDEN, EVEN) * factor
             T2 = load(g_first2 + SIZE, f, d, HIDDEN, D, EVEN) * factor
             tl.debug_barrier()
-            store(g_first1 + SIZE, T1, d, f, D, HIDDEN, EVEN)
-            store(g_first2 + SIZE, T2, f, d, HIDDEN, D, EVEN)
+            store_layers(g_first1, g_first2, SIZE, T1, T2, d, f, D, HIDDEN, EVEN)
 
 
 @kernel
@@ -350,9 +337,10 @@ def keys_backward(
     MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What nothing in the sequence waits for. g_k holds what reading gave, and is added to; g_J is each chunk's end gradient."""
-    i, m = which(n)
-    base = m.to(tl.int64) * n + i
+    """What nothing in the sequence waits for. g_k holds what reading gave, and is added to; g_J is each chunk's end
+    gradient.
+    """
+    i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * HIDDEN
@@ -364,22 +352,20 @@ def keys_backward(
     g_J2 += base * PARTS * SIZE
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     K, D2 = load_tokens(k, at, live, D, BD), load_tokens(errors, at, live, D, BD)
-    c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+    c = load_coef(co, base, COEF_C, BC)[:, None]
     g_key = load_tokens(g_k, at, live, D, BD).to(ACC)
     if RESIDUAL:
         g_key -= load_tokens(g_v, at, live, D, BD)
     g_c = tl.zeros([BC], ACC)
     keep = tl.sum(g_c, 0)
     if MOMENTUM:
-        s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+        s = load_coef(co, base, COEF_S, BC)[:, None]
         g_s = tl.zeros([BC], ACC)
         carry, past = tl.sum(g_c, 0), tl.sum(g_c, 0)
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
-        W1 = load(starts1, d, f, D, HIDDEN, EVEN)
-        W2 = load(starts2, f, d, HIDDEN, D, EVEN)
-        G1 = load(g_J1, d, f, D, HIDDEN, EVEN)
-        G2 = load(g_J2, f, d, HIDDEN, D, EVEN)
+        W1, W2 = load_layers(starts1, starts2, 0, d, f, D, HIDDEN, EVEN)
+        G1, G2 = load_layers(g_J1, g_J2, 0, d, f, D, HIDDEN, EVEN)
         H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         D1 = load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         keep += tl.sum(tl.sum(W1.to(ACC) * G1, 1), 0) + tl.sum(tl.sum(W2.to(ACC) * G2, 1), 0)
@@ -391,16 +377,15 @@ def keys_backward(
             S1 = load(starts1 + SIZE, d, f, D, HIDDEN, EVEN).to(ACC)
             S2 = load(starts2 + SIZE, f, d, HIDDEN, D, EVEN).to(ACC)
             carry += tl.sum(tl.sum(S1 * G1, 1), 0) + tl.sum(tl.sum(S2 * G2, 1), 0)
-            G1 = load(g_J1 + SIZE, d, f, D, HIDDEN, EVEN)
-            G2 = load(g_J2 + SIZE, f, d, HIDDEN, D, EVEN)
+            G1, G2 = load_layers(g_J1, g_J2, SIZE, d, f, D, HIDDEN, EVEN)
             past += tl.sum(tl.sum(S1 * G1, 1), 0) + tl.sum(tl.sum(S2 * G2, 1), 0)
             back = dot(D1, tl.trans(G1), OP, PRECISION)
             g_key -= s * back
             g_s -= tl.sum(back * K, 1) + tl.sum(dot(D2, tl.trans(G2), OP, PRECISION) * H, 1)
     store_tokens(g_k, g_key, at, live, D, BD)
-    tl.store(g_co + base * 4 * BC + 2 * BC + t, g_c)
+    store_coef(g_co, g_c, base, COEF_C, BC)
     tl.store(g_fold + base * 4, keep)
     if MOMENTUM:
-        tl.store(g_co + base * 4 * BC + 3 * BC + t, g_s)
+        store_coef(g_co, g_s, base, COEF_S, BC)
         tl.store(g_fold + base * 4 + 1, carry)
         tl.store(g_fold + base * 4 + 2, past)

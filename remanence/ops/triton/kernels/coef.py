@@ -6,7 +6,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from remanence.ops.triton.kernels.tools import dot, kernel, tokens, which
+from remanence.ops.triton.kernels.tools import (
+    COEF_A,
+    COEF_C,
+    COEF_R,
+    COEF_S,
+    dot,
+    kernel,
+    load_coef,
+    tokens,
+    which,
+)
 
 SHUT = tl.constexpr(-30.0)
 """The log of a gate that lets nothing through, in QUICK products: 1e-13."""
@@ -16,8 +26,9 @@ SHUT = tl.constexpr(-30.0)
 def _products(log_gate, BC: tl.constexpr, QUICK: tl.constexpr):
     """``[j t]``: the product of the gates over (j, t], 0 for t < j.
 
-    QUICK takes it from differences of summed logs. A shut gate's log is held at SHUT there, so that no difference of infinities
-    is met and no sum grows so large that its last digit shows: good to 1e-4, which operands of bfloat16 do not see.
+    QUICK takes it from differences of summed logs. A shut gate's log is held at SHUT there, so that no difference of
+    infinities is met and no sum grows so large that its last digit shows: good to 1e-4, which operands of bfloat16 do
+    not see.
     """
     t = tl.arange(0, BC)
     if QUICK:
@@ -97,9 +108,9 @@ def coef_backward(
     theta = tl.where(live, tl.exp(tl.load(log_step + at, mask=live, other=0.0)), 0.0)
     later = t[None, :] >= t[:, None]
     g_mix = tl.load(g_P + base * BC * BC + t[None, :] * BC + t[:, None]).to(ACC)  # [j t], like every product here
-    g_c = tl.load(g_co + base * 4 * BC + 2 * BC + t) * whole
+    g_c = load_coef(g_co, base, COEF_C, BC) * whole
     g_mix = tl.where(later, g_mix + tl.where(last[None, :], g_c[:, None], 0.0), 0.0)
-    g_a = tl.load(g_co + base * 4 * BC + t) + tl.where(last, tl.load(g_fold + base * 4) * whole, 0.0)
+    g_a = load_coef(g_co, base, COEF_A, BC) + tl.where(last, tl.load(g_fold + base * 4) * whole, 0.0)
     kept = tl.where(later, 1.0, 0.0).to(ACC)
     if FORGET:
         keep = tl.load(log_keep + at, mask=live, other=0.0)
@@ -110,8 +121,8 @@ def coef_backward(
         past = tl.exp(tl.cumsum(eta, 0))
         g_theta = tl.sum(g_mix * dot(moved, kept, OP, PRECISION), 1)
         g_mix = g_mix * theta[:, None]
-        g_r = tl.load(g_co + base * 4 * BC + BC + t) + tl.where(last, tl.load(g_fold + base * 4 + 1) * whole, 0.0)
-        g_s = tl.load(g_co + base * 4 * BC + 3 * BC + t) * whole
+        g_r = load_coef(g_co, base, COEF_R, BC) + tl.where(last, tl.load(g_fold + base * 4 + 1) * whole, 0.0)
+        g_s = load_coef(g_co, base, COEF_S, BC) * whole
         g_theta += g_s * tl.sum(tl.where(last[None, :], moved, 0.0), 1)
         g_moved = dot(g_mix, tl.trans(kept), OP, PRECISION) + tl.where(last[None, :], (g_s * theta)[:, None], 0.0)
         g_past = tl.sum(kept * g_r[None, :], 1) + tl.where(last, tl.load(g_fold + base * 4 + 2) * whole, 0.0)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""One token of a memory of one or two layers, in place: answered, kept in the open chunk's tail, and folded where it completes
-the chunk.
+"""One token of a memory of one or two layers, in place: answered, kept in the open chunk's tail, and folded where it
+completes the chunk.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _gates(ptr, new, t, slot, other):
 
 @triton.jit
 def _since(ptr, new, t, slot, last):
-    """The product of the gates over (j, last] for every slot j, 0 for those behind it. One scan, where all rows of them would be
-    the kernel's largest tile. The last is the slot, whose gate is new, or the one before.
+    """The product of the gates over (j, last] for every slot j, 0 for those behind it. One scan, where all rows of them
+    would be the kernel's largest tile. The last is the slot, whose gate is new, or the one before.
     """
     following = tl.where(t + 1 == slot, new, tl.load(ptr + t + 1, mask=t + 1 < slot, other=0.0))
     return tl.where(t <= last, tl.cumprod(tl.where(t < last, tl.exp(following), 1.0), 0, reverse=True), 0.0)
@@ -44,8 +44,9 @@ def decode_kernel(
     BH: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     GELU: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Only the last row of every product, so matrices meet vectors, in full precision. Two passes over the hidden blocks, because
-    the query reads what the token itself writes: its error must be known first. A third one where the chunk is complete.
+    """Only the last row of every product, so matrices meet vectors, in full precision. Two passes over the hidden
+    blocks, because the query reads what the token itself writes: its error must be known first. A third one where the
+    chunk is complete.
     """
     m = tl.program_id(0).to(tl.int64)
     row = m // HEADS
@@ -129,7 +130,7 @@ def decode_kernel(
         if (wrong > 0) | ~(surprised < float("inf")):
             tl.store(diverged + row, 1)
         if slot == CHUNK - 1:
-            tl.debug_barrier()  # the tails are read back, and the state is written, by other threads than wrote and read them
+            tl.debug_barrier()  # other threads read back the tails and write the state
             for j in tl.range(BLOCKS, num_stages=1):
                 f = j * BH + tl.arange(0, BH)
                 W1, W2 = a * load(J1, d, f, D, HIDDEN, EVEN), a * load(J2, f, d, HIDDEN, D, EVEN)
@@ -168,8 +169,8 @@ def decode_linear_kernel(
     BV: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr,
     TOKEN: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The same for a matrix of D by E. A column of it needs no other column, so that one pass over blocks of them is enough: the
-    key's error, what the query then reads, and the fold, from weights that are loaded once.
+    """The same for a matrix of D by E. A column of it needs no other column, so that one pass over blocks of them is
+    enough: the key's error, what the query then reads, and the fold, from weights that are loaded once.
     """
     m = tl.program_id(0).to(tl.int64)
     row = m // HEADS
@@ -186,8 +187,8 @@ def decode_linear_kernel(
         EVEN: tl.constexpr = (D == BD) and (E == BV * BLOCKS)
         J += m * PARTS * SIZE
         slot = (tl.load(position + row) % CHUNK).to(tl.int32)
-        # The slot's row of the coefficients, a, r, P, and (met) what the key meets of them: those of one token earlier where the
-        # rule is token-exact, else the chunk's start; after the token's own decay where that comes first.
+        # The slot's row of the coefficients, a, r, P, and (met) what the key meets of them: those of one token earlier
+        # where the rule is token-exact, else the chunk's start; after the token's own decay where that comes first.
         theta = tl.exp(_gates(steps + m * CHUNK, tl.load(log_step + m), t, slot, float("-inf")))
         a, a_met, r_met = tl.full([], 1.0, ACC), tl.full([], 1.0, ACC), tl.full([], 0.0, ACC)
         kept, kept_met = tl.where(t <= slot, 1.0, 0.0).to(ACC), tl.where(t < slot, 1.0, 0.0).to(ACC)
@@ -253,7 +254,7 @@ def decode_linear_kernel(
             tl.store(y + m * E + f, out.to(y.dtype.element_ty), mask=f < E)
             wrong = tl.maximum(wrong, tl.max(tl.where((f < E) & ~(tl.abs(out) < float("inf")), 1, 0), 0))
             if slot == CHUNK - 1:
-                tl.debug_barrier()  # the tails are read back, and the state is written, by other threads than wrote and read them
+                tl.debug_barrier()  # other threads read back the tails and write the state
                 W = a * W
                 if MOMENTUM:
                     W += r * S
@@ -309,8 +310,8 @@ def convolve_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HISTORY: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """One token of the short convolutions of q, k and v ``[r h e]``, with SiLU, and at unit length but for v. Their last inputs
-    ``[r past h e]`` move up by one, in place.
+    """One token of the short convolutions of q, k and v ``[r h e]``, with SiLU, and at unit length but for v. Their
+    last inputs ``[r past h e]`` move up by one, in place.
     """
     m, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     on = tl.load(active + m // HEADS) != 0

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""What stands around the memory in its layer, each as one pass over its tensors: what a kernel reads it reads from memory once.
+"""What stands around the memory in its layer, each as one pass over its tensors: what a kernel reads it reads from
+memory once.
 
     short_conv_kernel     causal depthwise convolution, SiLU, and unit length per head
     gates_kernel          logits of the input at unit mean square, and their log-sigmoids
@@ -15,8 +16,8 @@
 
 Weights may come in groups, one for each of so many rows or tokens in a row (`per`): several layers' at once.
 
-Backward computes again what forward did not write. Sums over tokens (the weights' gradients) are taken per program and added up
-by torch: no atomics, so that two runs agree bit for bit.
+Backward computes again what forward did not write. Sums over tokens (the weights' gradients) are taken per program and
+added up by torch: no atomics, so that two runs agree bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from remanence.ops.triton.kernels.tools import activate, activate_with_slope, do
 UNIT_EPS = tl.constexpr(1e-12)
 GATE_EPS = tl.constexpr(1e-6)
 
-# One build for every length. (Not of `count`: loads are wide only where their mask's end is known to be a multiple of 16.)
+# One build for every length. (Not of `count`: loads are wide only where their mask's end is known to be a multiple of
+# 16.)
 kernel = triton.jit(do_not_specialize=["L", "n", "per", "room", "steps", "stride"])
 
 
@@ -125,7 +127,9 @@ def short_conv_turned(
     g_z, weight, g_x, g_past, L, per,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """A token's gradient is of itself and the TAPS - 1 after it; the past's too, which is the first tile's beginning."""
+    """A token's gradient is of itself and the TAPS - 1 after it; the past's too, which is the first tile's
+    beginning.
+    """
     LEAD: tl.constexpr = TAPS - 1
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
     t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT - LEAD + tl.arange(0, BT), tl.arange(0, BD)
@@ -142,8 +146,8 @@ def short_conv_turned(
 
 @triton.jit
 def _log_sigmoid(z, TERMS: tl.constexpr):
-    """min(z, 0) - log(1 + exp(-|z|)), the latter from log(1 + u)'s series in u / (2 + u), at most 1/3: a gate that is nearly open
-    has a small log, which the chip's own logarithm near 1 would leave few digits of.
+    """min(z, 0) - log(1 + exp(-|z|)), the latter from log(1 + u)'s series in u / (2 + u), at most 1/3: a gate that is
+    nearly open has a small log, which the chip's own logarithm near 1 would leave few digits of.
     """
     u = tl.exp(-tl.abs(z))
     v = u / (2.0 + u)
@@ -192,7 +196,9 @@ def gates_slopes(
     GATES: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BT: tl.constexpr,
     FLIPPED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of the products before they are scaled; and what each token's input loses by being scaled, as a multiple of itself."""
+    """Of the products before they are scaled; and what each token's input loses by being scaled, as a multiple of
+    itself.
+    """
     COUNT: tl.constexpr = GATES * HEADS
     group = tl.program_id(1).to(tl.int64)
     t, gates = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BG)
@@ -380,8 +386,8 @@ def rotary_kernel(
     x, cos, sin, y, L, stride, x_row, x_token, x_head,
     HEADS: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, SIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Each head's two halves are the pairs. Angles by token ``[L HALF]``, `stride` apart from row to row, or the same for all. x
-    may stand in any order, as attention leaves its gradients.
+    """Each head's two halves are the pairs. Angles by token ``[L HALF]``, `stride` apart from row to row, or the same
+    for all. x may stand in any order, as attention leaves its gradients.
     """
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
     t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BH)
@@ -404,7 +410,8 @@ def _block(ptr, rows, cols, R: tl.constexpr, C: tl.constexpr, STRIDE: tl.constex
 @kernel
 def heads_kernel(
     x, weight, base, y, per,
-    HEADS: tl.constexpr, INPUTS: tl.constexpr, BI: tl.constexpr, OUTPUTS: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
+    HEADS: tl.constexpr, INPUTS: tl.constexpr, BI: tl.constexpr, OUTPUTS: tl.constexpr, BO: tl.constexpr,
+    BT: tl.constexpr,
     TURNED: tl.constexpr, BASE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x ``[tokens h INPUTS]`` by ``[g h I OUTPUTS]`` (or, turned, ``[g h OUTPUTS INPUTS]``), added to a base or not."""
@@ -431,7 +438,8 @@ def heads_kernel(
 @kernel
 def heads_weight(
     x, g, out, per, steps,
-    HEADS: tl.constexpr, INPUTS: tl.constexpr, BI: tl.constexpr, OUTPUTS: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
+    HEADS: tl.constexpr, INPUTS: tl.constexpr, BI: tl.constexpr, OUTPUTS: tl.constexpr, BO: tl.constexpr,
+    BT: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The matrices' gradient, of the part of a group's tokens that a program has: ``[g h parts I OUTPUTS]``."""
@@ -500,8 +508,8 @@ def lift_slopes(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """By tokens, the gradients of the sum and of the products with `up`, from which products make the keys' and the weights'; and
-    the features, for the weights'.
+    """By tokens, the gradients of the sum and of the products with `up`, from which products make the keys' and the
+    weights'; and the features, for the weights'.
     """
     head = tl.program_id(1).to(tl.int64)
     group, own = head // HEADS, head % HEADS
@@ -578,8 +586,8 @@ def lift_added_backward(
     g_y, x, added, g_x, g_sum, turned, n, room,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The sum's gradient by tokens, where the key's is added up, and by heads; and x by heads, too: with room, for products over
-    parts of the tokens.
+    """The sum's gradient by tokens, where the key's is added up, and by heads; and x by heads, too: with room, for
+    products over parts of the tokens.
     """
     head = tl.program_id(1).to(tl.int64)
     t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)

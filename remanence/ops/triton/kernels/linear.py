@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""A memory of one layer, forwards: x W, with x added or not, through a LayerNorm or not. Keys are D wide, values E; without x
-and LayerNorm these may differ.
+"""A memory of one layer, forwards: x W, with x added or not, through a LayerNorm or not. Keys are D wide, values E;
+without x and LayerNorm these may differ.
 
     linear_solve      the token-exact rule's triangular systems            every chunk at once
-    linear_state      W, S over the chunks, keys only; the errors D        one program per (row, head), or per some of its columns
+    linear_state      W, S over the chunks, keys only; the errors D        one program per (row, head) or some of its columns
     linear_read       the answers and the surprise                         every chunk at once
 
-The state is held, and kept at the chunks' starts, transposed: then it is the left operand of every product it enters, the
-errors too, and neither has to leave its warp's registers between two products. A row of it, which is one column of W, needs no
-other row (but for the LayerNorm), so the rows can be shared out among programs.
+The state is held, and kept at the chunks' starts, transposed: then it is the left operand of every product it enters,
+the errors too, and neither has to leave its warp's registers between two products. A row of it, which is one column of
+W, needs no other row (but for the LayerNorm), so the rows can be shared out among programs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ import triton
 import triton.language as tl
 
 from remanence.ops.triton.kernels.tools import (
+    COEF_A,
+    COEF_C,
+    COEF_R,
+    COEF_S,
     dot,
     kernel,
     load,
+    load_coef,
     load_columns,
     load_tokens,
     norm,
     pull,
+    square_of,
     store,
     store_columns,
     tokens,
-    which,
+    which_chunk,
 )
 
 
@@ -55,7 +61,8 @@ def earlier_mix(P, base, scale, BC: tl.constexpr):
 @triton.jit
 def _met(
     k, log_keep, P, base, first, left, t, u,
-    HEADS, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, SCALED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, SCALED: tl.constexpr,
+    OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(K K^T) P~, of the chunk's tokens t and u."""
     at = first + t * HEADS
@@ -69,7 +76,8 @@ def _met(
 
 @triton.jit
 def _invert(A, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1, A below the diagonal: blocks of 16 by forward substitution, then two by two, -X2 A21 X1 standing between them.
+    """(I + A)^-1, A below the diagonal: blocks of 16 by forward substitution, then two by two, -X2 A21 X1 standing
+    between them.
 
     Never by the series of A's powers: it cancels catastrophically where keys repeat, and A's entries are all near one.
     """
@@ -98,9 +106,10 @@ def linear_solve(
     MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With T = (I + (K K^T) P~)^-1 (inverse): U = T (a~ K), R = T (r~ K), known = -T target, so that D = U W + R S + known."""
-    i, m = which(n)
-    base = m.to(tl.int64) * n + i
+    """With T = (I + (K K^T) P~)^-1 (inverse): U = T (a~ K), R = T (r~ K), known = -T target, so that D = U W + R S +
+    known.
+    """
+    i, m, base = which_chunk(n)
     SIZE: tl.constexpr = min(BC, 64)
     t, u = tl.arange(0, BC), tl.arange(0, SIZE)
     first = ((m // HEADS).to(tl.int64) * L + i * CHUNK) * HEADS + m % HEADS
@@ -146,7 +155,7 @@ def linear_state(
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
-    cols, d, t = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD), tl.arange(0, BC)
+    cols, d = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * E
     EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
@@ -180,10 +189,10 @@ def linear_state(
             else:
                 error = slope
         store_columns(errors, tl.trans(error), at, live, cols, E)
-        c = tl.load(co + base * 4 * BC + 2 * BC + t)[None, :]
+        c = load_coef(co, base, COEF_C, BC)[None, :]
         W = tl.load(fold + base * 4) * W - dot(error * c, K, OP, PRECISION)
         if MOMENTUM:
-            s = tl.load(co + base * 4 * BC + 3 * BC + t)[None, :]
+            s = load_coef(co, base, COEF_S, BC)[None, :]
             W += tl.load(fold + base * 4 + 1) * S
             S = tl.load(fold + base * 4 + 2) * S - dot(error * s, K, OP, PRECISION)
     store(end + m * PARTS * SIZE, tl.trans(W), d, cols, D, E, EVEN)
@@ -199,12 +208,11 @@ def linear_read(
     SCALED: tl.constexpr, TRAIN: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keeps for backward what the keys met, where D does not tell it (values), and with LayerNorm its value and 1 / deviation for
-    keys (values, rstds) and queries (answers, spreads).
+    """Keeps for backward what the keys met, where D does not tell it (values), and with LayerNorm its value and 1 /
+    deviation for keys (values, rstds) and queries (answers, spreads).
     """
-    i, m = which(n)
-    base = m.to(tl.int64) * n + i
-    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    i, m, base = which_chunk(n)
+    d = tl.arange(0, BD)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * E
     BLOCKS: tl.constexpr = (E + BV - 1) // BV
@@ -212,10 +220,10 @@ def linear_read(
     starts += base * PARTS * SIZE
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     Q, K = load_tokens(q, at, live, D, BD), load_tokens(k, at, live, D, BD)
-    a = tl.load(co + base * 4 * BC + t)[:, None]
+    a = load_coef(co, base, COEF_A, BC)[:, None]
     if MOMENTUM:
-        r = tl.load(co + base * 4 * BC + BC + t)[:, None]
-    square = base * BC * BC + t[:, None] * BC + t[None, :]
+        r = load_coef(co, base, COEF_R, BC)[:, None]
+    square = square_of(base, BC)
     blend = (dot(Q, tl.trans(K), OP, PRECISION) * tl.load(P + square)).to(OP)
     if TOKEN and not SQUARED:
         a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)

@@ -5,43 +5,61 @@
     linear_carry           the state's gradient, from the last chunk to the first
     linear_keys_backward   gradients of k, v, c, s and fold; what the keys met adds to those of P, a, r
 
-What reaches a chunk's start without passing its end is added up beforehand (g_J), so that all the sequence waits for is what the
-end's gradient makes of D, and that of the start. Everything of the state is transposed, as in linear.py.
+What reaches a chunk's start without passing its end is added up beforehand (g_J), so that all the sequence waits for is
+what the end's gradient makes of D, and that of the start. Everything of the state is transposed, as in linear.py.
 """
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-from remanence.ops.triton.kernels.carry import _leash
 from remanence.ops.triton.kernels.linear import earlier, earlier_mix
 from remanence.ops.triton.kernels.tools import (
+    COEF_A,
+    COEF_C,
+    COEF_R,
+    COEF_S,
     dot,
     kernel,
+    leash_factor,
     load,
+    load_coef,
     load_columns,
     load_tokens,
     pull,
     pull_backward,
+    square_of,
     store,
+    store_coef,
     store_columns,
     store_tokens,
     tokens,
-    which,
+    which_chunk,
 )
+
+
+@triton.jit
+def _slope(v, value, K, at, live, cols, E: tl.constexpr, SQUARED: tl.constexpr, RESIDUAL: tl.constexpr, ACC: tl.constexpr):
+    """The loss's slope at LayerNorm's value."""
+    slope = -load_columns(v, at, live, cols, E).to(ACC)
+    if SQUARED:
+        slope += value
+        if RESIDUAL:
+            slope += K
+    return slope
 
 
 @kernel
 def linear_read_backward(
     q, k, v, log_keep, U, R, starts, P, co, errors, values, rstds, answers, spreads, g_y, g_surprise,
-    g_q, g_k, g_P, g_co, g_D, g_J, came, L, n, HEADS,
+    g_q, g_k, g_P, g_co, g_D, g_J, received, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
     SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i, m = which(n)
-    base = m.to(tl.int64) * n + i
+    i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * E
@@ -51,18 +69,18 @@ def linear_read_backward(
     g_J += base * PARTS * SIZE
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     Q, K = load_tokens(q, at, live, D, BD), load_tokens(k, at, live, D, BD)
-    a = tl.load(co + base * 4 * BC + t)[:, None]
+    a = load_coef(co, base, COEF_A, BC)[:, None]
     w = tl.load(g_surprise + at, mask=live, other=0.0)
-    square = base * BC * BC + t[:, None] * BC + t[None, :]
+    square = square_of(base, BC)
     if NORM:
         spread = tl.load(spreads + at, mask=live, other=0.0)
     # Three rounds over the columns, each with few sums under way.
     g_blend = tl.zeros([BC, BC], ACC)
-    came_in = tl.zeros([BC], ACC)
+    received_sum = tl.zeros([BC], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
         g_out = load_columns(g_y, at, live, cols, E).to(ACC)
-        came_in += tl.sum(tl.abs(g_out), 1)
+        received_sum += tl.sum(tl.abs(g_out), 1)
         if NORM:
             g_out = pull(g_out, load_columns(answers, at, live, cols, E).to(ACC), spread, D, BD)
         g_blend -= dot(g_out, tl.trans(load_columns(errors, at, live, cols, E)), OP, PRECISION)
@@ -74,7 +92,7 @@ def linear_read_backward(
         g_query += load_tokens(g_y, at, live, D, BD)
     g_a = tl.zeros([BC], ACC)
     if MOMENTUM:
-        r = tl.load(co + base * 4 * BC + BC + t)[:, None]
+        r = load_coef(co, base, COEF_R, BC)[:, None]
         g_r = tl.zeros([BC], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
@@ -90,9 +108,9 @@ def linear_read_backward(
             g_r += tl.sum(back * Q, 1)
             g_query += r * back
     store_tokens(g_q, g_query, at, live, D, BD)
-    tl.store(g_co + base * 4 * BC + t, g_a)
+    store_coef(g_co, g_a, base, COEF_A, BC)
     if MOMENTUM:
-        tl.store(g_co + base * 4 * BC + BC + t, g_r)
+        store_coef(g_co, g_r, base, COEF_R, BC)
     # Transposed, [j t], so that no product below has to turn it.
     across = base * BC * BC + t[:, None] + t[None, :] * BC
     blend = (dot(K, tl.trans(Q), OP, PRECISION) * tl.load(P + across)).to(OP)
@@ -111,11 +129,7 @@ def linear_read_backward(
         # To the start: through the answers, and through what is known of D's gradient already.
         if NORM:
             value = load_columns(values, at, live, cols, E).to(ACC)
-            slope = -load_columns(v, at, live, cols, E).to(ACC)
-            if SQUARED:
-                slope += value
-                if RESIDUAL:
-                    slope += K
+            slope = _slope(v, value, K, at, live, cols, E, SQUARED, RESIDUAL, ACC)
             rstd = tl.load(rstds + at, mask=live, other=0.0)
             _, g_error = pull_backward(g_error, slope, value, rstd, w, SQUARED, D, BD)
         elif not SQUARED:
@@ -137,12 +151,13 @@ def linear_read_backward(
                 G += dot(turned, (r_met * scale)[:, None] * K, OP, PRECISION)
             store(g_J + SIZE, G, cols, d, E, D, EVEN)
     reach = tl.maximum(tl.max(tl.max(tl.abs(Q).to(ACC), 1), 0), 1.0)
-    tl.store(came + base, tl.sum(came_in, 0) * reach + tl.sum(tl.abs(w), 0))
+    tl.store(received + base, tl.sum(received_sum, 0) * reach + tl.sum(tl.abs(w), 0))
 
 
 @kernel
 def linear_carry(
-    k, v, U, R, co, fold, values, rstds, g_J, came, came_end, g_end, g_first, g_ends, over, leashed, L, n, HEADS,
+    k, v, U, R, co, fold, values, rstds, g_J, received, received_end, g_end, g_first, g_ends, over, leashed,
+    L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
     HELD: tl.constexpr, PROGRAMS: tl.constexpr, REACH: tl.constexpr, END: tl.constexpr,
@@ -150,23 +165,24 @@ def linear_carry(
 ):  # fmt: skip
     """The gradient at each chunk's end is kept in g_ends.
 
-    The leash needs the whole gradient's largest entry before the next chunk, which programs that share it do not know, and which
-    is a wait for the others. So it is first only watched: `over` tells whether any entry went beyond it. Where one did, HELD,
-    with the whole gradient in one program, does all of it again and holds it, and is one more of `leashed`.
+    The leash needs the whole gradient's largest entry before the next chunk, which programs that share it do not know,
+    and which is a wait for the others. So it is first only watched: `over` tells whether any entry went beyond it.
+    Where one did, HELD, with the whole gradient in one program, does all of it again and holds it, and is one more of
+    `leashed`.
     """
     m = tl.program_id(0).to(tl.int64)
     if HELD:
         if tl.max(tl.load(over + m * PROGRAMS + tl.arange(0, PROGRAMS)), 0) == 0:
             return
         tl.atomic_add(leashed, 1, sem="relaxed")
-    cols, d, t = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD), tl.arange(0, BC)
+    cols, d = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * E
     EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
     G = tl.trans(load(g_end + m * PARTS * SIZE, d, cols, D, E, EVEN))
     if MOMENTUM:
         H = tl.trans(load(g_end + (m * PARTS + 1) * SIZE, d, cols, D, E, EVEN))
-    total = tl.load(came_end + m)
+    total = tl.load(received_end + m)
     beyond = tl.zeros([BV], ACC)
     for back_from in range(n):
         i = n - 1 - back_from
@@ -177,16 +193,12 @@ def linear_carry(
             store(g_ends + (base * PARTS + 1) * SIZE, H, cols, d, E, D, EVEN)
         if SQUARED or NORM:  # otherwise no error knows the state
             K = load_tokens(k, at, live, D, BD)
-            g_error = dot(G, tl.trans(K), OP, PRECISION) * -tl.load(co + base * 4 * BC + 2 * BC + t)[None, :]
+            g_error = dot(G, tl.trans(K), OP, PRECISION) * -load_coef(co, base, COEF_C, BC)[None, :]
             if MOMENTUM:
-                g_error -= dot(H, tl.trans(K), OP, PRECISION) * tl.load(co + base * 4 * BC + 3 * BC + t)[None, :]
+                g_error -= dot(H, tl.trans(K), OP, PRECISION) * load_coef(co, base, COEF_S, BC)[None, :]
             if NORM:
                 value = load_columns(values, at, live, cols, E).to(ACC)
-                slope = -load_columns(v, at, live, cols, E).to(ACC)
-                if SQUARED:
-                    slope += value
-                    if RESIDUAL:
-                        slope += K
+                slope = _slope(v, value, K, at, live, cols, E, SQUARED, RESIDUAL, ACC)
                 rstd = tl.load(rstds + at, mask=live, other=0.0)
                 _, g_error = pull_backward(tl.trans(g_error), slope, value, rstd, rstd * 0.0, SQUARED, D, BD)
                 g_error = tl.trans(g_error)
@@ -201,12 +213,12 @@ def linear_carry(
                 H += dot(g_error, load_tokens(R, at, live, D, BD), OP, PRECISION)
         elif SQUARED or NORM:
             G += dot(g_error, K, OP, PRECISION)
-        total += tl.load(came + base)
+        total += tl.load(received + base)
         size = tl.abs(G)
         if MOMENTUM:
             size = tl.maximum(size, tl.abs(H))
         if HELD:
-            factor = _leash(total, tl.max(tl.max(size, 1), 0), REACH, END)
+            factor = leash_factor(total, tl.max(tl.max(size, 1), 0), REACH, END)
             G *= factor
             if MOMENTUM:
                 H *= factor
@@ -228,12 +240,12 @@ def linear_keys_backward(
     SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What nothing in the sequence waits for. g_k, g_P and (a, r)'s part of g_co hold what reading gave, and are added to.
+    """What nothing in the sequence waits for. g_k, g_P and (a, r)'s part of g_co hold what reading gave, and are added
+    to.
 
     g_scale is the log's gradient through what each token's own decay makes of what it meets.
     """
-    i, m = which(n)
-    base = m.to(tl.int64) * n + i
+    i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * E
@@ -244,10 +256,10 @@ def linear_keys_backward(
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     K = load_tokens(k, at, live, D, BD)
     w = tl.load(g_surprise + at, mask=live, other=0.0)
-    c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+    c = load_coef(co, base, COEF_C, BC)[:, None]
     g_key = tl.zeros([BC, BD], ACC)
     if MOMENTUM:
-        s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+        s = load_coef(co, base, COEF_S, BC)[:, None]
     if TOKEN:
         a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
         g_a, g_r = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
@@ -343,10 +355,10 @@ def linear_keys_backward(
             back = dot(error, G, OP, PRECISION)
             g_s -= tl.sum(back * K, 1)
             g_key -= s * back
-    tl.store(g_co + base * 4 * BC + 2 * BC + t, g_c)
+    store_coef(g_co, g_c, base, COEF_C, BC)
     tl.store(g_fold + base * 4, keep)
     if MOMENTUM:
-        tl.store(g_co + base * 4 * BC + 3 * BC + t, g_s)
+        store_coef(g_co, g_s, base, COEF_S, BC)
         tl.store(g_fold + base * 4 + 1, carry)
         tl.store(g_fold + base * 4 + 2, past)
     g_key += load_tokens(g_k, at, live, D, BD)

@@ -4,8 +4,9 @@
     peaks_kernel      the best score of every group of keys, by tiles of queries and keys on tensor cores
     rescore_kernel    all scores of the groups that were chosen, query by query, in float32
 
-Both write a score and where it stands as one whole number (`pack`): choosing is then torch's topk, of numbers no two of which are
-equal. Queries ``[r t h e]`` and keys ``[r size h e]`` are read where they lie; rows are so many tokens and slots `apart`.
+Both write a score and where it stands as one whole number (`pack`): choosing is then torch's topk, of numbers no two of
+which are equal. Queries ``[r t h e]`` and keys ``[r size h e]`` are read where they lie; rows are so many tokens and
+slots `apart`.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def peaks_kernel(
     D: tl.constexpr, BD: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr,
     OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program is a tile of queries and TURNS tiles of keys. Those that share keys run side by side: queries vary fastest, then
-    heads, which lie beside each other. `groups` reach past `size` to the end of the last program's tiles.
+    """A program is a tile of queries and TURNS tiles of keys. Those that share keys run side by side: queries vary
+    fastest, then heads, which lie beside each other. `groups` reach past `size` to the end of the last program's tiles.
     """
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, BQ)
@@ -83,8 +84,9 @@ def peaks_kernel(
     else:
         low = tl.min(tl.where(asked, bound, FAR), 0)
         all_seen = tl.max(place, 0) <= low
-        # Positions are compared in 32 bits, as distances beyond the least limit: 64 would take registers that a second program
-        # of this processor needs. Two queries of a tile must not differ by 2^31 tokens and more in what they may find.
+        # Positions are compared in 32 bits, as distances beyond the least limit: 64 would take registers that a second
+        # program of this processor needs. Two queries of a tile must not differ by 2^31 tokens and more in what they
+        # may find.
         reach = tl.minimum(bound - low, MOST - 1).to(tl.int32)
         Q = _vectors(q, t.to(tl.int64), asked, d, Q_TOKEN, D, BD)
         for turn in tl.range(TURNS):

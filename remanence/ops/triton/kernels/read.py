@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from remanence.ops.triton.kernels.tools import (
+    COEF_A,
+    COEF_R,
     activate,
     activate_with_slope,
     derivatives,
@@ -13,28 +15,33 @@ from remanence.ops.triton.kernels.tools import (
     dot_apart,
     kernel,
     load,
+    load_coef,
+    load_layers,
     load_tokens,
     norm,
     pull,
+    square_of,
     store,
+    store_coef,
     store_tokens,
     tokens,
-    which,
+    which_chunk,
 )
 
 
 @kernel
 def read_kernel(
-    q, k, starts1, starts2, P, co, errors, hiddens, slopes, firsts, bends, reads, scores, answers, spreads, y, bad, L, n, HEADS,
+    q, k, starts1, starts2, P, co, errors, hiddens, slopes, firsts, bends, reads, scores, answers, spreads, y, bad,
+    L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What backward needs of the keys and of the queries is kept, rounded as the products here see it: X2 = act(Z_1) (hiddens),
-    act'(Z_1) (slopes), D1 (firsts), act''(Z_1) D2 W2^T (bends); the queries' Z_1 (reads), A X2^T, LayerNorm's value and scale.
+    """What backward needs of the keys and of the queries is kept, rounded as the products here see it: X2 = act(Z_1)
+    (hiddens), act'(Z_1) (slopes), D1 (firsts), act''(Z_1) D2 W2^T (bends); the queries' Z_1 (reads), A X2^T,
+    LayerNorm's value and scale.
     """
-    i, m = which(n)
-    base = m.to(tl.int64) * n + i
+    i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * HIDDEN
@@ -45,17 +52,16 @@ def read_kernel(
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     Q, K = load_tokens(q, at, live, D, BD), load_tokens(k, at, live, D, BD)
     D2 = load_tokens(errors, at, live, D, BD)
-    a = tl.load(co + base * 4 * BC + t)[:, None]
+    a = load_coef(co, base, COEF_A, BC)[:, None]
     if MOMENTUM:
-        r = tl.load(co + base * 4 * BC + BC + t)[:, None]
-    square = base * BC * BC + t[:, None] * BC + t[None, :]
+        r = load_coef(co, base, COEF_R, BC)[:, None]
+    square = square_of(base, BC)
     blend = (dot(Q, tl.trans(K), OP, PRECISION) * tl.load(P + square)).to(OP)
     met = tl.zeros([BC, BC], ACC)
     out = tl.zeros([BC, BD], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
-        W1 = load(starts1, d, f, D, HIDDEN, EVEN)
-        W2 = load(starts2, f, d, HIDDEN, D, EVEN)
+        W1, W2 = load_layers(starts1, starts2, 0, d, f, D, HIDDEN, EVEN)
         back = dot_apart(D2, tl.trans(W2), n, APART, ACC, OP, PRECISION)
         if TRAIN:
             H, slope, bend = derivatives(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
@@ -95,14 +101,15 @@ def read_kernel(
 @kernel
 def read_backward(
     q, starts1, starts2, P, co, errors, hiddens, reads, scores, answers, spreads, g_y, g_surprise,
-    g_q, g_P, g_co, g_X2, g_Z, g_D2, g_J1, g_J2, came, L, n, HEADS,
+    g_q, g_P, g_co, g_X2, g_Z, g_D2, g_J1, g_J2, received, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The queries' way back, to Z_1's gradient and through the state; g_q, g_P and g_D2 without layer 1's masked product."""
-    i, m = which(n)
-    base = m.to(tl.int64) * n + i
+    """The queries' way back, to Z_1's gradient and through the state; g_q, g_P and g_D2 without layer 1's masked
+    product.
+    """
+    i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * HIDDEN
@@ -113,20 +120,20 @@ def read_backward(
     g_J1 += base * PARTS * SIZE
     g_J2 += base * PARTS * SIZE
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
-    a = tl.load(co + base * 4 * BC + t)[:, None]
+    a = load_coef(co, base, COEF_A, BC)[:, None]
     if MOMENTUM:
-        r = tl.load(co + base * 4 * BC + BC + t)[:, None]
+        r = load_coef(co, base, COEF_R, BC)[:, None]
     g_out = load_tokens(g_y, at, live, D, BD).to(ACC)
     g_s = tl.load(g_surprise + at, mask=live, other=0.0)
     Q = load_tokens(q, at, live, D, BD)
     reach = tl.maximum(tl.max(tl.max(tl.abs(Q).to(ACC), 1), 0), 1.0)
-    tl.store(came + base, tl.sum(tl.sum(tl.abs(g_out), 1), 0) * reach + tl.sum(tl.abs(g_s), 0))
+    tl.store(received + base, tl.sum(tl.sum(tl.abs(g_out), 1), 0) * reach + tl.sum(tl.abs(g_s), 0))
     if NORM:
         rstd = tl.load(spreads + at, mask=live, other=0.0)
         g_out = pull(g_out, load_tokens(answers, at, live, D, BD).to(ACC), rstd, D, BD)
     g_O = g_out.to(OP)
     # Layer 2's masked product: -[(A X^T) P] D2.
-    square = base * BC * BC + t[:, None] * BC + t[None, :]
+    square = square_of(base, BC)
     mix, met = tl.load(P + square).to(ACC), tl.load(scores + square).to(ACC)
     g_error = -dot(tl.trans((met * mix).to(OP)), g_O, OP, PRECISION)
     store_tokens(g_D2, g_error, at, live, D, BD)
@@ -165,9 +172,9 @@ def read_backward(
             g_r += tl.sum(back * Q, 1)
             g_query += r * back
     store_tokens(g_q, g_query, at, live, D, BD)
-    tl.store(g_co + base * 4 * BC + t, g_a)
+    store_coef(g_co, g_a, base, COEF_A, BC)
     if MOMENTUM:
-        tl.store(g_co + base * 4 * BC + BC + t, g_r)
+        store_coef(g_co, g_r, base, COEF_R, BC)
 
 
 @kernel
@@ -176,19 +183,19 @@ def blend_backward(
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Layer 1's masked product, -[(Q K^T) P] D1: added to g_q, g_P and g_D2, with D1's own way through W2. g_D1 may be g_Z.
+    """Layer 1's masked product, -[(Q K^T) P] D1: added to g_q, g_P and g_D2, with D1's own way through W2. g_D1 may be
+    g_Z.
 
     g_D2 comes out complete but for what later chunks add.
     """
-    i, m = which(n)
-    base = m.to(tl.int64) * n + i
+    i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * HIDDEN
     BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
     EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
-    square = base * BC * BC + t[:, None] * BC + t[None, :]
+    square = square_of(base, BC)
     Q, K = load_tokens(q, at, live, D, BD), load_tokens(k, at, live, D, BD)
     # Transposed, [j t], so that no product below has to turn it.
     across = t[:, None] + t[None, :] * BC + base * BC * BC

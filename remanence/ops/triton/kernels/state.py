@@ -7,17 +7,20 @@ import triton
 import triton.language as tl
 
 from remanence.ops.triton.kernels.tools import (
+    COEF_C,
+    COEF_S,
     activate,
     activate_with_slope,
     dot,
     dot_apart,
     kernel,
-    load,
+    load_coef,
+    load_layers,
     load_tokens,
     meet,
     norm,
     pull,
-    store,
+    store_layers,
     store_tokens,
     tokens,
 )
@@ -55,24 +58,20 @@ def state_kernel(
 ):  # fmt: skip
     """With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's Z_2."""
     m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d, f, t = tl.arange(0, BD), share * BH + tl.arange(0, BH), tl.arange(0, BC)
+    d, f = tl.arange(0, BD), share * BH + tl.arange(0, BH)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * HIDDEN
     EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * SHARES)
-    W1 = load(J1 + m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
-    W2 = load(J2 + m * PARTS * SIZE, f, d, HIDDEN, D, EVEN)
+    W1, W2 = load_layers(J1, J2, m * PARTS * SIZE, d, f, D, HIDDEN, EVEN)
     if MOMENTUM:
-        S1 = load(J1 + (m * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
-        S2 = load(J2 + (m * PARTS + 1) * SIZE, f, d, HIDDEN, D, EVEN)
+        S1, S2 = load_layers(J1, J2, (m * PARTS + 1) * SIZE, d, f, D, HIDDEN, EVEN)
     for i in range(n):
         base = m * n + i
         at, live = tokens(m, i, L, HEADS, CHUNK, BC)
         K = load_tokens(k, at, live, D, BD)
-        store(starts1 + base * PARTS * SIZE, W1, d, f, D, HIDDEN, EVEN)
-        store(starts2 + base * PARTS * SIZE, W2, f, d, HIDDEN, D, EVEN)
+        store_layers(starts1, starts2, base * PARTS * SIZE, W1, W2, d, f, D, HIDDEN, EVEN)
         if MOMENTUM:
-            store(starts1 + (base * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
-            store(starts2 + (base * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
+            store_layers(starts1, starts2, (base * PARTS + 1) * SIZE, S1, S2, d, f, D, HIDDEN, EVEN)
         H, slope = activate_with_slope(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
         H, slope = H.to(OP), slope.to(OP)
         out = dot_apart(H, W2, n, APART, ACC, OP, PRECISION)
@@ -80,23 +79,21 @@ def state_kernel(
             out = meet(out, mail + m * 2 * SHARES * BC * BD, flags + m, i, share, SHARES, BC, BD)
         D2 = _error(out, K, k, v, at, live, share == 0, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
         D1 = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
-        c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+        c = load_coef(co, base, COEF_C, BC)[:, None]
         keep = tl.load(fold + base * 4)
         Kt, Ht = tl.trans(K), tl.trans(H)
         W1 = keep * W1 - dot(Kt, c * D1, OP, PRECISION)
         W2 = keep * W2 - dot(Ht, c * D2, OP, PRECISION)
         if MOMENTUM:
-            s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+            s = load_coef(co, base, COEF_S, BC)[:, None]
             carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
             W1 += carry * S1
             W2 += carry * S2
             S1 = past * S1 - dot(Kt, s * D1, OP, PRECISION)
             S2 = past * S2 - dot(Ht, s * D2, OP, PRECISION)
-    store(end1 + m * PARTS * SIZE, W1, d, f, D, HIDDEN, EVEN)
-    store(end2 + m * PARTS * SIZE, W2, f, d, HIDDEN, D, EVEN)
+    store_layers(end1, end2, m * PARTS * SIZE, W1, W2, d, f, D, HIDDEN, EVEN)
     if MOMENTUM:
-        store(end1 + (m * PARTS + 1) * SIZE, S1, d, f, D, HIDDEN, EVEN)
-        store(end2 + (m * PARTS + 1) * SIZE, S2, f, d, HIDDEN, D, EVEN)
+        store_layers(end1, end2, (m * PARTS + 1) * SIZE, S1, S2, d, f, D, HIDDEN, EVEN)
 
 
 @kernel
@@ -106,9 +103,11 @@ def state_stream(
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`end` holds the state while it changes. One pass over it per chunk: a block folded is read by the next chunk at once."""
+    """`end` holds the state while it changes. One pass over it per chunk: a block folded is read by the next chunk at
+    once.
+    """
     m = tl.program_id(0).to(tl.int64)
-    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    d = tl.arange(0, BD)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * HIDDEN
     BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
@@ -124,19 +123,13 @@ def state_stream(
     starts2 += m * n * PARTS * SIZE
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
-        W1 = load(J1, d, f, D, HIDDEN, EVEN)
-        W2 = load(J2, f, d, HIDDEN, D, EVEN)
-        store(end1, W1, d, f, D, HIDDEN, EVEN)
-        store(end2, W2, f, d, HIDDEN, D, EVEN)
-        store(starts1, W1, d, f, D, HIDDEN, EVEN)
-        store(starts2, W2, f, d, HIDDEN, D, EVEN)
+        W1, W2 = load_layers(J1, J2, 0, d, f, D, HIDDEN, EVEN)
+        store_layers(end1, end2, 0, W1, W2, d, f, D, HIDDEN, EVEN)
+        store_layers(starts1, starts2, 0, W1, W2, d, f, D, HIDDEN, EVEN)
         if MOMENTUM:
-            S1 = load(J1 + SIZE, d, f, D, HIDDEN, EVEN)
-            S2 = load(J2 + SIZE, f, d, HIDDEN, D, EVEN)
-            store(end1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
-            store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
-            store(starts1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
-            store(starts2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+            S1, S2 = load_layers(J1, J2, SIZE, d, f, D, HIDDEN, EVEN)
+            store_layers(end1, end2, SIZE, S1, S2, d, f, D, HIDDEN, EVEN)
+            store_layers(starts1, starts2, SIZE, S1, S2, d, f, D, HIDDEN, EVEN)
         out += dot(activate(dot(K, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
     for i in tl.range(n, num_stages=1):
         tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
@@ -144,10 +137,10 @@ def state_stream(
         starts1 += PARTS * SIZE
         starts2 += PARTS * SIZE
         D2 = _error(out, K, k, v, at, live, True, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
-        c = tl.load(co + base * 4 * BC + 2 * BC + t)[:, None]
+        c = load_coef(co, base, COEF_C, BC)[:, None]
         keep = tl.load(fold + base * 4)
         if MOMENTUM:
-            s = tl.load(co + base * 4 * BC + 3 * BC + t)[:, None]
+            s = load_coef(co, base, COEF_S, BC)[:, None]
             carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
         Kt = tl.trans(K)
         more = i + 1 < n
@@ -157,8 +150,7 @@ def state_stream(
         out = tl.zeros([BC, BD], ACC)
         for j in tl.range(BLOCKS, num_stages=1):
             f = j * BH + tl.arange(0, BH)
-            W1 = load(end1, d, f, D, HIDDEN, EVEN)
-            W2 = load(end2, f, d, HIDDEN, D, EVEN)
+            W1, W2 = load_layers(end1, end2, 0, d, f, D, HIDDEN, EVEN)
             H, slope = activate_with_slope(dot_apart(K, W1, n, APART, ACC, OP, PRECISION), GELU)
             H, slope = H.to(OP), slope.to(OP)
             D1 = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
@@ -166,21 +158,16 @@ def state_stream(
             W1 = keep * W1 - dot_apart(Kt, c * D1, n, APART, ACC, OP, PRECISION)
             W2 = keep * W2 - dot_apart(Ht, c * D2, n, APART, ACC, OP, PRECISION)
             if MOMENTUM:
-                S1 = load(end1 + SIZE, d, f, D, HIDDEN, EVEN)
-                S2 = load(end2 + SIZE, f, d, HIDDEN, D, EVEN)
+                S1, S2 = load_layers(end1, end2, SIZE, d, f, D, HIDDEN, EVEN)
                 W1 += carry * S1
                 W2 += carry * S2
                 S1 = past * S1 - dot_apart(Kt, s * D1, n, APART, ACC, OP, PRECISION)
                 S2 = past * S2 - dot_apart(Ht, s * D2, n, APART, ACC, OP, PRECISION)
-                store(end1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
-                store(end2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
+                store_layers(end1, end2, SIZE, S1, S2, d, f, D, HIDDEN, EVEN)
                 if more:
-                    store(starts1 + SIZE, S1, d, f, D, HIDDEN, EVEN)
-                    store(starts2 + SIZE, S2, f, d, HIDDEN, D, EVEN)
-            store(end1, W1, d, f, D, HIDDEN, EVEN)
-            store(end2, W2, f, d, HIDDEN, D, EVEN)
+                    store_layers(starts1, starts2, SIZE, S1, S2, d, f, D, HIDDEN, EVEN)
+            store_layers(end1, end2, 0, W1, W2, d, f, D, HIDDEN, EVEN)
             if more:
-                store(starts1, W1, d, f, D, HIDDEN, EVEN)
-                store(starts2, W2, f, d, HIDDEN, D, EVEN)
+                store_layers(starts1, starts2, 0, W1, W2, d, f, D, HIDDEN, EVEN)
             out += dot(activate(dot_apart(K_next, W1, n, APART, ACC, OP, PRECISION), GELU), W2, OP, PRECISION)
         K = K_next

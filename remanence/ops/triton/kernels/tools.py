@@ -14,6 +14,9 @@ LARGE = tl.constexpr(1e12)
 DENSITY = tl.constexpr(0.3989422804014327)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 
+# The rows of a chunk's coefficients.
+COEF_A, COEF_R, COEF_C, COEF_S = (tl.constexpr(row) for row in range(4))
+
 # One build for every length and number of heads.
 kernel = triton.jit(do_not_specialize=["L", "n", "HEADS"])
 
@@ -37,9 +40,10 @@ def dot_onto(x, a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def onto_apart(x, a, b, go, APART: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """`dot_onto`, go being above 0. With APART, in a loop of one round: Triton gives products that lead to others to the warps
-    row by row, so that eight warps hold a tile of 64 rows twice over, and computes what led to an operand again in its layout.
-    It does neither across a loop of unknown length (nor does it fetch the next round's operands early around one).
+    """`dot_onto`, go being above 0. With APART, in a loop of one round: Triton gives products that lead to others to
+    the warps row by row, so that eight warps hold a tile of 64 rows twice over, and computes what led to an operand
+    again in its layout. It does neither across a loop of unknown length (nor does it fetch the next round's operands
+    early around one).
     """
     if APART:
         while go > 0:
@@ -60,7 +64,8 @@ def dot_apart(a, b, go, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr
 
 @triton.jit
 def rendezvous(flag, arrived):
-    """Wait until `arrived` programs have come here since the flag was 0; what each wrote before is then seen by all of them.
+    """Wait until `arrived` programs have come here since the flag was 0; what each wrote before is then seen by all of
+    them.
 
     All of them must be on the chip at once: the launch says so (launch_cooperative_grid), or is refused.
     """
@@ -73,7 +78,9 @@ def rendezvous(flag, arrived):
 
 @triton.jit
 def meet(x, mail, flag, turn, share, SHARES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The sum of all shares' x, added up in the same order by each. Two letter boxes in turn: nobody is two turns ahead."""
+    """The sum of all shares' x, added up in the same order by each. Two letter boxes in turn: nobody is two turns
+    ahead.
+    """
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     mail += (turn % 2) * SHARES * ROWS * COLS
     tl.store(mail + share * ROWS * COLS + at, x)
@@ -145,8 +152,8 @@ def pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
 def pull_backward(g, e, value, rstd, w, SQUARED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """From the gradients g of pull(e) and w of the loss to those of e through pull, and of LayerNorm's source.
 
-    e is the loss's slope, and so depends on the value itself where the loss is squared. Everything is a sum of g, e and value
-    with one factor per row each, so that one pass over them is enough.
+    e is the loss's slope, and so depends on the value itself where the loss is squared. Everything is a sum of g, e and
+    value with one factor per row each, so that one pass over them is enough.
     """
     g_mean, e_mean = tl.sum(g, 1) / D, tl.sum(e, 1) / D
     gx, ex, ge = tl.sum(g * value, 1) / D, tl.sum(e * value, 1) / D, tl.sum(g * e, 1) / D
@@ -183,10 +190,54 @@ def store(ptr, x, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.c
 
 
 @triton.jit
+def load_layers(first, second, offset, d, f, D: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr):
+    """The hidden units f of a memory's first layer ``[d f]`` and of its second ``[f d]``, from the same offset in both."""
+    return load(first + offset, d, f, D, HIDDEN, EVEN), load(second + offset, f, d, HIDDEN, D, EVEN)
+
+
+@triton.jit
+def store_layers(first, second, offset, x1, x2, d, f, D: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr):
+    store(first + offset, x1, d, f, D, HIDDEN, EVEN)
+    store(second + offset, x2, f, d, HIDDEN, D, EVEN)
+
+
+@triton.jit
 def which(n):
-    """The chunk, and the row and head, of a program of a parallel kernel; on one axis, as the others end at 65,535."""
+    """A program of a parallel kernel: its chunk, and its row and head. On one axis, as the others end at 65,535."""
     program = tl.program_id(0)
     return program % n, program // n
+
+
+@triton.jit
+def which_chunk(n):
+    """`which`, and the index of the chunk among those of all rows and heads."""
+    i, m = which(n)
+    return i, m, m.to(tl.int64) * n + i
+
+
+@triton.jit
+def load_coef(co, base, WHICH: tl.constexpr, BC: tl.constexpr):
+    """One of a chunk's coefficients, of every token: a and r at its answer, c and s at the chunk's end."""
+    return tl.load(co + base * 4 * BC + WHICH * BC + tl.arange(0, BC))
+
+
+@triton.jit
+def store_coef(co, x, base, WHICH: tl.constexpr, BC: tl.constexpr):
+    tl.store(co + base * 4 * BC + WHICH * BC + tl.arange(0, BC), x)
+
+
+@triton.jit
+def square_of(base, BC: tl.constexpr):
+    """Where a chunk's matrix of tokens by tokens is."""
+    t = tl.arange(0, BC)
+    return base * BC * BC + t[:, None] * BC + t[None, :]
+
+
+@triton.jit
+def leash_factor(received, size, REACH: tl.constexpr, END: tl.constexpr):
+    """`chunked.Leash`: 1 while the gradient's largest entry is within what was received times REACH, and within END."""
+    factor = tl.minimum(tl.minimum(received * REACH, END) / size, 1.0)
+    return tl.where(factor == factor, factor, 1.0)
 
 
 @triton.jit
