@@ -113,9 +113,7 @@ class ClosedForm:
         self.slow: list[Tensor] = []
 
     def _keys(self, s: Stretch, co: Coefficients, state: Weights) -> tuple[Weights, list[cf.Anchor], list[cf.Record]]:
-        """The states ``[n+1 m ...]`` at the chunks' borders (``[1 m ...]`` if it does not fold), and each chunk's
-        record.
-        """
+        """The states ``[n+1 m ...]`` at the chunks' borders (``[1 m ...]`` if it does not fold), and the records."""
         n = s.k.shape[0]
         states = tuple(layer.unsqueeze(0) for layer in state)
         if self.folds:
@@ -283,9 +281,7 @@ def _join(layers_by_chunk: list[Any]) -> list[Tensor]:
 
 
 def _grads(outputs: list[tuple[Tensor, Tensor]], inputs: list[Tensor | None]) -> list[Grad]:
-    """autograd.grad through those outputs that depend on anything; zeros for inputs nothing depends on, None
-    for None.
-    """
+    """autograd.grad through the outputs that require it. Zeros for inputs without a gradient, None for None."""
     pairs = [(output, grad) for output, grad in outputs if output.requires_grad]
     present = [x for x in inputs if x is not None]
     found = iter(torch.autograd.grad([x for x, _ in pairs], present, [grad for _, grad in pairs], allow_unused=True))
@@ -297,9 +293,7 @@ def _or_zeros(grad: Grad, like: Tensor) -> Tensor:
 
 
 def stretches(walk: Walk, s: Stretch, state: Weights, stride: int, keep: bool) -> tuple[Tensor, Tensor, Weights, list[Weights]]:
-    """Walk all chunks, `stride` at a time: answers, surprise, the state at the end, and with `keep` the stretches'
-    starts.
-    """
+    """Walk all chunks, `stride` at a time: answers, surprise, the last state, and with `keep` the stretches' starts."""
     starts: list[Weights] = []
     answers, surprises = [], []
     for start in range(0, s.k.shape[0], stride):

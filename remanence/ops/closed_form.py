@@ -135,9 +135,7 @@ def rows(state: Tensor) -> Tensor:
 
 
 class Anchor(NamedTuple):
-    """What a chunk starts from: the state J of each layer, the coefficients of its tokens, and the token-exact rule's
-    solver.
-    """
+    """What a chunk starts from: the state J of each layer, its tokens' coefficients, and the token-exact solver."""
 
     state: Weights
     co: Coefficients
@@ -184,9 +182,7 @@ def _end(net: MLP, rule: Rule, k: Tensor, v: Tensor, output: Tensor) -> tuple[No
 
 
 def exact(net: MLP, rule: Rule) -> bool:
-    """Whether the tokens of a chunk have an anchor each. For a net that is not linear in its weights they are chunks of
-    one.
-    """
+    """Whether each token of a chunk has its own anchor. A net not linear in its weights uses chunks of one for it."""
     return rule.anchor == "token" and net.linear
 
 

@@ -43,9 +43,7 @@ def choose(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def fits(like: Tensor, width: int) -> bool:
-    """Whether the kernels decode heads of this width, with a state like this tensor; `dispatch.decode_reason` says why
-    not.
-    """
+    """Whether the kernels decode heads of this width, with a state like this; `dispatch.decode_reason` says why not."""
     return dispatch.decode_reason(like, width) is None
 
 

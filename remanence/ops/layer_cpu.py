@@ -95,9 +95,7 @@ def _convolved(image: Tensor, weight: Tensor) -> Tensor:
 
 
 def _log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The logs ``[gates b t heads]``; for backward, the logits ``[b*t gates*heads]`` and the input's scales
-    ``[b*t]``.
-    """
+    """The logs ``[gates b t heads]``; for backward the logits ``[b*t gates*heads]`` and input scales ``[b*t]``."""
     tokens = _wide(x).flatten(0, 1)
     scale = torch.rsqrt(tokens.square().mean(-1, keepdim=True) + 1e-6)
     logits = F.linear(tokens, weight.to(tokens.dtype)) * scale + bias.to(tokens.dtype)

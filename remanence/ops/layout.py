@@ -68,9 +68,7 @@ class Layout:
         return tail, self._back(grad, 0)
 
     def queries(self, q: Tensor) -> Tensor:
-        """Like `rows`, but without the tail's places where a whole call lies in one chunk: nobody asks for those
-        answers.
-        """
+        """Like `rows`, but without the tail's slots if a call lies in one chunk: their answers are not needed."""
         if self.lead:
             return q
         return self.rows(q.new_zeros(len(self.tails), self.chunk - 1, *q.shape[2:]), q)
@@ -123,9 +121,7 @@ class Layout:
     def next_state(
         self, state: MemoryState, layers: Weights, k: Tensor, v: Tensor, gates: Gates, outputs: tuple[Tensor, Tensor]
     ) -> MemoryState:
-        """The state after the call, from the rows ``[r length ...]`` it was made of; flagged where one is not
-        finite.
-        """
+        """The state after the call, from its rows ``[r length ...]``; flagged where one is not finite."""
         bad = state.diverged
         for tensor in (*outputs, *(layers if self.folds else ())):
             bad = bad | ~tensor.detach().isfinite().flatten(1).all(1)
@@ -179,9 +175,7 @@ class DeviceLayout:
         return _Moved.apply(y.flatten(0, 1), self.here[:tokens], there).view(self.batch, self.tokens, *y.shape[2:])
 
     def _there(self) -> Tensor:
-        """``[r length]``: which of the call's tokens, and behind them of the tail's slots, stands at a row's place; -1:
-        none.
-        """
+        """``[r length]``: the index of the call's token (then of the tail's slots) at each slot of a row; -1: none."""
         place = torch.arange(self.length, device=self.device)
         tails, totals, row = (x.unsqueeze(-1) for x in (self.tails, self.totals, torch.arange(self.count, device=self.device)))
         new = torch.where(place < totals, self.starts.unsqueeze(-1) + place - tails, -1)
@@ -231,9 +225,7 @@ def _copied(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def to_rows(x: Tensor, offsets: list[int] | None) -> tuple[Tensor, Tensor | None]:
-    """``[b t ...]`` or packed ``[1 t ...]`` to one row per document ``[r longest ...]``, zeros behind; and how to go
-    back.
-    """
+    """``[b t ...]`` or packed ``[1 t ...]`` to one padded row per document ``[r longest ...]``, and the index back."""
     if offsets is None:
         return x, None
     counts = [b - a for a, b in pairwise(offsets)]

@@ -1,6 +1,4 @@
-"""Functions registered as torch operators: opaque to the compiler, so that no graph breaks at them, and differentiable
-once.
-"""
+"""Functions registered as torch operators: no graph breaks at them, and they are differentiable once."""
 
 from __future__ import annotations
 

@@ -140,16 +140,12 @@ class Deep:
 
 
 def shrink(x: Tensor) -> Tensor:
-    """1 for every row up to 1e12, less beyond: LayerNorm does not see a row's scale, and float32 squares overflow at
-    1e19.
-    """
+    """1 for rows up to 1e12, less beyond: LayerNorm ignores a row's scale, but float32 squares overflow at 1e19."""
     return (1e12 / x.detach().abs().amax(-1, keepdim=True)).clamp(max=1.0)
 
 
 def normalise(x: Tensor) -> Tensor:
-    """LayerNorm without gain, written out: torch's own is wrong in its third derivative, which a second backward meets
-    here.
-    """
+    """LayerNorm without gain, written out: torch's own has a wrong third derivative, which a second backward needs."""
     x = x * shrink(x)
     centred = x - x.mean(-1, keepdim=True)
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)

@@ -114,9 +114,7 @@ def memorize(
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    """Answers, surprise and the new state's tensors; then the states for backward, one tensor ``[saved m ...]`` a
-    layer.
-    """
+    """Answers, surprise and the new state; then the states for backward, one tensor ``[saved m ...]`` a layer."""
     call, train = _Call.of(*arguments[:-1]), arguments[-1]
     state, heads = call.state, call.q.shape[2]
     layout, walk, stretch, rows = call.arranged()

@@ -1,6 +1,4 @@
-"""The launches of a memory, forward and backward, as one differentiable operator. Memories of one and of two layers
-share it.
-"""
+"""A memory's launches, forward and backward, as one differentiable operator, for one layer and for two."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One token on a GPU: launches of the kernels that convolve it, read it into a memory, and copy weights, all in
-place.
-"""
+"""One token on a GPU: launches of kernels that convolve it, read it into a memory and copy weights, in place."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ if TYPE_CHECKING:
     from remanence.ops.decode import Running
 
 BLOCK = 64
-"""Of the kernels, along the hidden axis or a matrix's columns; half of it for heads wider, or chunks longer,
-than 64.
-"""
+"""Of the hidden axis or a matrix's columns; half of it for heads wider, or chunks longer, than 64."""
 
 WARPS = 8
 

@@ -110,9 +110,7 @@ def chip_reason(plan: Plan, op: torch.dtype, device: torch.device, train: bool) 
 
 @cache
 def build_reason(plan: Plan, op: torch.dtype, arch: int, shared: int, train: bool) -> str | None:
-    """`chip_reason` for a compute capability (90 for 9.0) with so many bytes of shared memory; the chip need not be
-    here.
-    """
+    """`chip_reason` for a compute capability (90 for 9.0) with `shared` bytes of shared memory; no GPU is needed."""
     written = launch.kernels()
     if written is None:
         return None

@@ -108,16 +108,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x ``[r t h e]`` with pairs (i, i + e/2) of channels turned by angles ``[r or 1, t, e/2]``, which get no
-    gradient.
-    """
+    """x ``[r t h e]`` with channel pairs (i, i + e/2) rotated by angles ``[r or 1, t, e/2]``, which get no gradient."""
     return rotary_forward(x, cos, sin, False)
 
 
 def by_heads(x: Tensor, weight: Tensor, base: Tensor | None = None) -> Tensor:
-    """Each head of x ``[b t h i]`` times its matrix ``[h i o]``, in x's dtype; added to `base` ``[b t h o]`` if
-    given.
-    """
+    """Each head of x ``[b t h i]`` times its matrix ``[h i o]``, in x's dtype, plus `base` ``[b t h o]`` if given."""
     return heads_forward(x, weight, base)
 
 

@@ -34,9 +34,7 @@ SEQUENTIAL = ("linear_state", "linear_carry")
 """The kernels that walk over the chunks; they never read back what they wrote."""
 
 COLUMNS = 64
-"""Of the state, in one round of a parallel kernel, and the most in one program of a sequential one; all with
-LayerNorm.
-"""
+"""Of the state, in a round of a parallel kernel, and the most in a sequential program; all with LayerNorm."""
 
 FEWEST = 32
 """Columns in one program of a sequential kernel."""
@@ -73,9 +71,7 @@ class Plan(NamedTuple):
         return whole if self.norm else min(whole, COLUMNS)
 
     def columns(self, programs: int, op: torch.dtype, device: torch.device) -> int:
-        """Columns of the state in one program of a sequential kernel: fewer if the programs would leave the GPU
-        idle.
-        """
+        """Columns of the state in one sequential program: fewer if the programs would leave the GPU idle."""
         if self.norm:
             return self.block(op)
         whole = side(self.values, op, self.chip)

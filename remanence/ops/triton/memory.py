@@ -66,9 +66,7 @@ def memorize(
 def _pieces(
     plan: Plan, inputs: list[Tensor | None], ends: list[Tensor], totals: Tensor, piece: int, length: int, train: bool
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Answers, surprise, the flags of chunks that are not finite, and the layers at the end, `piece` tokens at
-    a time.
-    """
+    """Answers, surprise, flags of chunks that are not finite, and the last layers, `piece` tokens at a time."""
     run = linear.linear_forward if isinstance(plan, linear.Plan) else mlp.memory_forward
     results, count = [], 3 + len(ends)
     for first in range(0, length, piece):

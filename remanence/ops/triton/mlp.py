@@ -62,14 +62,10 @@ BLOCKS = {
     "blend_backward": 64,
     "keys_backward": 64,
 }
-"""Blocks of the streamed state and tiles of the parallel kernels, along the hidden axis; half for heads wider
-than 64.
-"""
+"""Blocks of the streamed state and tiles of parallel kernels, on the hidden axis; half for heads wider than 64."""
 
 APART = dict.fromkeys(("state_kernel", "state_stream", "read_kernel", "read_backward", "carry_kernel", "carry_stream"), True)
-"""Whether these hold their products apart (`dot_apart`) on chunks of 64 and more: fewer registers, nothing fetched
-early.
-"""
+"""Whether these hold their products apart (`dot_apart`) on chunks of 64 and more: fewer registers, no prefetch."""
 
 
 class Plan(NamedTuple):

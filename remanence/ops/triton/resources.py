@@ -1,6 +1,4 @@
-"""What the kernels need of a GPU (shared memory, registers, spills), found by building them. No GPU is needed
-for that.
-"""
+"""What the kernels need of a GPU (shared memory, registers, spills), found by building them, without a GPU."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ import torch
 from torch import Tensor
 
 SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB of shared memory that one block may have, by compute capability (CUDA programming guide, technical
-specifications).
-"""
+"""KiB of shared memory that one block may have, by compute capability (CUDA programming guide)."""
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 TYPES |= {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
@@ -121,9 +117,7 @@ def caches(kernels: ModuleType, device: int = 0) -> dict[str, dict[Any, Any]]:
 
 
 def loaded(kernels: ModuleType, device: int = 0) -> dict[str, tuple[int, int]]:
-    """Registers of a thread and its bytes of local memory, for each kernel this process has launched; the most
-    of each.
-    """
+    """Registers of a thread and bytes of local memory of each kernel this process has launched; the most of each."""
     sizes = {
         name: [(kernel.n_regs, 4 * kernel.n_spills) for kernel in built.values() if getattr(kernel, "n_regs", None)]
         for name, built in caches(kernels, device).items()
