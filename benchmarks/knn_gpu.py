@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "knn_gpu.json")
     options = parser.parse_args()
     if options.tiny:
-        os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+        os.environ["TRITON_INTERPRET"], launch.INTERPRETED = "1", True  # before the kernels are imported
         options.sizes, options.queries, options.heads, options.width, options.nearest, options.rounds = [300], [3, 1], 2, 16, 4, 1
     elif not torch.cuda.is_available():
         sys.exit("needs a GPU; --tiny runs without one")

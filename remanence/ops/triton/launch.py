@@ -19,6 +19,7 @@ WIDEST = 128
 PRECISION = "tf32x3"
 """Of products of float32 operands: three tensor-core products for one of (nearly) float32. "ieee" is exact and slow."""
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, as Triton does when it is imported
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, but not imported before it is needed
 
 
@@ -47,10 +48,9 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor = mended
 
 
-@cache
 def interpreted() -> bool:
-    """Whether kernels run under Triton's interpreter. Read once: Triton itself reads it when it is imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether kernels run under Triton's interpreter."""
+    return INTERPRETED
 
 
 def power(size: int) -> int:
