@@ -20,6 +20,7 @@ import torch
 import remanence
 from remanence.config import MODES, Mode, known
 from remanence.core.files import called, read_json, write_json
+from remanence.core.migrations import first_fields
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 from remanence.evaluate.bookmark import Bookmark
 from remanence.evaluate.subject import Subject
@@ -159,9 +160,9 @@ def _measured(
 
 
 def describe(subject: Subject) -> Any:
-    """What is evaluated, so that it can be told from anything else."""
+    """The identity of what is evaluated."""
     if subject.recipe is not None:
-        return {"recipe": subject.recipe.to_dict()}
+        return {"recipe": first_fields("train", subject.recipe.to_dict())}
     return {"model": fingerprint(subject.model)._asdict(), "tokenizer_digest": _tokenizer_digest(subject.tokens)}
 
 

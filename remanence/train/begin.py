@@ -1,14 +1,15 @@
-"""What a memory holds where a document begins: the learned start, what another row's memory held, or noise of that size.
+"""A memory's state where a document begins: the learned start, another row's memory, or noise of that size.
 
-A memory trained from its learned start alone knows only what one training length can make of it, and is lost in the states that
-longer texts lead to. Rows that begin elsewhere show it such states at no cost in length. Only weights and momentum are taken
-over: positions are 0, convolutions and windows empty, as at any document's start, so that nothing of another text can be read but
-through the memory.
+A memory trained from its learned start alone knows only the states that one training length leads to, and fails in
+those of longer texts. Rows that begin elsewhere show it such states at no cost in length. Only weights and momentum are
+taken over: positions are 0, convolutions and windows are empty, as at any document's start, so that another text can
+only be read through the memory.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple, Protocol
@@ -26,80 +27,87 @@ from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
 
 SPAN = 100
-"""Steps over which the size of memories is averaged: long enough to be steady, short enough to follow training."""
+"""Steps over which the size of memories is averaged: enough to be steady, few enough to follow training."""
 
 
 class Begin(Protocol):
-    """One way to begin. What it has to know of earlier steps goes into checkpoints: `tensors`, and back by `load`."""
+    """One way to begin. What it needs from earlier steps goes into checkpoints by `tensors` and back by `load`."""
 
     kind: str
 
     def begun(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
-        """The state of documents that begin now, some of which begin elsewhere than `fresh` does. `number` is the batch's;
-        `carried` what rows that go on from step to step carry into it.
+        """The state of documents that begin now: `fresh`, or for some of them another one.
+
+        `number` is the batch's, and `carried` what rows carry into it from the step before.
         """
         ...
 
     def ended(self, state: State, batch: Batch) -> None:
-        """Look at the state that a step has left."""
+        """Called with the state after a step."""
         ...
 
     def tensors(self) -> dict[str, Tensor]: ...
 
     def load(self, parts: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
-        """Take up what all processes' `tensors` were, in their order."""
+        """Restore from the `tensors` of all processes, in their order."""
         ...
 
 
 def begin_of(config: TrainConfig, world: World) -> Begin | None:
-    """A config's, for one of its processes; None if every document begins afresh."""
+    """The config's way, for one of its processes; None if every document begins fresh."""
     if config.begin == "fresh":
         return None
     return (Passed if config.begin == "passed" else Noise)(config, world)
 
 
-class Place(NamedTuple):
-    """Of a document in a batch: its row, and whether the row ends with it."""
+class Document(NamedTuple):
+    """A document in a batch: its row, and whether the row ends with it."""
 
     row: int
     last: bool
 
 
 class _Drawn:
-    """What both ways share: which documents begin elsewhere."""
+    """What both ways share: the choice of documents that do not begin fresh."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
         self.rows = config.batch // (config.accumulate * world.size)
 
-    def places(self, batch: Batch) -> list[Place]:
-        """Of packed rows, several documents may lie in one."""
+    def documents(self, batch: Batch) -> list[Document]:
+        """A packed row may have several."""
         if batch.offsets is None:
-            return [Place(row, True) for row in range(self.rows)]
+            return [Document(row, True) for row in range(self.rows)]
         length = batch.tokens.shape[1] // self.rows
-        return [Place(start // length, end % length == 0) for start, end in itertools.pairwise(batch.offsets)]
+        return [
+            Document(start // length, end % length == 0) for start, end in itertools.pairwise(batch.offsets)
+        ]
 
     def ends(self, batch: Batch) -> list[int]:
-        """The documents that a row ends with, one for each."""
-        return [index for index, place in enumerate(self.places(batch)) if place.last]
+        """The index of each row's last document."""
+        return [index for index, document in enumerate(self.documents(batch)) if document.last]
 
     def seeds(self, batch: Batch, number: int) -> list[int | None]:
-        """For each document a number if it is to begin elsewhere. As a batch is, they are a function of the seed, the batch's
-        number and the row among all processes' rows; drawn beside what the sources draw by the same key.
+        """For each document a seed, or None if it begins fresh.
+
+        Like the batch, they are a function of the run's seed, the batch's number and the row among all processes' rows.
+        The counter keeps them apart from what the sources draw with the same key.
         """
         found: list[int | None] = []
-        for row, inside in itertools.groupby(self.places(batch), lambda place: place.row):
+        for row, inside in itertools.groupby(self.documents(batch), lambda document: document.row):
             key, counter = [self.config.seed, number], [0, 0, self.world.rank * self.rows + row, 1]
-            chance = np.random.Generator(np.random.Philox(key=key, counter=counter))
+            rng = np.random.Generator(np.random.Philox(key=key, counter=counter))
             for _ in inside:
-                elsewhere, seed = chance.random() < self.config.begin_share, int(chance.integers(2**63))
-                found.append(seed if elsewhere else None)
+                chosen, seed = rng.random() < self.config.begin_share, int(rng.integers(2**63))
+                found.append(seed if chosen else None)
         return found
 
 
 class Passed(_Drawn):
-    """From what the row beside held at the end of the step before: rows 0 and 1 pass their memories to each other, so do 2 and
-    3, and so on, and processes have nothing to send. A memory that has diverged is not passed.
+    """From the memory of the neighbouring row at the end of the step before.
+
+    Rows 0 and 1 pass their memories to each other, so do 2 and 3, and so on: processes exchange nothing. A memory that
+    has diverged is not passed.
     """
 
     kind = "passed"
@@ -107,8 +115,8 @@ class Passed(_Drawn):
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
         if self.rows % 2:
-            shares = f"batch / (accumulate x processes) = {self.rows}"
-            raise ValueError(f"begin: expected an even number of rows, as two pass their memories to each other, got {shares}")
+            wanted = "an even number of rows, as two pass their memories to each other"
+            raise ValueError(f"begin: expected {wanted}, got batch / (accumulate x processes) = {self.rows}")
         self.held: list[Weights] = []
         self.diverged = torch.zeros(0, dtype=torch.bool)
 
@@ -119,9 +127,10 @@ class Passed(_Drawn):
         if not held:
             return fresh
         device = fresh.position.device
-        index = torch.tensor([place.row ^ 1 for place in self.places(batch)], device=device)
-        chosen = torch.tensor([seed is not None for seed in self.seeds(batch, number)], device=device) & ~diverged[index]
-        return _with(fresh, [tuple(layer[index] for layer in layers) for layers in held], chosen)
+        index = torch.tensor([document.row ^ 1 for document in self.documents(batch)], device=device)
+        chosen = torch.tensor([seed is not None for seed in self.seeds(batch, number)], device=device)
+        passed = [tuple(layer[index] for layer in layers) for layers in held]
+        return _with(fresh, passed, chosen & ~diverged[index])
 
     def ended(self, state: State, batch: Batch) -> None:
         if self.config.carry:
@@ -136,15 +145,16 @@ class Passed(_Drawn):
 
     def load(self, parts: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
         own = slice(self.world.rank * self.rows, (self.world.rank + 1) * self.rows)
-        whole = {name: torch.cat([part[name] for part in parts])[own].to(device) for name in parts[0]}
-        self.diverged = whole.pop("diverged")
-        count = 1 + max(int(name.split(".")[0]) for name in whole)
-        self.held = [tuple(whole[f"{i}.{j}"] for j in range(sum(n.startswith(f"{i}.") for n in whole))) for i in range(count)]
+        named = {name: torch.cat([part[name] for part in parts])[own].to(device) for name in parts[0]}
+        self.diverged = named.pop("diverged")
+        depths = Counter(int(name.split(".")[0]) for name in named)
+        self.held = [tuple(named[f"{i}.{j}"] for j in range(depths[i])) for i in range(len(depths))]
 
 
 class Noise(_Drawn):
-    """From normal numbers, whose mean square is, for every weight and momentum of each head, what it was of the memories that the
-    last steps have left.
+    """From normal random numbers with the mean square that memories had after the last steps.
+
+    The mean square is one number for every weight and momentum of each head.
     """
 
     kind = "noise"
@@ -157,17 +167,20 @@ class Noise(_Drawn):
         if not self.steps:
             return fresh
         seeds, device = self.seeds(batch, number), fresh.position.device
-        chances = [None if seed is None else torch.Generator(device).manual_seed(seed) for seed in seeds]
+        generators = [None if seed is None else torch.Generator(device).manual_seed(seed) for seed in seeds]
         squares = iter(self.squares.split([layer.shape[1] * layer.shape[2] for layer in _layers(fresh)]))
         made: list[Weights] = []
         for memory in memories(fresh):
             layers = []
             for layer in memory.layers:
-                scale = next(squares).sqrt().to(device, layer.dtype).view(*layer.shape[1:3], *[1] * (layer.dim() - 3))
-                drawn = torch.zeros_like(layer)
-                for row, chance in enumerate(chances):
-                    if chance is not None:
-                        drawn[row] = scale * torch.randn(layer.shape[1:], generator=chance, dtype=layer.dtype, device=device)
+                scale = next(squares).sqrt().to(device, layer.dtype)
+                scale = scale.view(*layer.shape[1:3], *[1] * (layer.dim() - 3))
+                drawn, shape = torch.zeros_like(layer), layer.shape[1:]
+                for row, generator in enumerate(generators):
+                    if generator is not None:
+                        drawn[row] = scale * torch.randn(
+                            shape, generator=generator, dtype=layer.dtype, device=device
+                        )
                 layers.append(drawn)
             made.append(tuple(layers))
         return _with(fresh, made, torch.tensor([seed is not None for seed in seeds], device=device))
@@ -178,7 +191,9 @@ class Noise(_Drawn):
         good = ~state.diverged[ends]
         sums = [good.sum().float().view(1)]
         for layer in _layers(state):
-            squares = layer[ends].float().square().reshape(len(ends), layer.shape[1] * layer.shape[2], -1).mean(-1)
+            squares = (
+                layer[ends].float().square().reshape(len(ends), layer.shape[1] * layer.shape[2], -1).mean(-1)
+            )
             sums.append(squares.where(good.unsqueeze(-1), 0.0).sum(0))
         rows, *total = self.world.total(*torch.cat(sums).tolist())
         if not rows or not all(map(isfinite, total)):
@@ -200,7 +215,7 @@ def _layers(state: State) -> list[Tensor]:
 
 
 def _with(fresh: State, held: Sequence[Weights], chosen: Tensor) -> State:
-    """A state whose memories hold something else in the chosen rows, and are otherwise as they were."""
+    """A state whose memories are replaced in the chosen rows."""
     others = iter(held)
 
     def changed(node: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A run's checkpoints: folders that are whole or not there, the last few of them kept. Only safetensors and JSON.
+"""A run's checkpoints: folders that are complete or absent, of which the last few stay. Only safetensors and JSON.
 
-One process writes a folder that is a model's, with the optimizer beside it. Several write their own parts of everything at
-once, with torch's distributed checkpoints in safetensors. Each kind can be taken up by any number of processes.
+One process writes a model's folder with the optimizer beside it. Several processes write their own shards at once, as
+torch's distributed checkpoints in safetensors. Any number of processes can load either kind.
 """
 
 from __future__ import annotations
@@ -79,7 +79,12 @@ def save(
 
 
 def _write(
-    temporary: Path, model: Model, optimizer: torch.optim.Optimizer, carried: State | None, world: World, begin: Begin | None
+    temporary: Path,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    carried: State | None,
+    world: World,
+    begin: Begin | None,
 ) -> None:
     if world.size == 1:
         model.save(temporary)
@@ -88,7 +93,7 @@ def _write(
         import torch.distributed.checkpoint as dcp
 
         writer = dcp.HuggingFaceStorageWriter(str(temporary / PARTS), save_distributed=True)
-        with _told(temporary, OSError):
+        with _one_line(temporary, OSError):
             dcp.save({**_weights(model), **_moments(model, optimizer)}, storage_writer=writer)
     if carried is not None:
         write_tensors(temporary / f"carried-{world.rank:05d}.safetensors", dict(memfile.named(carried)), {})
@@ -97,7 +102,7 @@ def _write(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole ones, oldest first."""
+    """The complete ones, oldest first."""
     return sorted(path for path in folder.glob("[0-9]*") if (path / "progress.json").is_file())
 
 
@@ -108,10 +113,16 @@ def load(
     progress = _progress(path)
     theirs = read_config(path)
     if theirs != model.config:
-        raise ValueError(f"{path}: expected a checkpoint of the run's own model, got one of another configuration")
+        raise ValueError(
+            f"{path}: expected a checkpoint of the run's own model, got one of another configuration"
+        )
     taken = progress.step - progress.skipped
     parameters = {name: each for name, each in model.named_parameters() if taken and each.requires_grad}
-    moments = {f"{key}.{name}": torch.zeros_like(parameter.detach()) for name, parameter in parameters.items() for key in MOMENTS}
+    moments = {
+        f"{key}.{name}": torch.zeros_like(parameter.detach())
+        for name, parameter in parameters.items()
+        for key in MOMENTS
+    }
     _read(path, {**_weights(model), **moments}, world)
     for name, parameter in parameters.items():
         own = {key: moments[f"{key}.{name}"] for key in MOMENTS}
@@ -125,7 +136,7 @@ def load(
 
 
 def load_model(path: Path) -> Model:
-    """Only the model, whole, of a checkpoint of either kind."""
+    """Only the model, with all its weights, of a checkpoint of either kind."""
     if not (path / PARTS).is_dir():
         return Model.load(path)
     with torch.device("meta"):
@@ -147,7 +158,7 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group, which is so
-            with _told(path, ValueError):
+            with _one_line(path, ValueError):
                 reader = dcp.HuggingFaceStorageReader(str(path / PARTS))
                 stored = {current_name(name): name for name in reader.read_metadata().state_dict_metadata}
                 into = {stored.get(name, name): tensor for name, tensor in into.items()}
@@ -158,14 +169,14 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
     found = {current_name(name): tensor for part in parts for name, tensor in part.items()}
     for name, tensor in into.items():
         if name not in found or found[name].shape != tensor.shape:
-            came = list(found[name].shape) if name in found else "none"
-            raise ValueError(f"{path}: {name}: expected a tensor {list(tensor.shape)}, got {came}")
+            shape = list(found[name].shape) if name in found else "none"
+            raise ValueError(f"{path}: {name}: expected a tensor {list(tensor.shape)}, got {shape}")
         tensor.copy_(spread(found[name], tensor))
 
 
 @contextmanager
-def _told(path: Path, kind: type[Exception]) -> Iterator[None]:
-    """What goes wrong in torch's distributed checkpoints, in one line: their own exceptions are pages long and no `Exception`."""
+def _one_line(path: Path, kind: type[Exception]) -> Iterator[None]:
+    """Errors of torch's distributed checkpoints in one line: their own are pages long, and no `Exception`."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -183,8 +194,12 @@ def _first_line(error: BaseException) -> str:
 
 def _progress(path: Path) -> Progress:
     found = read_json(path / "progress.json")
-    if set(found) != set(Progress._fields) or any(type(value) is not int or value < 0 for value in found.values()):
-        raise ValueError(f"{path / 'progress.json'}: expected whole numbers {', '.join(Progress._fields)}, got {found}")
+    if set(found) != set(Progress._fields) or any(
+        type(value) is not int or value < 0 for value in found.values()
+    ):
+        raise ValueError(
+            f"{path / 'progress.json'}: expected whole numbers {', '.join(Progress._fields)}, got {found}"
+        )
     return Progress(**found)
 
 
@@ -206,7 +221,9 @@ def _carried(path: Path, model: Model, world: World) -> State | None:
     if not parts:
         return None
     template = model.start(1)
-    states = [memfile.assembled(template, read_tensors(part).tensors, template.position.device) for part in parts]
+    states = [
+        memfile.assembled(template, read_tensors(part).tensors, template.position.device) for part in parts
+    ]
     rows = State.concat(states)
     own = len(rows.position) // world.size
     return rows.rows(slice(world.rank * own, (world.rank + 1) * own))

@@ -1,4 +1,4 @@
-"""A training run as data: what to train, on what, how. Frozen, checked when made, saved with the run. Imports no torch."""
+"""A training run as data: what to train, on what, and how. Frozen, validated, saved with the run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from remanence.core.migrations import accepts_old_names, current_fields
 
 
 def _check(config: Any) -> None:
-    """Every field against its own annotation, which a file or a caller may have missed."""
+    """Check every field against its annotation, which a file or a caller may have ignored."""
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not _fits(kind, value):
-            raise ValueError(f"{name}: expected {_told(kind)}, got {value!r}")
+            raise ValueError(f"{name}: expected {_describe(kind)}, got {value!r}")
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -33,18 +33,18 @@ def _fits(kind: Any, value: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _told(kind: Any) -> str:
+def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple:
         inner = get_args(kind)
         return (
-            f"several, each {_told(inner[0])}"
+            f"several, each {_describe(inner[0])}"
             if inner[-1] is ...
-            else f"{len(inner)}, each {_told(inner[0])}"
+            else f"{len(inner)}, each {_describe(inner[0])}"
         )
     if get_origin(kind) is not None:
-        return " or ".join(_told(option) for option in get_args(kind))
+        return " or ".join(_describe(option) for option in get_args(kind))
     names = {
         int: "a whole number",
         float: "a finite number",
@@ -74,7 +74,7 @@ class OptimizerConfig:
     Attributes:
         lr: the peak.
         betas, eps, weight_decay: AdamW's; only matrices are decayed, never gains, biases or a memory's beginning.
-        clip: the gradient's largest length.
+        clip: the largest norm of the gradient.
         schedule: after the warm-up, "cosine" to the end, "wsd" (constant, then down to the end) or "constant".
         warmup: steps from 0 to the peak.
         final: the last learning rate, as a share of the peak.
@@ -182,20 +182,20 @@ class TrainConfig:
         init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
-        carry: whether rows carry their memory from step to step (kind "documents"), without gradient across the border.
-        begin: what a row's memory holds when a document begins: "fresh", the learned start; "passed", what the row beside it
-            held after the step before; "noise", normal numbers as large as what memories hold after a step.
-        begin_share: of the documents, those that begin so; the others begin afresh.
+        carry: whether rows carry their memory from step to step (kind "documents"), without gradient between steps.
+        begin: a row's memory when a document begins: "fresh", the learned start; "passed", that of the neighbouring
+            row after the step before; "noise", normal random numbers as large as memories are after a step.
+        begin_share: the share of the documents that begin so; the others begin fresh.
         precision: "float32", or "bfloat16" by autocast; parameters and memories stay float32.
         checkpointing: recompute activations in backward.
         compile: torch.compile of the feed-forward nets.
-        graph: whether a step's forward and backward are captured as a CUDA graph and replayed: None, where that is possible and
-            leaves enough of the GPU's memory free; docs/training.md.
+        graph: whether a step's forward and backward are captured as a CUDA graph and replayed. None: where that is
+            possible and leaves enough of the GPU's memory free; docs/training.md.
         seed: of weights and batches.
-        save_every, keep: steps between checkpoints, and how many of the last to keep.
+        save_every, keep: steps between checkpoints, and how many of the last ones stay.
         log_every: steps between lines of the log.
-        trackers: where metrics go beside metrics.jsonl: "tensorboard", "wandb".
-        prompt, sample_tokens: of a sample, taken when the run gets SIGUSR1.
+        trackers: where metrics go in addition to metrics.jsonl: "tensorboard", "wandb".
+        prompt, sample_tokens: of the sample that the run writes on SIGUSR1.
         patience: steps with a non-finite loss or gradient, which are skipped, before the run stops.
         device: "auto", "cpu", "cuda" or "mps".
     """
@@ -323,8 +323,8 @@ def _parse(kind: Any, text: str, name: str) -> Any:
                 return option(text)
         except (ValueError, KeyError):
             continue
-    told = getattr(kind, "__name__", str(kind))
-    raise ValueError(f"{name}: expected {told}, got {text!r}")
+    expected = getattr(kind, "__name__", str(kind))
+    raise ValueError(f"{name}: expected {expected}, got {text!r}")
 
 
 def _build(cls: Any, data: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Several processes as one run: who is there, what they agree on, and a model whose weights lie spread over them."""
+"""Several processes as one run: their ranks, what they agree on, and a model whose weights are sharded over them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class World(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this is the process that writes files and logs."""
         return self.rank == 0
 
     def total(self, *numbers: float) -> list[float]:
@@ -37,11 +37,11 @@ class World(NamedTuple):
         return summed.tolist()
 
     def one(self, act: Callable[[], object]) -> None:
-        """What one process does for all: files."""
+        """Run `act` in the first process, for all: files."""
         self.all(act if self.first else lambda: None)
 
     def all(self, act: Callable[[], object]) -> None:
-        """What every process does, and none goes on from if it failed in one, instead of waiting for ever."""
+        """Run `act` in every process. If it fails in one, it fails in all, instead of waiting for ever."""
         failure: BaseException | None = None
         try:
             act()
@@ -56,37 +56,37 @@ class World(NamedTuple):
 
 @contextmanager
 def joined(device: str) -> Iterator[World]:
-    """This process's place among those that `torchrun` started, or alone if it did not."""
-    place = resolve(device)
+    """This process among those that `torchrun` started, or alone if it did not."""
+    own = resolve(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield World(place)
+        yield World(own)
         return
-    if place.type == "cuda":
-        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(place)
+    if own.type == "cuda":
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(own)
     ours = not dist.is_initialized()
     if ours:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
     try:
-        yield World(place, dist.get_rank(), dist.get_world_size())
+        yield World(own, dist.get_rank(), dist.get_world_size())
     finally:
         if ours:
             dist.destroy_process_group()
 
 
 def shard(model: Model, world: World) -> Model:
-    """FSDP2, block by block. Weights are gathered in their own float32: what is computed in bfloat16 is autocast's to say.
+    """FSDP2, block by block. Weights are gathered in float32; autocast decides what is computed in bfloat16.
 
-    `cast_forward_inputs` is off: with a lower `param_dtype` it would turn the memories' float32 states into bfloat16 on their way
-    in. `start`, `trace` and `logits` use weights outside of `forward`, so they gather them, too.
+    `cast_forward_inputs` is off: with a lower `param_dtype` it would turn the memories' float32 states into bfloat16 on
+    their way in. `start`, `trace` and `logits` use weights outside of `forward`, so they gather them, too.
     """
     if world.size == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    # Parts of a state are views. They are never changed in place, which is what torch warns of, at every block of every process.
+    # Parts of a state are views. They are never changed in place, which torch warns of at every block of every process.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {
         "mesh": init_device_mesh(world.device.type, (world.size,)),
@@ -101,8 +101,8 @@ def shard(model: Model, world: World) -> Model:
     return model
 
 
-def whole(model: Model, world: World) -> Model | None:
-    """The model with all its weights on the CPU, in the first process; None in the others, which have to call this as well."""
+def gather_model(model: Model, world: World) -> Model | None:
+    """The model with all its weights on the CPU, in the first process. The others must call this, too: they get None."""
     if world.size == 1:
         return model
     gathered = {name: full(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
@@ -116,12 +116,12 @@ def whole(model: Model, world: World) -> Model | None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A tensor that may be spread over processes, in one piece; a collective call if it is."""
+    """A tensor that may be sharded over processes, in one piece; a collective call if it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def spread(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor as `like` is: on its device, and only this process's part if it is spread."""
+    """A full tensor as `like` is: on its device, and only this process's shard if it is sharded."""
     value = value.to(like.device)
     if not hasattr(like, "device_mesh"):
         return value

@@ -41,9 +41,9 @@ def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
 
 
 def export(run: str | Path, out: str | Path, memory: str | Path | None = None, row: int = 0) -> Path:
-    """A run's model as a folder of its own, for `Model.load` and Hugging Face: the finished one, or its last checkpoint's.
+    """Write a run's model to a folder, for `Model.load` and Hugging Face: the finished one, or the last checkpoint's.
 
-    `memory` is a file for what one of the batch's rows remembered at the end, of a run that carried its memories (``carry``).
+    `memory` is a file for the memory of one of the batch's rows at the end, of a run that carried them (``carry``).
     """
     run, out = Path(run), Path(out)
     config = run_config(run)

@@ -1,5 +1,6 @@
-"""Forward and backward of a training step as one CUDA graph: a step of many small kernels then takes what they take, not what it
-takes to launch them. For batches of one shape, whose rows begin anew or go on where the step before left them.
+"""Forward and backward of a training step as one CUDA graph, so that a step of many small kernels is not launch-bound.
+
+For batches of one shape, whose rows begin anew or continue where the step before left them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
 
 SHARE = {False: 0.75, True: 0.45}
-"""Of a GPU's memory: what a step may need if it is captured unasked. Where rows carry a state there are two graphs, and the
-second is tried out beside the first.
+"""The share of a GPU's memory up to which a step is captured by default, by whether rows carry a state.
+
+With a state there are two graphs, and the second is tried out beside the first.
 """
 
 
 class _Held(NamedTuple):
-    """A captured step, and the places that it reads and writes."""
+    """A captured step, and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
@@ -40,10 +42,10 @@ class _Held(NamedTuple):
 
 
 class Graphed:
-    """``loss, seen = Graphed(model)(tokens, targets)``: cross-entropy, and gradients in the parameters as after `backward`.
+    """``loss, seen = Graphed(model)(tokens, targets)``: cross-entropy, and gradients as after `backward`.
 
-    The first call of each kind captures it. What a call returns is written anew by the next one; the parameters must stay where
-    they are, and the model's settings as they are.
+    The first call of each kind captures it. The next call overwrites what a call returned. The parameters must not
+    move, and the model's settings must not change.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype | None = None) -> None:
@@ -65,8 +67,8 @@ class Graphed:
     ) -> tuple[Tensor, Trace]:
         """The sum over all targets (-100 is none), divided by how many there are, or by `count`.
 
-        Rows carry `state`, all of them at a multiple of `border_of`, but for those that are `anew` ``[b]``: they begin a
-        document. A step in which some do, or some have not read a whole window yet, is another graph than the usual one.
+        Rows carry `state`, all at a multiple of `border_of`, except those that are `anew` ``[b]``: they begin a
+        document. A step in which some do, or in which some have not filled their window yet, has a graph of its own.
         """
         begins = None if anew is None or state is None else anew.tolist()
         whole = state is not None and not any(begins or ()) and min(places(state.position)) >= self.window
@@ -116,10 +118,10 @@ class Graphed:
                 logits = self.model.logits(seen.hidden).flatten(0, 1)
                 loss = F.cross_entropy(logits.float(), targets.flatten(), reduction="sum") / count
             loss.backward()
-            # What the host knew of where rows stand was true of this one time: what goes out does not know it.
+            # The positions that the host knew are those of the capture: the outputs must not carry them.
             made[:] = [loss.detach(), seen._replace(state=seen.state.map(Tensor.detach))]
 
-        # Of what a step leaves all is taken up before the next one begins, so that all graphs can have the same memory.
+        # All outputs of a step are used before the next one begins, so all graphs can share one memory pool.
         graph, _ = capture(step, self.device, beside=next((held.graph for held in self.held.values()), None))
         loss, seen = made
         grads = [parameter.grad for parameter in self.parameters]

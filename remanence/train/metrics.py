@@ -1,4 +1,4 @@
-"""What can be seen of a run while it goes on: a line of JSON for every logged step, always; other places if asked for."""
+"""A run's metrics: a line of JSON for every logged step, and the trackers that the config names."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ import torch
 from remanence.config import known
 from remanence.core.files import replacing
 from remanence.model import Trace
+from remanence.train.checkpoint import Progress
+from remanence.train.config import TrainConfig
+from remanence.train.engine import Step
 from remanence.train.plan import flops_per_token, peak
 
 Line = dict[str, Any]
 
 
 class Tracker(Protocol):
-    """Somewhere else that metrics go."""
+    """Another destination of metrics."""
 
     def write(self, line: Line) -> None: ...
 
@@ -35,7 +38,8 @@ class TensorBoard:
     def __init__(self, out: Path, config: dict[str, Any], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)  # what a kill took back is drawn anew
+        # Steps after the checkpoint are drawn anew.
+        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
         self.writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
 
     def write(self, line: Line) -> None:
@@ -48,12 +52,13 @@ class TensorBoard:
 
 
 class WandB:
-    """Goes on with the same curve when a run is resumed: its id is kept in the run's folder."""
+    """A resumed run continues its curve: its id is in the run's folder."""
 
     def __init__(self, out: Path, config: dict[str, Any], step: int) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
-        self.run = wandb.init(project="remanence", name=out.name, config=config, dir=str(out), resume="allow", id=_identity(out))
+        own = {"name": out.name, "dir": str(out), "id": _identity(out)}
+        self.run = wandb.init(project="remanence", config=config, resume="allow", **own)
 
     def write(self, line: Line) -> None:
         self.run.log({name: value for name, value in line.items() if value is not None}, step=line["step"])
@@ -63,35 +68,47 @@ class WandB:
 
 
 def _identity(out: Path) -> str:
-    kept = out / "wandb-id.txt"
-    if not kept.is_file():
-        kept.write_text(uuid4().hex[:16], encoding="utf-8")
-    return kept.read_text(encoding="utf-8")
+    path = out / "wandb-id.txt"
+    if not path.is_file():
+        path.write_text(uuid4().hex[:16], encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
-TRACKERS: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+TRACKERS: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+}
 
 
 def _tracker(name: str, out: Path, config: dict[str, Any], step: int) -> Tracker:
     try:
         return TRACKERS[name](out, config, step)
-    except Exception as error:  # no login, no network: whatever the other side says
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"trackers: {name!r} could not be started ({told})") from None
+    except Exception as error:  # no login, no network, anything else
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"trackers: {name!r} could not be started ({reason})") from None
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Before a run is begun: that each is known and installed."""
+    """Before a run begins: each must be known and installed."""
     for name in names:
         known("trackers", name, TRACKERS)
         if find_spec(name) is None:
-            raise ValueError(f"trackers: {name!r} needs the extra of that name; pip install 'remanence[{name}]'")
+            raise ValueError(
+                f"trackers: {name!r} needs the extra of that name; pip install 'remanence[{name}]'"
+            )
 
 
 class Metrics:
-    """``metrics.jsonl``. Lines beyond the checkpoint that a run resumes from are taken back first."""
+    """``metrics.jsonl``. Lines after the checkpoint that a run resumes from are removed first."""
 
-    def __init__(self, out: Path, config: Any, progress: Any, log: Callable[[Line], None] | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        out: Path,
+        config: TrainConfig,
+        progress: Progress,
+        log: Callable[[Line], None] | None,
+        device: torch.device,
+    ) -> None:
         self.path, self.config, self.log, self.device = out / "metrics.jsonl", config, log, device
         self.trackers = [_tracker(name, out, config.to_dict(), progress.step) for name in config.trackers]
         found = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
@@ -112,8 +129,8 @@ class Metrics:
                 ends.callback(tracker.close)
             ends.callback(self.file.close)
 
-    def write(self, progress: Any, step: Any, world_size: int, leash: int) -> None:
-        """`leash` is how many memories' gradients were held in the steps since the last line, by all processes."""
+    def write(self, progress: Progress, step: Step, world_size: int, leash: int) -> None:
+        """`leash` is how many memories' gradients were clipped in the steps since the last line, by all processes."""
         now = time.perf_counter()
         first, tokens = self.before
         rate = (progress.tokens - tokens) / max(now - first, 1e-9)
@@ -132,7 +149,8 @@ class Metrics:
         if (most := peak(self.device)) is not None:
             line["mfu"] = round(rate * self.flops / (most * world_size), 4)
         self.before = now, progress.tokens
-        line = {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in line.items()}
+        bad = [name for name, value in line.items() if isinstance(value, float) and not isfinite(value)]
+        line.update(dict.fromkeys(bad))
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         self.written += 1
@@ -143,7 +161,7 @@ class Metrics:
 
 
 def _step_of(line: str) -> float:
-    """The step a line tells of; a line cut short by a kill belongs to none."""
+    """A line's step; a line cut short by a kill has none."""
     try:
         return float(json.loads(line)["step"])
     except (json.JSONDecodeError, KeyError, TypeError):
@@ -151,7 +169,7 @@ def _step_of(line: str) -> float:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """The most bytes held so far: of the GPU's memory, or of this process's."""
+    """The peak so far, in bytes: of the GPU's memory, or of this process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -9,11 +9,13 @@ LENGTH, ROWS = 4096, 128
 """Tokens of a row, and rows of a step: half a million tokens together."""
 
 
-def pretraining(size: str, lr: float, billions: int, *, variant: str = "mac", accumulate: int = 4) -> TrainConfig:
+def pretraining(
+    size: str, lr: float, billions: int, *, variant: str = "mac", accumulate: int = 4
+) -> TrainConfig:
     """FineWeb-Edu, the Llama-2 tokenizer's 32,000 tokens, AdamW with a cosine, weight decay 0.1, rows of 4,096 tokens.
 
-    The peak learning rate is the NeurIPS version's table; its text and v1 say 4e-4 for every size. The warm-up, the betas and
-    the clipping are not told.
+    The peak learning rate is from the NeurIPS version's table; its text and v1 have 4e-4 for every size. The papers do
+    not give the warm-up, the betas and the clipping.
     """
     return TrainConfig(
         model=preset(size, variant, vocabulary=32_000),

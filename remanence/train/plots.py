@@ -24,12 +24,16 @@ def plot(run: str | Path) -> Path:
     import matplotlib.pyplot as plt
 
     run = Path(run)
-    lines: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     if not lines:
         raise ValueError(f"{run / 'metrics.jsonl'}: expected at least one logged step, got none")
     panels = {title: [name for name in names if name in lines[-1]] for title, names in PANELS.items()}
     panels = {title: names for title, names in panels.items() if names}
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.2), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4 * len(panels), 3.2), layout="constrained", squeeze=False
+    )
     for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
         for name, colour in zip(names, ("#1b6ca8", "#e07a1f", "#3a8f5c"), strict=False):
             points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]

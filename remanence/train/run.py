@@ -32,7 +32,7 @@ from remanence.train.begin import begin_of
 from remanence.train.carry import carry_in, carry_out
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World, joined, shard, spread, whole
+from remanence.train.distributed import World, gather_model, joined, shard, spread
 from remanence.train.engine import Step
 from remanence.train.export import run_config, save_model, trained_on
 from remanence.train.graphed import Graphs
@@ -197,7 +197,10 @@ class Run:
         self.checkpoint()
         if self.metrics and self.metrics.written:
             plot(self.out)
-        if self.progress.step == self.config.steps and (model := whole(self.model, self.world)) is not None:
+        if (
+            self.progress.step == self.config.steps
+            and (model := gather_model(self.model, self.world)) is not None
+        ):
             save_model(model, self.out, self.out / "model", trained_on(self.progress, self.config))
 
     def close(self) -> None:
@@ -236,7 +239,7 @@ class Run:
             raise ValueError(f"{error}; the checkpoint cannot be taken up, {hint}") from None
 
     def _count_unigrams(self) -> None:
-        """How rare each token is, for a store that keeps rare ones. A model that is trained further knows it already."""
+        """How rare each token is, for a store of rare ones. A model that is trained further knows it already."""
         config, table = self.config, self.model.log_unigrams
         if table is None or config.init_from is not None:
             return
@@ -289,7 +292,7 @@ class Run:
 
 
 def resolve_config(config: TrainConfig | None) -> TrainConfig:
-    """A new run's config with absolute paths, and with the shape of the model that `init_from` names, if it names one."""
+    """A new run's config with absolute paths, and with the shape of the model that `init_from` names, if any."""
     if config is None:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
     data = replace(config.data, path=_absolute(config.data.path), books=_absolute(config.data.books))

@@ -1,4 +1,4 @@
-"""What a run reads: anything that gives a step's batch, as a function of the step. A new kind is a new entry of `SOURCES`."""
+"""Sources of batches: each gives a step's batch, as a function of the step. A new kind is an entry of `SOURCES`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ class Source(Protocol):
 
 
 def tokenizer_of(source: Source) -> Tokenizer | None:
-    """What a source's tokens mean; a task of made-up symbols has none."""
-    return (
-        source.data.tokenizer
-        if isinstance(source, Packed | Documents)
-        else getattr(source, "tokenizer", None)
-    )
+    """A source's tokenizer; a task of made-up symbols has none."""
+    if isinstance(source, Packed | Documents):
+        return source.data.tokenizer
+    return getattr(source, "tokenizer", None)
 
 
 def corpus(source: Source, steps: int = 64, piece: int = 2**24) -> Iterator[torch.Tensor]:
-    """All tokens that a source reads from, in pieces; of a task that is made up as it goes, its first steps'."""
+    """All tokens that a source reads from, in pieces; of a generated task, those of its first steps."""
     if isinstance(source, Packed | Documents):
         for shard in source.data.shards:
             for start in range(0, len(shard), piece):
@@ -47,21 +45,28 @@ def _shards(config: TrainConfig) -> Tokens:
     if config.data.path is None:
         raise ValueError("data.path: expected a folder made by `remanence data prepare`, got none")
     data = Tokens(config.data.path)
-    if data.vocabulary > config.model.vocabulary:
-        raise ValueError(
-            f"model.vocabulary: expected at least the data's {data.vocabulary}, got {config.model.vocabulary}"
-        )
+    _check_vocabulary(config, "data", data.vocabulary)
     return data
+
+
+def _check_vocabulary(config: TrainConfig, owner: str, needed: int) -> None:
+    if (present := config.model.vocabulary) < needed:
+        raise ValueError(f"model.vocabulary: expected at least the {owner}'s {needed}, got {present}")
+
+
+def _packed(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    return Packed(_shards(config), config.data.length, batch, config.seed, rank, world)
+
+
+def _documents(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    return Documents(_shards(config), config.data.length, batch, config.seed, rank, world)
 
 
 def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     kinds = {"keys": data.keys, "noise": data.noise}
     source = Recall(data.length, batch, data.pairs, data.rounds, config.seed, rank, world, **kinds)
-    if config.model.vocabulary < source.vocabulary:
-        raise ValueError(
-            f"model.vocabulary: expected at least the task's {source.vocabulary}, got {config.model.vocabulary}"
-        )
+    _check_vocabulary(config, "task", source.vocabulary)
     return source
 
 
@@ -83,25 +88,17 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
         known("data.tasks", task, ALL)
     if not data.tasks:
         raise ValueError("data.tasks: expected at least one, got none")
-    tokenizer = (
-        ByteTokenizer() if config.init_from is None else load_tokenizer(model_folder(config.init_from))
-    )
-    if tokenizer.vocabulary > config.model.vocabulary:
-        raise ValueError(
-            f"model.vocabulary: expected at least the tokenizer's {tokenizer.vocabulary}, got {config.model.vocabulary}"
-        )
+    start = config.init_from
+    tokenizer = ByteTokenizer() if start is None else load_tokenizer(model_folder(start))
+    _check_vocabulary(config, "tokenizer", tokenizer.vocabulary)
     stories = {task: read_stories("data.path", data.path, task, "train") for task in data.tasks}
     books = Texts("data.books", data.books, "a text to hide stories in: a file, a folder or hf:NAME")
     return Babilong(stories, books.sentences(), tokenizer, data.length, batch, config.seed, rank, world)
 
 
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
-    "packed": lambda config, batch, rank, world: Packed(
-        _shards(config), config.data.length, batch, config.seed, rank, world
-    ),
-    "documents": lambda config, batch, rank, world: Documents(
-        _shards(config), config.data.length, batch, config.seed, rank, world
-    ),
+    "packed": _packed,
+    "documents": _documents,
     "recall": _recall,
     "needle": _needle,
     "babilong": _babilong,
