@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 FIELDS: dict[str, str] = {
     "train.start": "train.init_from",
+    "subject.place": "subject.device",
 }
 """Fields of configs in files, on the command line and in calls: old dotted name, new dotted name."""
 
@@ -31,7 +32,9 @@ def current_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def first_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` with the names of the first version. Digests are made of these, so that they do not change with a name."""
     first = {new: old for old, new in FIELDS.items()}
-    return {first.get(f"{owner}.{name}", name).removeprefix(f"{owner}."): value for name, value in given.items()}
+    return {
+        first.get(f"{owner}.{name}", name).removeprefix(f"{owner}."): value for name, value in given.items()
+    }
 
 
 def accepts_old_names(owner: str) -> Callable[[Class], Class]:
@@ -41,8 +44,8 @@ def accepts_old_names(owner: str) -> Callable[[Class], Class]:
         made = cls.__init__  # type: ignore[misc]
 
         @wraps(made)
-        def init(self: Any, **given: Any) -> None:
-            made(self, **current_fields(owner, given))
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            made(self, *args, **current_fields(owner, given))
 
         cls.__init__ = init  # type: ignore[misc]
         for dotted in FIELDS:

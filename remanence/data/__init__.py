@@ -1,4 +1,4 @@
-"""Texts to tokens on disk, and tokens to batches: documents keep their borders, and any step's batch can be made again."""
+"""Texts to tokens on disk, and tokens to batches. Documents stay apart, and any step's batch can be made again."""
 
 from remanence.data.batches import Batch, Documents, Packed
 from remanence.data.prepare import prepare

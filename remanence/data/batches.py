@@ -1,4 +1,4 @@
-"""Which tokens a step reads: a function of the step alone, so that any step can be made again, on any number of processes.
+"""The tokens of a step: a function of the step alone, so that any step can be made again, on any number of processes.
 
 Both orders go through the documents in an order shuffled anew for every epoch.
 """
@@ -17,7 +17,7 @@ from remanence.data.shards import Tokens
 
 
 class Batch(NamedTuple):
-    """Inputs and targets ``[b t]`` (-100 where there is none), the borders of documents or a mask, and which rows begin anew."""
+    """Inputs and targets ``[b t]`` (-100: none), the borders of documents or a mask, and which rows begin anew."""
 
     tokens: Tensor
     targets: Tensor
@@ -31,13 +31,22 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 class Packed:
-    """Rows of equal length, filled with documents one behind the other; no token is padding, and none is left out but a rest.
+    """Rows of equal length, filled with documents one after the other. No padding, and only a rest is left out.
 
-    A batch is one packed row ``[1 b*t]`` with the borders of documents and rows, so that nothing is carried across either.
+    A batch is one packed row ``[1 b*t]`` with the borders of documents and rows, so that no state crosses either.
     """
 
-    def __init__(self, data: Tokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1) -> None:
-        self.data, self.length, self.batch, self.seed, self.rank, self.world = data, length, batch, seed, rank, world
+    def __init__(
+        self, data: Tokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1
+    ) -> None:
+        self.data, self.length, self.batch, self.seed, self.rank, self.world = (
+            data,
+            length,
+            batch,
+            seed,
+            rank,
+            world,
+        )
         self.rows = int((data.lengths.sum() - 1) // length)
         self.per_epoch = self.rows // (batch * world)
         if self.per_epoch < 1:
@@ -69,35 +78,50 @@ class Packed:
         joined = [torch.from_numpy(np.concatenate(part)).unsqueeze(0) for part in (tokens, targets)]
         return Batch(joined[0], joined[1], offsets, None, None)
 
-    def _read(self, order: np.ndarray, ends: np.ndarray, start: int, count: int) -> tuple[np.ndarray, list[int]]:
+    def _read(
+        self, order: np.ndarray, ends: np.ndarray, start: int, count: int
+    ) -> tuple[np.ndarray, list[int]]:
         """Tokens of the shuffled stream, and where documents begin among them."""
-        place = int(np.searchsorted(ends, start, "right"))
+        index = int(np.searchsorted(ends, start, "right"))
         pieces, borders, have = [], [], 0
         while have < count:
-            document = self.data[int(order[place])]
-            skip = start + have - (int(ends[place]) - len(document))
+            document = self.data[int(order[index])]
+            skip = start + have - (int(ends[index]) - len(document))
             piece = document[skip : skip + count - have]
             if skip == 0:
                 borders.append(have)
             pieces.append(piece.astype(np.int64))
             have += len(piece)
-            place += 1
+            index += 1
         return np.concatenate(pieces), borders
 
 
 class Documents:
-    """Documents in order: each row reads one from its beginning to its end in pieces, with its memory carried, then the next.
+    """Documents in order: each row reads one to its end in pieces, with its memory carried, then the next.
 
-    The documents are shuffled and dealt to the rows anew for every epoch; a row that has read its own goes on with the next
-    epoch's while others still read. `begins` says which rows start a document, where the state must be new; the last piece of a
-    document is padded.
+    The documents are shuffled and dealt to the rows anew for every epoch. A row that has finished its own goes on with
+    the next epoch's while others still read. `begins` marks rows that start a document, where the state must be new.
+    The last piece of a document is padded.
     """
 
-    def __init__(self, data: Tokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1) -> None:
-        self.data, self.length, self.batch, self.seed, self.rank, self.world = data, length, batch, seed, rank, world
+    def __init__(
+        self, data: Tokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1
+    ) -> None:
+        self.data, self.length, self.batch, self.seed, self.rank, self.world = (
+            data,
+            length,
+            batch,
+            seed,
+            rank,
+            world,
+        )
         if len(data) < batch * world:
-            raise ValueError(f"data: expected at least {batch * world} documents, one for each row, got {len(data)}")
-        self.ends: list[list[int]] = [[] for _ in range(batch)]  # for each row, the step after each epoch's last
+            raise ValueError(
+                f"data: expected at least {batch * world} documents, one for each row, got {len(data)}"
+            )
+        self.ends: list[list[int]] = [
+            [] for _ in range(batch)
+        ]  # for each row, the step after each epoch's last
         self._shuffled = lru_cache(8)(lambda epoch: _order(seed, epoch, len(data)))
         self._dealt = lru_cache(2 * batch)(self._deal)
 
@@ -106,7 +130,7 @@ class Documents:
         own = self._shuffled(epoch)[self.rank * self.batch + row :: self.batch * self.world]
         return own, np.cumsum(np.maximum(1, -(-(self.data.lengths[own] - 1) // self.length)))
 
-    def place(self, row: int, number: int) -> tuple[int, int]:
+    def locate(self, row: int, number: int) -> tuple[int, int]:
         """Which document a row reads at a step, and which piece of it."""
         ends = self.ends[row]
         while not ends or ends[-1] <= number:
@@ -122,7 +146,7 @@ class Documents:
         targets, begins = torch.full_like(tokens, -100), torch.zeros(self.batch, dtype=torch.bool)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         for row in range(self.batch):
-            document, piece = self.place(row, number)
+            document, piece = self.locate(row, number)
             text = self.data[document][piece * self.length : (piece + 1) * self.length + 1].astype(np.int64)
             inputs = text[: self.length] if len(text) == 1 else text[:-1]
             tokens[row, : len(inputs)] = torch.from_numpy(inputs)

@@ -1,7 +1,7 @@
-"""From texts to token shards: in parallel, and what is done already is not done again.
+"""From texts to token shards: in parallel, and resumable.
 
-A file makes one shard; each file of a streamed dataset makes shards of a bounded size. A shard depends on its source alone,
-so that any number of processes, interrupted any number of times, makes the same ones.
+A file makes one shard; each file of a streamed dataset makes shards of a bounded size. A shard depends on its source
+alone, so that any number of processes, interrupted any number of times, makes the same ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from remanence.core.files import read_json, write_json
 from remanence.core.tokens import ByteTokenizer, Tokenizer, read_tokenizer
 from remanence.data import streams
-from remanence.data.shards import Room, cut_shard, dtype_for, shard_is_there, write_index, write_shard
+from remanence.data.shards import Room, cut_shard, dtype_for, shard_exists, write_index, write_shard
 from remanence.data.sources import File, files
 
 Done = Callable[[int, int, int], None]
@@ -46,12 +46,12 @@ def prepare(
 ) -> dict[str, int]:
     """Write every document of the sources to `out` as tokens, each followed by the tokenizer's end mark.
 
-    A source is a file, a folder, or ``hf:NAME[@REVISION][:CONFIG[:SPLIT]]``, a dataset of the hub. Rows whose text is null are
-    passed over, and counted. With a limit, the documents are the first ones, in order, as long as a whole one has room.
+    A source is a file, a folder, or ``hf:NAME[@REVISION][:CONFIG[:SPLIT]]``, a dataset of the hub. Rows whose text is
+    null are skipped and counted. With a limit, the documents are the first ones, in order, as long as one fits.
 
-    Started again after an interruption it goes on: a shard that is there, made from the same, is passed over, and a dataset is
-    read at the revision at which it was begun. So a limit can be raised or lowered later. `done(finished, sources, tokens)` is
-    called as shards are finished, with the number of files.
+    Run again after an interruption, it goes on: a shard made from the same source is not made again, and a dataset is
+    read at the revision of the first run. So a limit can be raised or lowered later. `done(finished, sources, tokens)`
+    is called as shards are finished, with the number of files.
     """
     out = Path(out)
     for name, value in (("workers", workers), ("max_tokens", max_tokens), ("max_documents", max_documents)):
@@ -64,7 +64,10 @@ def prepare(
         left.unlink(missing_ok=True)
     own.save(out)
     _pin(parts, out)
-    jobs = [_Job(part, number, out, tokenizer, field, dtype_for(own.vocabulary)) for number, part in enumerate(parts)]
+    jobs = [
+        _Job(part, number, out, tokenizer, field, dtype_for(own.vocabulary))
+        for number, part in enumerate(parts)
+    ]
     room = Room(max_tokens, max_documents)
     if workers > 1 and len(jobs) > 1:
         _ahead(jobs, min(workers, len(jobs)), room, done)
@@ -80,12 +83,14 @@ def prepare(
                 done(begun - (_stopped(shard) == "full"), len(jobs), tokens)
         if room.used_up or _stopped(shards[-1]) == "room":
             break
-    write_index(out, [{key: shard[key] for key in ("name", "tokens", "documents")} for shard in shards], own.vocabulary)
-    return {"files": begun, **{key: sum(shard.get(key, 0) for shard in shards) for key in ("documents", "tokens", "nulls")}}
+    index = [{key: shard[key] for key in ("name", "tokens", "documents")} for shard in shards]
+    write_index(out, index, own.vocabulary)
+    totals = {key: sum(shard.get(key, 0) for shard in shards) for key in ("documents", "tokens", "nulls")}
+    return {"files": begun, **totals}
 
 
 def _parts(sources: list[str], out: Path, full: int) -> list[File | streams.Part]:
-    """Everything to read, in order; sources of both kinds may stand beside each other."""
+    """Everything to read, in order; sources of both kinds may be mixed."""
     pinned = read_json(out / "sources.json") if (out / "sources.json").is_file() else {}
     found: list[File | streams.Part] = []
     for source in sources:
@@ -98,7 +103,9 @@ def _parts(sources: list[str], out: Path, full: int) -> list[File | streams.Part
 
 def _pin(parts: list[File | streams.Part], out: Path) -> None:
     """Note the revisions of datasets, which may change on the hub before they are read to their end."""
-    pinned = {part.source: part.revision for part in parts if isinstance(part, streams.Part) and not part.local}
+    pinned = {
+        part.source: part.revision for part in parts if isinstance(part, streams.Part) and not part.local
+    }
     if pinned:
         write_json(out / "sources.json", pinned)
 
@@ -125,14 +132,17 @@ class _Job:
             shard, made_from = self._there(name, row), self._made_from(row)
             if shard is not None and not room.holds(shard["tokens"], shard["documents"]):
                 self._distrust(name)
-                shard = self._note({**cut_shard(self.out, shard, self.dtype, room), "from": made_from, "room": room})
+                cut_down = cut_shard(self.out, shard, self.dtype, room)
+                shard = self._note({**cut_down, "from": made_from, "room": room})
             elif shard is None or shard.get("room", list(room)) != list(room):
                 self._distrust(name)
                 documents = documents or self._tokens(own, row)
-                made = write_shard(self.out, name, documents, self.dtype, end=own.end, full=self.part.full, room=room)
-                shard = self._note({**made, "from": made_from, **({"room": room} if made["stopped"] == "room" else {})})
+                full = self.part.full
+                made = write_shard(self.out, name, documents, self.dtype, end=own.end, full=full, room=room)
+                cut = {"room": room} if made["stopped"] == "room" else {}
+                shard = self._note({**made, "from": made_from, **cut})
             else:
-                documents = None  # a stream that stands before what is there already
+                documents = None  # an open stream is before what exists already
             yield shard
             if _stopped(shard) != "full" or (room := room.after(shard)).used_up:
                 return
@@ -152,23 +162,24 @@ class _Job:
     def _made_from(self, row: int) -> dict[str, Any]:
         """What a shard depends on."""
         tokenizer = None if self.tokenizer is None else sha256(Path(self.tokenizer).read_bytes()).hexdigest()
-        return {**self.part.made_from(), "field": self.field, "tokenizer": tokenizer, **({"row": row} if row else {})}
+        first = {"row": row} if row else {}
+        return {**self.part.made_from(), "field": self.field, "tokenizer": tokenizer, **first}
 
     def _there(self, name: str, row: int) -> Shard | None:
         note = self.out / f"{name}.json"
         if not note.is_file():
             return None
         shard = read_json(note)
-        whole = shard.get("from") == self._made_from(row) and shard_is_there(self.out, shard, self.dtype)
-        return shard if whole else None
+        valid = shard.get("from") == self._made_from(row) and shard_exists(self.out, shard, self.dtype)
+        return shard if valid else None
 
     def _distrust(self, name: str) -> None:
-        """Before a shard is changed nothing may say any longer that it, or all of them, are whole."""
+        """Before a shard is changed: remove what marks it, or all of them, as complete."""
         for path in (self.out / f"{name}.json", self.out / "tokens.json"):
             path.unlink(missing_ok=True)
 
     def _note(self, shard: Shard) -> Shard:
-        """Written last: it says that the shard is whole."""
+        """Written last: it marks the shard as complete."""
         write_json(self.out / f"{shard['name']}.json", shard)
         return shard
 
@@ -194,8 +205,8 @@ _halt: Any = None
 def _ahead(jobs: list[_Job], workers: int, room: Room, done: Done | None) -> None:
     """Make shards in several processes, until all are there, or as many as there is room for.
 
-    Each process reads a source of its own, and knows nothing of the others; so with a limit some shards may be made that are
-    not needed, or are too large. Going through them in order afterwards sets that right.
+    Each process reads a source of its own and knows nothing of the others. With a limit, some shards may therefore not
+    be needed, or be too large. The pass in order that follows corrects that.
     """
     halt = Event()
     there = {job.number: list(job.there()) for job in jobs}
@@ -221,7 +232,9 @@ def _ahead(jobs: list[_Job], workers: int, room: Room, done: Done | None) -> Non
                     if _reached(there, room):
                         return
         except BrokenProcessPool:
-            raise OSError("--workers: a process was ended from outside, perhaps for want of memory; try fewer") from None
+            raise OSError(
+                "--workers: a process was ended from outside, perhaps for want of memory; try fewer"
+            ) from None
         finally:
             halt.set()
             pool.shutdown(cancel_futures=True)

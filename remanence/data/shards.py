@@ -1,4 +1,4 @@
-"""Tokens on disk, in pairs of files: the tokens behind one another, and where each document ends. Memory-mapped."""
+"""Tokens on disk, in pairs of files: the tokens of all documents, and where each document ends. Memory-mapped."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class Room(NamedTuple):
     documents: int | None = None
 
     def holds(self, tokens: int, documents: int) -> bool:
-        return (self.tokens is None or tokens <= self.tokens) and (self.documents is None or documents <= self.documents)
+        fits = self.tokens is None or tokens <= self.tokens
+        return fits and (self.documents is None or documents <= self.documents)
 
     def after(self, shard: dict[str, Any]) -> Room:
-        """What is left behind a shard; below zero where it was too large."""
+        """What is left after a shard; negative where it was too large."""
         return Room(
             None if self.tokens is None else self.tokens - shard["tokens"],
             None if self.documents is None else self.documents - shard["documents"],
@@ -54,12 +55,12 @@ def write_shard(
     full: int | None = None,
     room: Room = NO_LIMIT,
 ) -> dict[str, Any]:
-    """A shard that is whole or not there; returns what there is to say of it.
+    """Write a shard that is complete or absent, and return its description.
 
-    Documents, each a text's tokens in pieces, are written as they come, so that no more than a piece is in memory; None is a
-    row without a text, and counted. An `end` is put behind each, and one without tokens leaves no trace. The shard stops
-    ("stopped") at the end of the documents, behind the one with which it has `full` tokens, or before the first that has
-    no more `room`.
+    Documents, each a text's tokens in pieces, are written a piece at a time, so that no more than a piece is in memory.
+    None is a row without a text: it is counted. `end` follows each document; one without tokens is left out. The shard
+    stops ("stopped") at the end of the documents, after the one with which it has `full` tokens, or before the first
+    that has no `room`.
     """
     tokens = written = rows = nulls = 0
     closing = [] if end is None else [end]
@@ -94,7 +95,14 @@ def write_shard(
             if full is not None and tokens >= full:
                 stopped = "full"
                 break
-    return {"name": name, "tokens": tokens, "documents": written, "rows": rows, "nulls": nulls, "stopped": stopped}
+    return {
+        "name": name,
+        "tokens": tokens,
+        "documents": written,
+        "rows": rows,
+        "nulls": nulls,
+        "stopped": stopped,
+    }
 
 
 def cut_shard(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any], room: Room) -> dict[str, Any]:
@@ -105,31 +113,45 @@ def cut_shard(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any], room: R
         ends = ends[: np.searchsorted(ends, room.tokens, "right")]
     tokens = int(ends[-1]) if len(ends) else 0
     for suffix, size in ((".bin", tokens * dtype.itemsize), (".ends", len(ends) * 8)):
-        with replacing(folder / f"{name}{suffix}") as temporary:  # a copy, as the old file may be open as a memory map
+        with replacing(
+            folder / f"{name}{suffix}"
+        ) as temporary:  # a copy, as the old file may be open as a memory map
             shutil.copyfile(folder / f"{name}{suffix}", temporary)
             os.truncate(temporary, size)
     return {**shard, "tokens": tokens, "documents": len(ends), "stopped": "room"}
 
 
-def shard_is_there(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any]) -> bool:
-    """Whether both files have the size that their note tells."""
+def shard_exists(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any]) -> bool:
+    """Whether both files have the size in the shard's description."""
     sizes = {".bin": shard["tokens"] * dtype.itemsize, ".ends": shard["documents"] * 8}
     paths = {folder / f"{shard['name']}{suffix}": size for suffix, size in sizes.items()}
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
 def write_index(folder: Path, shards: list[dict[str, Any]], vocabulary: int) -> None:
-    header = {"format": FORMAT, "schema": SCHEMA, "vocabulary": vocabulary, "dtype": dtype_for(vocabulary).str}
+    header = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "vocabulary": vocabulary,
+        "dtype": dtype_for(vocabulary).str,
+    }
     write_json(folder / "tokens.json", {**header, "shards": shards})
 
 
 def _well_formed(index: dict[str, Any]) -> bool:
-    """Whether an index says of everything what it should; whether that is true, the shards tell."""
+    """Whether an index has all its fields; the shards show whether they are true."""
     vocabulary, shards = index.get("vocabulary"), index.get("shards")
-    if type(vocabulary) is not int or index.get("dtype") != dtype_for(vocabulary).str or not isinstance(shards, list):
+    if (
+        type(vocabulary) is not int
+        or index.get("dtype") != dtype_for(vocabulary).str
+        or not isinstance(shards, list)
+    ):
         return False
     kinds = {"name": str, "tokens": int, "documents": int}
-    return all(isinstance(shard, dict) and all(type(shard.get(key)) is kind for key, kind in kinds.items()) for shard in shards)
+    return all(
+        isinstance(shard, dict) and all(type(shard.get(key)) is kind for key, kind in kinds.items())
+        for shard in shards
+    )
 
 
 class Tokens:
@@ -139,25 +161,33 @@ class Tokens:
         self.folder = Path(folder)
         if not (self.folder / "tokens.json").is_file():
             raise ValueError(f"data: expected a folder made by `remanence data prepare`, got {folder}")
-        index = read_json(self.folder / "tokens.json")
+        path = self.folder / "tokens.json"
+        index = read_json(path)
         if index.get("format") != FORMAT or index.get("schema") != SCHEMA:
-            raise ValueError(f"{self.folder / 'tokens.json'}: expected {FORMAT} of schema {SCHEMA}, got {index.get('format')!r}")
+            raise ValueError(f"{path}: expected {FORMAT} of schema {SCHEMA}, got {index.get('format')!r}")
         if not _well_formed(index):
-            raise ValueError(f"{self.folder / 'tokens.json'}: damaged: it does not describe the shards; prepare the data again")
+            raise ValueError(f"{path}: damaged: it does not describe the shards; prepare the data again")
         self.vocabulary, dtype = index["vocabulary"], np.dtype(index["dtype"])
         self.shards: list[np.ndarray] = []
         ends = []
         for shard in index["shards"]:
-            tokens, borders = (self._map(shard["name"] + suffix, kind) for suffix, kind in ((".bin", dtype), (".ends", "<i8")))
-            whole = tokens.size == shard["tokens"] and borders.size == shard["documents"]
-            if not whole or (borders.size and (borders[-1] != tokens.size or (np.diff(borders, prepend=0) < 0).any())):
-                raise ValueError(f"{self.folder / shard['name']}.bin: damaged: its size does not fit the index; prepare it again")
+            name = shard["name"]
+            tokens, borders = self._map(f"{name}.bin", dtype), self._map(f"{name}.ends", "<i8")
+            fits = tokens.size == shard["tokens"] and borders.size == shard["documents"]
+            if fits and borders.size:
+                fits = borders[-1] == tokens.size and not (np.diff(borders, prepend=0) < 0).any()
+            if not fits:
+                path = self.folder / f"{name}.bin"
+                raise ValueError(f"{path}: damaged: its size does not fit the index; prepare it again")
             self.shards.append(tokens)
             ends.append(np.asarray(borders))
         self.shard = np.repeat(np.arange(len(ends)), [len(borders) for borders in ends])
         self.end = np.concatenate([*ends, np.empty(0, np.int64)])
         self.start = np.concatenate(
-            [*[np.concatenate([[0], borders[:-1]]) for borders in ends if len(borders)], np.empty(0, np.int64)]
+            [
+                *[np.concatenate([[0], borders[:-1]]) for borders in ends if len(borders)],
+                np.empty(0, np.int64),
+            ]
         )
         self.start, self.lengths = self.start.astype(np.int64), (self.end - self.start).astype(np.int64)
         if not self.lengths.sum():

@@ -28,12 +28,14 @@ def _zstd(path: Path) -> IO[bytes]:
     try:
         import zstandard  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        raise ValueError(f"{path}: reading .zst needs the extra 'data'; pip install 'remanence[data]'") from None
+        raise ValueError(
+            f"{path}: reading .zst needs the extra 'data'; pip install 'remanence[data]'"
+        ) from None
     return io.BufferedReader(_Frames(path, zstandard.ZstdDecompressor()))
 
 
 class _Frames(io.RawIOBase):
-    """A .zst file unpacked: all its frames, and an error if the last is cut off. The library's own reader knows neither."""
+    """A .zst file unpacked: all its frames, and an error if the last is cut off. The library's reader does neither."""
 
     def __init__(self, path: Path, unpacker: Any) -> None:
         self.pieces, self.held = self._unpacked(path, unpacker), memoryview(b"")
@@ -68,15 +70,22 @@ def _parquet(path: Path) -> Any:
     try:
         import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        raise ValueError(f"{path}: reading .parquet needs the extra 'data'; pip install 'remanence[data]'") from None
+        raise ValueError(
+            f"{path}: reading .parquet needs the extra 'data'; pip install 'remanence[data]'"
+        ) from None
     return pyarrow
 
 
-OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstd}
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".bz2": bz2.open,
+    ".zst": _zstd,
+}
 
 
 def kind(path: Path) -> str | None:
-    """The suffix that says what a file holds, a compression's set aside; None for a file that is not ours to read."""
+    """The suffix of a file's content, without that of a compression; None for a file that is not read."""
     inner = Path(path.stem) if path.suffix in OPENERS else path
     return inner.suffix if inner.suffix in (*PLAIN, *LINES, TABLE) else None
 
@@ -89,8 +98,9 @@ def files(sources: list[Path]) -> list[Path]:
             inside = sorted(path for path in source.rglob("*") if path.is_file() and kind(path))
             if not inside:
                 suffixes = ", ".join((*PLAIN, *LINES, TABLE))
-                raise ValueError(f"{source}: expected text, jsonl or parquet files ({suffixes}, also compressed), got none")
-            if any(kind(path) == TABLE for path in inside):  # then a README tells of the dataset, and is no document of it
+                wanted = f"text, jsonl or parquet files ({suffixes}, also compressed)"
+                raise ValueError(f"{source}: expected {wanted}, got none")
+            if any(kind(path) == TABLE for path in inside):  # then a README describes the dataset
                 inside = [path for path in inside if path.name != "README.md"]
             found += inside
         elif source.is_file():
@@ -124,7 +134,7 @@ class File:
 
 
 def documents(path: Path, field: str = "text") -> Iterator[Document | None]:
-    """The documents of one file: each line's or row's `field` of jsonl and parquet, the whole of any other.
+    """The documents of one file: each line's or row's `field` of jsonl and parquet; any other file is one document.
 
     None stands for a line or row whose field is null. A document must be read to its end before the next.
     """
@@ -133,13 +143,13 @@ def documents(path: Path, field: str = "text") -> Iterator[Document | None]:
         return
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
         if kind(path) in LINES:
-            yield from _lines(path, _read(path, file.readline), field)
+            yield from _lines(path, read_pieces(path, file.readline), field)
         else:
-            yield _read(path, lambda: file.read(PIECE))
+            yield read_pieces(path, lambda: file.read(PIECE))
 
 
-def _read(path: Path, read: Callable[[], bytes]) -> Iterator[bytes]:
-    """What `read` gives until the file ends; a compressed file that cannot be unpacked is told by its name."""
+def read_pieces(path: Path, read: Callable[[], bytes]) -> Iterator[bytes]:
+    """What `read` returns until the file ends; an error names a compressed file that cannot be unpacked."""
     damage: list[type[Exception]] = [lzma.LZMAError, zlib.error, EOFError, OSError]
     if "zstandard" in sys.modules:
         damage.append(sys.modules["zstandard"].ZstdError)
@@ -164,24 +174,29 @@ def _lines(path: Path, lines: Iterable[bytes], field: str) -> Iterator[Document 
 
 
 def _rows(path: Path, field: str) -> Iterator[Document | None]:
-    """A parquet file's column of texts, a few rows at a time; bytes that are no UTF-8 come as they are."""
+    """A parquet file's column of texts, a few rows at a time; bytes that are not UTF-8 stay as they are."""
     if path.suffix != TABLE:
         raise ValueError(f"{path}: expected a parquet file as it is, got a compressed one; unpack it first")
     arrow = _parquet(path)
     with open(path, "rb") as file:
         try:
-            # without these two a whole row group, which may be the whole file, is held as it is on disk
+            # Without these two a row group, which may be the entire file, is held in memory.
             table = arrow.parquet.ParquetFile(file, buffer_size=PIECE, pre_buffer=False)
             column = _column(path, table.schema_arrow, field, arrow)
             for batch in table.iter_batches(ROWS, columns=[column], use_threads=False):
-                yield from ([text] if text is not None else None for text in batch.column(0).cast("large_binary").to_pylist())
+                for text in batch.column(0).cast("large_binary").to_pylist():
+                    yield [text] if text is not None else None
         except (arrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: damaged, or not a parquet file ({' '.join(str(error).split())})") from None
+            raise ValueError(
+                f"{path}: damaged, or not a parquet file ({' '.join(str(error).split())})"
+            ) from None
 
 
 def _column(path: Path, schema: Any, field: str, arrow: Any) -> str:
     if field not in schema.names:
-        raise ValueError(f"{path}: expected a column {field!r}, got {', '.join(schema.names)}; --field names another")
+        raise ValueError(
+            f"{path}: expected a column {field!r}, got {', '.join(schema.names)}; --field names another"
+        )
     type_ = schema.field(field).type
     types = arrow.types
     if not (types.is_string(type_) or types.is_large_string(type_)):

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, read as a stream: nothing is downloaded beforehand, and no code of theirs is run.
+"""Datasets of the Hugging Face hub, read as a stream: no download beforehand, and none of their code is run.
 
 `datasets` holds as much as it reads at once, of parquet a row group: a thousand rows in FineWeb.
 """
@@ -45,7 +45,7 @@ def read_name(source: str) -> Name:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the files that make up a dataset, read as a stream. Its shards do not depend on who reads the other files."""
+    """One of the files of a dataset, read as a stream. Its shards do not depend on who reads the other files."""
 
     source: str
     revision: str
@@ -63,12 +63,15 @@ class Part:
         return (f"{number:05d}-{shard:05d}" for shard in count())
 
     def made_from(self) -> dict[str, Any]:
-        return {"source": self.source, "revision": self.revision, "part": [self.number, self.of], "full": self.full}
+        return {
+            "source": self.source,
+            "revision": self.revision,
+            "part": [self.number, self.of],
+            "full": self.full,
+        }
 
     def read(self, columns: Sequence[str], skip: int = 0) -> Iterator[dict[str, str | None]]:
-        """Those columns, which hold texts, from the row `skip` on. The rows before it are read again and dropped, as they are not
-        kept anywhere.
-        """
+        """Some columns, which are texts, from the row `skip` on. The rows before it are read and dropped."""
         rows = iter(self.rows.skip(skip) if skip else self.rows)
         for number in count(skip + 1):
             try:
@@ -81,12 +84,16 @@ class Part:
             if row is None:
                 return
             for field in columns:
-                if field not in row:
-                    raise ValueError(f"{self.source}: expected a column {field!r}, got {', '.join(row)}; --field names another")
-                if not isinstance(row[field], str | None):
-                    got = type(row[field]).__name__
-                    raise ValueError(f"{self.source}: column {field!r}: expected texts, got {got}; --field names another")
+                self._check(row, field)
             yield {field: row[field] for field in columns}
+
+    def _check(self, row: dict[str, Any], field: str) -> None:
+        hint = "--field names another"
+        if field not in row:
+            raise ValueError(f"{self.source}: expected a column {field!r}, got {', '.join(row)}; {hint}")
+        if not isinstance(row[field], str | None):
+            got = type(row[field]).__name__
+            raise ValueError(f"{self.source}: column {field!r}: expected texts, got {got}; {hint}")
 
     def documents(self, field: str, skip: int = 0) -> Iterator[Document | None]:
         """A column's texts, from the row `skip` on."""
@@ -101,9 +108,12 @@ def parts(source: str, revision: str | None = None, full: int = FULL) -> list[Pa
     try:
         import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        raise ValueError(f"{source}: reading datasets needs the extra 'data'; pip install 'remanence[data]'") from None
+        raise ValueError(
+            f"{source}: reading datasets needs the extra 'data'; pip install 'remanence[data]'"
+        ) from None
     if Path(name.dataset).is_file():
-        raise ValueError(f"{source}: expected a dataset's name or a folder, got a file, which is given without {PREFIX!r}")
+        hint = f"a file, which is given without {PREFIX!r}"
+        raise ValueError(f"{source}: expected a dataset's name or a folder, got {hint}")
     if name.folder is None and name.dataset.startswith((".", "/", "~")):
         raise ValueError(f"{source}: no such folder")
     pinned = revision or name.revision
@@ -117,21 +127,29 @@ def parts(source: str, revision: str | None = None, full: int = FULL) -> list[Pa
             revision=None if name.folder else fixed,
         )
         total = rows.num_shards
-        return [Part(source, fixed, number, total, rows.shard(total, number), full) for number in range(total)]
-    except Exception as error:  # a wrong config or split, a format it does not know, a hub that fails half-way
-        raise ValueError(f"{source}: expected hf:NAME:CONFIG:SPLIT of a dataset that can be read ({_line(error)})") from None
+        return [
+            Part(source, fixed, number, total, rows.shard(total, number), full) for number in range(total)
+        ]
+    except (
+        Exception
+    ) as error:  # a wrong config or split, a format it does not know, a hub that fails half-way
+        wanted = "hf:NAME:CONFIG:SPLIT of a dataset that can be read"
+        raise ValueError(f"{source}: expected {wanted} ({_line(error)})") from None
 
 
 def _ask_hub(source: str, dataset: str, revision: str | None) -> str:
-    """The revision's full name. It is asked once and briefly, as `datasets` would try a hub that cannot be reached for long."""
+    """The revision's full name. One short request: `datasets` would try for long to reach a hub that is not there."""
     from huggingface_hub import HfApi, errors
 
     try:
         return str(HfApi().dataset_info(dataset, revision=revision, timeout=PATIENCE).sha)
     except errors.GatedRepoError:
-        raise ValueError(f"{source}: its owner asks for consent; give it on the dataset's page, then `hf auth login`") from None
+        hint = "give it on the dataset's page, then `hf auth login`"
+        raise ValueError(f"{source}: its owner asks for consent; {hint}") from None
     except errors.RepositoryNotFoundError:
-        raise ValueError(f"{source}: no such dataset or folder, or a private one: then `hf auth login` first") from None
+        raise ValueError(
+            f"{source}: no such dataset or folder, or a private one: then `hf auth login` first"
+        ) from None
     except errors.RevisionNotFoundError:
         raise ValueError(f"{source}: no such revision: {revision}") from None
     except errors.HFValidationError as error:
@@ -146,8 +164,9 @@ def _ask_hub(source: str, dataset: str, revision: str | None) -> str:
 def _fingerprint(folder: Path) -> str:
     """Changes with any file's name, size or time, as a revision does."""
     inside = sorted(path for path in folder.rglob("*") if path.is_file())
-    told = [f"{path.relative_to(folder).as_posix()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in inside]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+    stats = [(path.relative_to(folder).as_posix(), path.stat()) for path in inside]
+    lines = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _line(error: Exception) -> str:

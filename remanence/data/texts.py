@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from remanence.data.sources import LINES, OPENERS, _read, documents, files, kind
+from remanence.data.sources import LINES, OPENERS, documents, files, kind, read_pieces
 from remanence.data.streams import PREFIX, parts
 
 SENTENCE = 1000
@@ -19,7 +19,7 @@ SENTENCE = 1000
 
 
 class Texts:
-    """The documents of a file, a folder or ``hf:NAME[:CONFIG[:SPLIT]]``: as many as there are, each as pieces of bytes."""
+    """The documents of a file, a folder or ``hf:NAME[:CONFIG[:SPLIT]]``, each as pieces of bytes."""
 
     def __init__(self, what: str, source: str | None, hint: str) -> None:
         if source is None:
@@ -33,7 +33,7 @@ class Texts:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """The data's name, and a digest of its files' names, sizes and beginnings: enough to see that they are other ones."""
+        """The data's name, and a digest of its files' names, sizes and beginnings: enough to notice other files."""
         digest = hashlib.sha256(self.source.encode() if not self.paths else b"")
         for path in self.paths:
             with open(path, "rb") as file:
@@ -53,9 +53,9 @@ class Texts:
         return (document for document in found if document is not None)
 
     def __iter__(self) -> Iterator[Iterable[bytes]]:
-        places: list[Path | None] = [*self.paths] or [None]
-        for place in places:
-            yield from self.of(place)
+        paths: list[Path | None] = [*self.paths] or [None]
+        for path in paths:
+            yield from self.of(path)
 
     def sentences(self) -> Iterator[str]:
         """Sentence after sentence of all documents, white space made single."""
@@ -63,8 +63,8 @@ class Texts:
             held = ""
             for piece in decoded(document):
                 held += piece
-                *whole, held = re.split(r"(?<=[.!?])\s+", held)
-                for sentence in whole:
+                *complete, held = re.split(r"(?<=[.!?])\s+", held)
+                for sentence in complete:
                     yield from _plain(sentence)
             yield from _plain(held)
 
@@ -86,7 +86,7 @@ def lines(what: str, source: str | None, hint: str) -> list[dict[str, Any]]:
         raise ValueError(f"{what}: expected {hint}, got {source or 'none'}; --{what}=PATH gives one")
     path, found = Path(source), []
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
-        for number, line in enumerate(_read(path, file.readline), 1):
+        for number, line in enumerate(read_pieces(path, file.readline), 1):
             try:
                 entry = json.loads(line) if line.strip() else None
             except (json.JSONDecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""BABILong: the facts of a bAbI story, in order, somewhere in a book of exactly so many tokens, and its question at the end."""
+"""BABILong: questions about the facts of a bAbI story that are hidden in a book, by length."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from remanence.tasks.haystack import Haystack
 class BabilongSettings:
     """
     Attributes:
-        data: bAbI's folder or archive (tasks_1-20_v1-2; English, a thousand stories a task, where it has several), or hf:NAME
-            of a dataset with BABILong's columns (input, question, target; config 0k, a split for each task).
+        data: bAbI's folder or archive (tasks_1-20_v1-2; English, a thousand stories a task, where it has several), or
+            hf:NAME of a dataset with BABILong's columns (input, question, target; config 0k, a split for each task).
         books: the text around the facts: a file, a folder or hf:NAME. Not needed for length 0.
         tasks: qa1 to qa20, or all.
-        lengths: tokens of all that is read before the answer, exactly; 0 for the facts alone.
+        lengths: exact numbers of tokens before the answer; 0 for the facts alone.
         samples: of every task and length.
         shots: stories of the training split, with their answers, that come first.
-        published: which of the paper's points stand beside ours, few-shot or fine-tuned. Default: fine-tuned if the model was
+        published: which of the paper's points are drawn, few-shot or fine-tuned. Default: fine-tuned if the model was
             trained by recipes/babilong.py.
-        batch: texts that are read side by side.
+        batch: texts of a batch.
     """
 
     data: str | None = None
@@ -63,7 +63,7 @@ class BabilongSettings:
 
 
 class Babilong(Task):
-    """Whether the answer, and no other answer of the task, is said; and whether it is the likeliest of the task's answers."""
+    """Whether the model generates the answer and no other, and whether it is the likeliest of the task's answers."""
 
     name = "babilong"
     Settings = BabilongSettings

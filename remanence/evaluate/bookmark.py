@@ -16,13 +16,13 @@ EVERY = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
 
 
 class Bookmark:
-    """The state of the unit that is being measured, and what has been counted of it. Without a path nothing is kept."""
+    """The state of the unit being measured, and what has been counted of it. Without a path nothing is saved."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path, self.unit, self.saved = path, "", time.monotonic()
 
     def find(self, model: Model, text: str = "") -> tuple[State, dict[str, Any]] | None:
-        """What was kept of this unit. A file of another unit, text or model, or a damaged one is as good as none.
+        """What was saved of this unit. A file of another unit, text or model, or a damaged one, counts as none.
 
         `text` is a digest of what the unit reads, where that is known before it is read.
         """
@@ -38,11 +38,15 @@ class Bookmark:
         return notes.get("unit") == self.unit and notes.get("text") == text
 
     def keep(self, model: Model, state: State, counted: Callable[[], dict[str, Any]], text: str = "") -> None:
-        if self.path is not None and time.monotonic() - self.saved >= EVERY and not bool(state.diverged.any()):
+        if (
+            self.path is not None
+            and time.monotonic() - self.saved >= EVERY
+            and not bool(state.diverged.any())
+        ):
             memfile.save(self.path, model, state, {"unit": self.unit, "text": text, "counted": counted()})
             self.saved = time.monotonic()
 
     def remove(self) -> None:
-        """What was read can be told from it: it does not stay once it is of no more use."""
+        """The text can be recovered from it, so it is deleted as soon as it is of no use."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)

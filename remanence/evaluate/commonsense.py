@@ -1,4 +1,4 @@
-"""Table 1's columns through lm-evaluation-harness: its scoring and its words, on local jsonl or on datasets of the hub."""
+"""Table 1's columns through lm-evaluation-harness: its scoring and prompts, on local jsonl or datasets of the hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Entry = dict[str, Any]
 
 
 class Benchmark(NamedTuple):
-    """Its name in the harness, names that a local file may begin with, the metrics of Table 1, and how a line is read."""
+    """Its name in the harness, prefixes of a local file's name, the metrics of Table 1, and how a line is read."""
 
     harness: str
     files: tuple[str, ...]
@@ -63,14 +63,19 @@ def _siqa(entry: Entry) -> Entry:
     if "answerA" not in entry:
         return _answer(entry)
     choices = [entry["answerA"], entry["answerB"], entry["answerC"]]
-    return {"query": f"Q: {entry['context']} {entry['question']}\nA:", "choices": choices, "gold": int(entry["label"]) - 1}
+    return {
+        "query": f"Q: {entry['context']} {entry['question']}\nA:",
+        "choices": choices,
+        "gold": int(entry["label"]) - 1,
+    }
 
 
 def _boolq(entry: Entry) -> Entry:
     if "passage" not in entry:
         return _answer(entry)
     query = f"{entry['passage']}\nQuestion: {entry['question']}?\nAnswer:"
-    return {"query": query, "choices": ["no", "yes"], "gold": int(entry.get("label", entry.get("answer")))}  # type: ignore[arg-type]
+    gold = int(entry.get("label", entry.get("answer")))  # type: ignore[arg-type]
+    return {"query": query, "choices": ["no", "yes"], "gold": gold}
 
 
 def _hellaswag(entry: Entry) -> Entry:
@@ -81,12 +86,20 @@ def _hellaswag(entry: Entry) -> Entry:
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     query = plain(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
-    return {"query": query, "choices": [plain(ending) for ending in entry["endings"]], "gold": int(entry["label"])}
+    return {
+        "query": query,
+        "choices": [plain(ending) for ending in entry["endings"]],
+        "gold": int(entry["label"]),
+    }
 
 
 def _winogrande(entry: Entry) -> Entry:
     if "context_options" in entry:
-        return {"contexts": entry["context_options"], "end": entry["continuation"].strip(), "gold": entry["gold"]}
+        return {
+            "contexts": entry["context_options"],
+            "end": entry["continuation"].strip(),
+            "gold": entry["gold"],
+        }
     before, after = entry["sentence"].split("_", 1)
     return {
         "contexts": [before + entry["option1"], before + entry["option2"]],
@@ -123,7 +136,7 @@ BENCHMARKS = {
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Nothing is said on the standard error: the harness's bars would run through ours, and it asks git where there is none."""
+    """Silence standard error: the harness's progress bars would break ours, and it calls git where there is none."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -135,7 +148,12 @@ def _silent() -> Iterator[None]:
 
 
 SCORED = [{"metric": "acc", "aggregation": "mean"}, {"metric": "acc_norm", "aggregation": "mean"}]
-CHOICE: Entry = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "gold", "metric_list": SCORED}
+CHOICE: Entry = {
+    "output_type": "multiple_choice",
+    "doc_to_choice": "choices",
+    "doc_to_target": "gold",
+    "metric_list": SCORED,
+}
 FORMS: dict[str, Entry] = {
     "choice": {**CHOICE, "doc_to_text": "{{query}}"},
     "winogrande": {
@@ -159,11 +177,11 @@ FORMS: dict[str, Entry] = {
 class CommonsenseSettings:
     """
     Attributes:
-        data: a folder of jsonl files, compressed or not, named after the benchmarks, with the hub's fields or llm-foundry's.
-            Default: the harness's own tasks, whose datasets come from the hub.
+        data: a folder of jsonl files, compressed or not, named after the benchmarks, with the hub's fields or
+            llm-foundry's. Default: the harness's own tasks, whose datasets come from the hub.
         benchmarks: lambada, piqa, hellaswag, winogrande, arc_easy, arc_challenge, siqa, boolq.
         samples: of each benchmark, only the first.
-        batch_size: texts that are read side by side.
+        batch_size: texts of a batch.
     """
 
     data: str | None = None
@@ -192,16 +210,22 @@ class Commonsense(Task):
 
             import remanence.hf  # noqa: F401
         except ImportError:
-            raise ValueError("commonsense: it needs the extra 'eval'; pip install 'remanence[eval]'") from None
+            raise ValueError(
+                "commonsense: it needs the extra 'eval'; pip install 'remanence[eval]'"
+            ) from None
         if not (subject.source / "tokenizer.json").is_file():
-            raise ValueError(f"commonsense: expected a tokenizer.json in the model's folder, got none in {subject.source}")
+            raise ValueError(
+                f"commonsense: expected a tokenizer.json in the model's folder, got none in {subject.source}"
+            )
         self.entries: dict[str, list[Entry]] = {}
         if settings.data is not None:
             self.entries = {name: self._entries(Path(settings.data), name) for name in settings.benchmarks}
 
     def _entries(self, folder: Path, name: str) -> list[Entry]:
         if not folder.is_dir():
-            raise ValueError(f"commonsense.data: expected a folder of jsonl files, got {folder}, which is not one")
+            raise ValueError(
+                f"commonsense.data: expected a folder of jsonl files, got {folder}, which is not one"
+            )
         found = sorted(
             path
             for path in folder.iterdir()
@@ -209,7 +233,9 @@ class Commonsense(Task):
         )
         if not found:
             wanted = f"{BENCHMARKS[name].files[0]}.jsonl in {folder}"
-            raise ValueError(f"commonsense.data: expected {wanted}, got none; without --commonsense.data it comes from the hub")
+            raise ValueError(
+                f"commonsense.data: expected {wanted}, got none; without --commonsense.data it comes from the hub"
+            )
         entries = lines("commonsense.data", str(found[0]), "jsonl")[: self.settings.samples]
         try:
             read = [BENCHMARKS[name].read(entry) for entry in entries]
@@ -229,7 +255,7 @@ class Commonsense(Task):
         return [[{"benchmark": name, **self._source([name])}] for name in self.settings.benchmarks]
 
     def _source(self, names: Sequence[str]) -> Setting:
-        """Of some benchmarks: a digest of their lines, and what SIQA asks for. Letters are another question than the paper's."""
+        """A digest of the benchmarks' lines, and what SIQA asks for: letters are another question than the paper's."""
         own = [self.entries[name] for name in names if name in self.entries]
         digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16] if own else "hub"
         if "siqa" not in names:
@@ -246,8 +272,8 @@ class Commonsense(Task):
         """The model as the harness knows it. No text is cut: a memory reads any length."""
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped, unused-ignore]
 
-        source, place = str(self.subject.source), str(self.subject.place)
-        return HFLM(pretrained=source, device=place, batch_size=self.settings.batch_size, max_length=1 << 20)
+        source, device = str(self.subject.source), str(self.subject.device)
+        return HFLM(pretrained=source, device=device, batch_size=self.settings.batch_size, max_length=1 << 20)
 
     def measure(self, units: list[Setting]) -> list[Result]:
         return [self._measured(unit["benchmark"]) for unit in units]
@@ -261,28 +287,37 @@ class Commonsense(Task):
         datasets.disable_progress_bars()
         with tempfile.TemporaryDirectory() as folder, _silent():
             self.harness.model.model.memory = self.subject.mode
-            asked: Any = BENCHMARKS[name].harness
+            task: Any = BENCHMARKS[name].harness
             if name in self.entries:
                 path = Path(folder) / "entries.jsonl"
-                path.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries[name]), encoding="utf-8")
+                path.write_text(
+                    "".join(json.dumps(entry) + "\n" for entry in self.entries[name]), encoding="utf-8"
+                )
                 source = {"data_files": {"test": str(path)}, "cache_dir": folder}
                 form = FORMS.get(name, FORMS["choice"])
-                asked = {"task": name, "dataset_path": "json", "dataset_kwargs": source, "test_split": "test", **form}
+                task = {
+                    "task": name,
+                    "dataset_path": "json",
+                    "dataset_kwargs": source,
+                    "test_split": "test",
+                    **form,
+                }
             try:
                 found = lm_eval.simple_evaluate(
                     self.harness,
-                    tasks=[asked],
+                    tasks=[task],
                     limit=self.settings.samples,
                     bootstrap_iters=0,
                     log_samples=False,
-                    task_manager=TaskManager(include_defaults=isinstance(asked, str)),
+                    task_manager=TaskManager(include_defaults=isinstance(task, str)),
                 )
             except (OSError, ConnectionError, RuntimeError) as error:
                 if name in self.entries:
                     raise
                 reason = " ".join(str(error).split())[:200]
+                hint = "--commonsense.data=FOLDER takes jsonl files"
                 raise ValueError(
-                    f"commonsense: {name} could not be read from the hub ({reason}); --commonsense.data=FOLDER takes jsonl files"
+                    f"commonsense: {name} could not be read from the hub ({reason}); {hint}"
                 ) from None
         (values,) = found["results"].values()
         count = next(iter(found["n-samples"].values()))["effective"]
@@ -294,7 +329,13 @@ class Commonsense(Task):
             for metric in BENCHMARKS[unit["benchmark"]].metrics:
                 if metric.startswith("acc"):
                     shares.append(result[metric])
-                    rows.append(self.row(metric, **share(round(result[metric] * result["count"]), result["count"]), setting=unit))
+                    rows.append(
+                        self.row(
+                            metric,
+                            **share(round(result[metric] * result["count"]), result["count"]),
+                            setting=unit,
+                        )
+                    )
                 else:
                     rows.append(self.row(metric, result[metric], unit, count=result["count"]))
         if len(results) == len(BENCHMARKS):

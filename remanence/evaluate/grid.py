@@ -1,4 +1,4 @@
-"""Parts of the memory taken away, and memories of other depths: a grid of models trained from one recipe, and compared."""
+"""Ablations of the memory, and memories of other depths: a grid of models trained from one recipe, and compared."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class GridSettings:
 
 
 class Grid(Task):
-    """Perplexity and accuracy on held-out rows, mean and deviation over seeds. Runs are kept, and go on if interrupted."""
+    """Perplexity and accuracy on held-out rows, mean and deviation over seeds. Runs stay, and go on if interrupted."""
 
     Settings = GridSettings
     needs = "recipe"
@@ -75,7 +75,9 @@ class Grid(Task):
     def __init__(self, subject: Subject, settings: GridSettings) -> None:
         super().__init__(subject, settings)
         if subject.recipe is None or subject.folder is None:
-            raise ValueError(f"{self.name}: expected --json OUT, beside which the trained models are kept, got none")
+            raise ValueError(
+                f"{self.name}: expected --json OUT, beside which the trained models are kept, got none"
+            )
         self.recipe: TrainConfig = subject.recipe
         self.folder: Path = subject.folder
         kind = self.recipe.data.kind
@@ -85,10 +87,14 @@ class Grid(Task):
             raise ValueError(f"{self.name}.data: expected held-out shards, got none; {hint}")
         if kind in SHARDS and self.recipe.data.path is None:
             hint = "--recipe.data.path=FOLDER, made by `remanence data prepare`"
-            raise ValueError(f"{self.name}: expected a recipe that names the shards to train on, got none; {hint}")
+            raise ValueError(
+                f"{self.name}: expected a recipe that names the shards to train on, got none; {hint}"
+            )
         with torch.device("meta"):
             if not Model(self.recipe.model).has_memory:
-                raise ValueError(f"{self.name}: expected a recipe whose model has a memory, got {self.recipe.model.pattern}")
+                raise ValueError(
+                    f"{self.name}: expected a recipe whose model has a memory, got {self.recipe.model.pattern}"
+                )
         for name in settings.variants or ():
             known(f"{self.name}.variants", name, self.changes)
         self.variants = settings.variants or tuple(name for name in self.changes if self._differs(name))
@@ -111,7 +117,11 @@ class Grid(Task):
 
     @property
     def identity(self) -> Setting:
-        own = {"batches": self.settings.batches, "steps": self.settings.steps or self.recipe.steps, "data": self.settings.data}
+        own = {
+            "batches": self.settings.batches,
+            "steps": self.settings.steps or self.recipe.steps,
+            "data": self.settings.data,
+        }
         return {**super().identity, **own}
 
     def units(self) -> list[list[Setting]]:
@@ -126,7 +136,7 @@ class Grid(Task):
 
     def config(self, name: str, seed: int) -> TrainConfig:
         """A variant's run."""
-        config = replace(self.recipe, model=self._model(name), seed=seed, device=self.subject.place.type)
+        config = replace(self.recipe, model=self._model(name), seed=seed, device=self.subject.device.type)
         if config.data.path is not None:
             config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
         return replace(config, steps=self.settings.steps or config.steps)
@@ -139,7 +149,9 @@ class Grid(Task):
         config, out = self.config(name, seed), self.folder / f"{self.name}-{name}-{seed}"
         begun = (out / "config.json").is_file()
         if begun and run_config(out) != config:
-            raise ValueError(f"{out}: expected a run of this recipe, got another's; give --json another name, or remove it")
+            raise ValueError(
+                f"{out}: expected a run of this recipe, got another's; give --json another name, or remove it"
+            )
         if not (out / "model" / "config.json").is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             tokens, steps = config.batch * config.data.length, [0]
@@ -151,12 +163,12 @@ class Grid(Task):
             fit(None if begun else config, out, resume=begun, log=log)
             if not (out / "model" / "config.json").is_file():
                 raise ValueError(f"{out}: its training was stopped and saved; the same command goes on")
-        return Model.load(out / "model", device=self.subject.place).eval()
+        return Model.load(out / "model", device=self.subject.device).eval()
 
     def _rows(self, length: int, number: int) -> Any:
-        """Held-out rows: of generated tasks with another seed, of shards from another folder; the same for every variant.
+        """Held-out rows: generated with another seed, or from other shards; the same for every variant.
 
-        Shards are read packed in any case: each row begins with an empty memory, and its length says how far it can reach back.
+        Shards are always read packed: each row begins with an empty memory, and can look back at most its length.
         """
         kind = "packed" if self.recipe.data.kind in SHARDS else self.recipe.data.kind
         paths = {"path": self.settings.data} if DataConfig.has_field(kind, "path") else {}
@@ -171,25 +183,25 @@ class Grid(Task):
         for length in self.lengths:
             loss, right, count = 0.0, 0, 0
             for number in range(self.settings.batches):
-                for logits, targets in self._asked(model, self._rows(length, number)):
+                for logits, targets in self._logits(model, self._rows(length, number)):
                     loss += float(F.cross_entropy(logits, targets, reduction="sum"))
                     right, count = right + int((logits.argmax(-1) == targets).sum()), count + targets.numel()
             found[str(length)] = {"loss": loss / count, "right": right / count, "count": count}
         return found
 
-    def _asked(self, model: Model, batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits and targets of all asked positions, some at a time; rows are read in pieces."""
-        place, state = self.subject.place, None
-        tokens, wanted = batch.tokens.to(place), batch.targets.to(place)
-        mask = None if batch.mask is None else batch.mask.to(place)
+    def _logits(self, model: Model, batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and targets of all positions that have one, some at a time; rows are read in pieces."""
+        device, state = self.subject.device, None
+        tokens, wanted = batch.tokens.to(device), batch.targets.to(device)
+        mask = None if batch.mask is None else batch.mask.to(device)
         piece = PIECE if batch.offsets is None else tokens.shape[1]  # offsets are of whole rows
         step = max(1, LOGITS // model.config.vocabulary)
         for start in range(0, tokens.shape[1], piece):
             part = slice(start, start + piece)
             here = None if mask is None else mask[:, part]
             seen = model.trace(tokens[:, part], state, mask=here, offsets=batch.offsets)
-            state, asked = seen.state, wanted[:, part] >= 0
-            hidden, targets = seen.hidden[asked], wanted[:, part][asked]
+            state, chosen = seen.state, wanted[:, part] >= 0
+            hidden, targets = seen.hidden[chosen], wanted[:, part][chosen]
             for at in range(0, len(targets), step):
                 yield model.logits(hidden[at : at + step]).float(), targets[at : at + step]
 
@@ -198,15 +210,32 @@ class Grid(Task):
         for metric in ("perplexity", "accuracy"):
             for length in self.lengths:
                 for name in self.variants:
-                    own = [(unit["trained"], result[str(length)]) for unit, result in results if unit["variant"] == name]
-                    values = [perplexity(each["loss"]) if metric == "perplexity" else each["right"] for _, each in own]
+                    own = [
+                        (unit["trained"], result[str(length)])
+                        for unit, result in results
+                        if unit["variant"] == name
+                    ]
+                    values = [
+                        perplexity(each["loss"]) if metric == "perplexity" else each["right"]
+                        for _, each in own
+                    ]
                     setting = {"variant": name, "length": length}
-                    paper = {"table 5": self.published[name]} if metric == "perplexity" and name in self.published else {}
+                    paper = (
+                        {"table 5": self.published[name]}
+                        if metric == "perplexity" and name in self.published
+                        else {}
+                    )
                     spread = stdev(values) if len(values) > 1 and all(map(isfinite, values)) else None
                     facts = {"count": own[0][1]["count"], "deviation": spread}
-                    rows.append(self.row(metric, mean(values), {**setting, "seeds": len(values), **paper}, **facts))
+                    rows.append(
+                        self.row(metric, mean(values), {**setting, "seeds": len(values), **paper}, **facts)
+                    )
                     for (seed, each), value in zip(own, values, strict=True):
-                        rows.append(self.row(metric, value, {**setting, "trained": seed}, count=each["count"], detail=True))
+                        rows.append(
+                            self.row(
+                                metric, value, {**setting, "trained": seed}, count=each["count"], detail=True
+                            )
+                        )
         return rows
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
@@ -225,11 +254,15 @@ class Grid(Task):
                     looks[name] = (self.variants.index(variant), pattern)
             path = stem.with_name(f"{stem.name}.{self.name}-{metric}.png")
             theirs = self.beside(metric)
-            lengths = sorted({*self.lengths, *(int(length) for line in theirs.values() for length, _ in line)})
+            lengths = sorted(
+                {*self.lengths, *(int(length) for line in theirs.values() for length, _ in line)}
+            )
             ticks = {float(length): told(length) for length in lengths}
             title = f"{self.subject.source.stem}: held-out {metric} by length"
             x = "tokens of a row"
-            drawn.append(curves(path, lines, title=title, x=x, y=metric, published=theirs, ticks=ticks, looks=looks))
+            drawn.append(
+                curves(path, lines, title=title, x=x, y=metric, published=theirs, ticks=ticks, looks=looks)
+            )
         return drawn
 
     def beside(self, metric: str) -> Mapping[str, Points]:
@@ -248,9 +281,13 @@ class Depth(Grid):
     changes = DEPTHS
 
     def beside(self, metric: str) -> Mapping[str, Points]:
-        """Figure 7 at the size nearest to ours, for the order: it is of texts, and so says nothing about generated tasks."""
+        """Figure 7 at the size nearest to ours, for the order. It is of texts: generated tasks are drawn without it."""
         if metric != "perplexity" or self.recipe.data.kind not in SHARDS:
             return {}
         size = published.nearest(published.FIGURE7_TRAINED, parameters(self.recipe.model))
         lines = published.figure7(size)
-        return {f"{name}, {size}": line for name, line in lines.items() if name.removeprefix("depth ") in self.variants}
+        return {
+            f"{name}, {size}": line
+            for name, line in lines.items()
+            if name.removeprefix("depth ") in self.variants
+        }

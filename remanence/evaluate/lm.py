@@ -34,7 +34,7 @@ class LmSettings:
         views: "stream" (memory carried through each document) and "window" (begun anew every so many tokens).
         window: tokens of a window.
         max_tokens: of each file, only the first.
-        rows: windows that are read side by side.
+        rows: windows of a batch.
     """
 
     data: str | None = None
@@ -51,7 +51,7 @@ class LmSettings:
 
 
 class Lm(Task):
-    """Perplexity, bits per byte, and loss against position. In both views all tokens of a document but its first count."""
+    """Perplexity, bits per byte, and loss against position. In both views a document's first token does not count."""
 
     name = "lm"
     Settings = LmSettings
@@ -63,9 +63,11 @@ class Lm(Task):
             if not path.stat().st_size:
                 raise ValueError(f"lm.data: expected texts of at least two tokens, got the empty file {path}")
         self.tokenizer = subject.tokenizer
-        self.places: dict[str, Path | None] = {path.name: path for path in self.texts.paths} or {self.texts.source: None}
-        if len(self.places) < len(self.texts.paths):
-            self.places = {str(path): path for path in self.texts.paths}
+        self.files: dict[str, Path | None] = {path.name: path for path in self.texts.paths} or {
+            self.texts.source: None
+        }
+        if len(self.files) < len(self.texts.paths):
+            self.files = {str(path): path for path in self.texts.paths}
 
     @property
     def identity(self) -> Setting:
@@ -73,13 +75,18 @@ class Lm(Task):
 
     def units(self) -> list[list[Setting]]:
         views = [
-            {"view": view, "window": self.settings.window} if view == "window" else {"view": view} for view in self.settings.views
+            {"view": view, "window": self.settings.window} if view == "window" else {"view": view}
+            for view in self.settings.views
         ]
-        return [[{**view, "file": name}] for view in views for name in self.places]
+        return [[{**view, "file": name}] for view in views for name in self.files]
 
     def cost(self, unit: Setting) -> int:
-        path = self.places[unit["file"]]
-        size = 1 << 20 if path is None else path.stat().st_size * (3 if path.suffix in (".xz", ".gz", ".bz2", ".zst") else 1)
+        path = self.files[unit["file"]]
+        size = (
+            1 << 20
+            if path is None
+            else path.stat().st_size * (3 if path.suffix in (".xz", ".gz", ".bz2", ".zst") else 1)
+        )
         return min(size, self.settings.max_tokens or size)
 
     def measure(self, units: list[Setting]) -> list[Result]:
@@ -91,7 +98,7 @@ class Lm(Task):
         found = self.subject.bookmark.find(self.subject.model) if unit["view"] == "stream" else None
         if found:
             sums = Sums(**found[1])
-        for number, document in enumerate(self.texts.of(self.places[unit["file"]])):
+        for number, document in enumerate(self.texts.of(self.files[unit["file"]])):
             left = None if self.settings.max_tokens is None else self.settings.max_tokens - sums.tokens
             if left is not None and left < 2:
                 break
@@ -145,35 +152,46 @@ class Lm(Task):
             rows += [self.row("perplexity", perplexity(nll / tokens), setting, count=tokens)]
             rows += [self.row("bits per byte", nll / log(2) / size, setting, count=size)] if size else []
             if view == "stream":
-                for place, (start, end) in enumerate(zip([0, *EDGES], [*EDGES, None], strict=True)):
-                    sums = [result["bins"][place] for _, result in own]
+                for index, (start, end) in enumerate(zip([0, *EDGES], [*EDGES, None], strict=True)):
+                    sums = [result["bins"][index] for _, result in own]
                     count = sum(each[1] for each in sums)
                     if count:
-                        where = {**setting, "from": int(start), "before": int(end) if end is not None else None}
+                        where = {
+                            **setting,
+                            "from": int(start),
+                            "before": int(end) if end is not None else None,
+                        }
                         loss = sum(each[0] for each in sums) / count
                         rows.append(self.row("loss by position", loss, where, count=count, detail=True))
         return rows
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         lines = {
-            f"memory {mode}": [(row.setting["from"], row.value) for row in own if row.metric == "loss by position"]
+            f"memory {mode}": [
+                (row.setting["from"], row.value) for row in own if row.metric == "loss by position"
+            ]
             for mode, own in rows.items()
         }
         lines = {name: points for name, points in lines.items() if points}
         if not lines:
             return []
         ticks = {
-            float(x): told(x) for x in (2**n for n in range(0, 40, 2)) if x <= max(p[0] for line in lines.values() for p in line)
+            float(x): told(x)
+            for x in (2**n for n in range(0, 40, 2))
+            if x <= max(p[0] for line in lines.values() for p in line)
         }
         path = stem.with_name(f"{stem.name}.lm.png")
         title = "Loss against position, from the text's beginning"
-        return [curves(path, lines, title=title, x="tokens read before", y="loss, nats per token", ticks=ticks)]
+        return [
+            curves(path, lines, title=title, x="tokens read before", y="loss, nats per token", ticks=ticks)
+        ]
 
 
 @dataclass
 class Sums:
-    """What has been counted of a file, as plain data: the losses and their bins, whole documents' tokens and bytes, and where the
-    present document stands.
+    """Sums over a file, as plain data: the losses and their bins, and the tokens and bytes of finished documents.
+
+    `document` and `position` are where the reading stands.
     """
 
     nll: float = 0.0
@@ -188,11 +206,11 @@ class Sums:
         values = losses.double().cpu().numpy()
         self.nll, self.count = self.nll + float(values.sum()), self.count + len(values)
         if position is not None:
-            places = np.searchsorted(EDGES, np.arange(position, position + len(values)), "right")
+            indices = np.searchsorted(EDGES, np.arange(position, position + len(values)), "right")
             self.position = position + len(values)
-            for place in np.unique(places):
-                own = values[places == place]
-                self.bins[place] = [self.bins[place][0] + float(own.sum()), self.bins[place][1] + len(own)]
+            for index in np.unique(indices):
+                own = values[indices == index]
+                self.bins[index] = [self.bins[index][0] + float(own.sum()), self.bins[index][1] + len(own)]
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -222,15 +240,17 @@ class _Counted:
 
 
 def size_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
-    """Bytes of text that tokens are. The last may end inside a character: parts of one have no text, but bytes they have."""
+    """The bytes of text that tokens stand for. The last ones may be parts of a character: bytes without a text."""
     if isinstance(tokenizer, ByteTokenizer):
         return len(tokens)
-    whole = len(tokens)
-    while isinstance(tokenizer, JsonTokenizer) and whole and "\ufffd" in tokenizer.decode(tokens[whole - 1 : whole]):
-        whole -= 1
-    size = len(tokenizer.decode(tokens[:whole]).encode("utf-8", "surrogatepass"))
+    end = len(tokens)
+    while (
+        isinstance(tokenizer, JsonTokenizer) and end and "\ufffd" in tokenizer.decode(tokens[end - 1 : end])
+    ):
+        end -= 1
+    size = len(tokenizer.decode(tokens[:end]).encode("utf-8", "surrogatepass"))
     if isinstance(tokenizer, JsonTokenizer):
-        size += sum(_part(tokenizer.inner.id_to_token(token) or "") for token in tokens[whole:])
+        size += sum(_part(tokenizer.inner.id_to_token(token) or "") for token in tokens[end:])
     return size
 
 

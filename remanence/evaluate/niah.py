@@ -26,11 +26,11 @@ class NiahSettings:
     Attributes:
         data: the text that needles are hidden in: a file, a folder or hf:NAME. The kind pk makes its own.
         kinds: pk, n, w (single needles), multikey, multiquery, multivalue.
-        lengths: tokens of all that is read before the answer, exactly.
-        depths: where the needle lies, from 0, the text's beginning, to 1, its end; of several, the first asked for.
+        lengths: exact numbers of tokens before the answer.
+        depths: where the needle is, from 0, the text's beginning, to 1, its end; of several, the first one queried.
         samples: of every kind, length and depth.
         choices: how many values the right one is chosen from by likelihood.
-        batch: texts that are read side by side.
+        batch: texts of a batch.
     """
 
     data: str | None = None
@@ -54,7 +54,7 @@ class NiahSettings:
 
 
 class Niah(Task):
-    """Whether the values are said; whether they are the likeliest text, token by token; whether they are chosen among others."""
+    """Whether the values are generated, are the likeliest text token by token, and are chosen among others."""
 
     name = "niah"
     Settings = NiahSettings
@@ -117,9 +117,8 @@ class Niah(Task):
         metrics = {"said": "said", "likeliest": "likeliest", "chosen": f"chosen of {self.settings.choices}"}
         rows = []
         for names, detail in ((("kind", "length"), False), (("kind", "length", "depth"), True)):
-            places = list(dict.fromkeys(tuple(unit[name] for name in names) for unit, _ in results))
-            for place in places:
-                setting = dict(zip(names, place, strict=True))
+            for values in dict.fromkeys(tuple(unit[name] for name in names) for unit, _ in results):
+                setting = dict(zip(names, values, strict=True))
                 own = [result for unit, result in results if setting.items() <= unit.items()]
                 for key, metric in metrics.items():
                     right = share(sum(result[key] for result in own), len(own))

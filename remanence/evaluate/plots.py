@@ -35,10 +35,10 @@ def curves(
     ticks: Mapping[float, str] | None = None,
     looks: Mapping[str, tuple[int, int]] | None = None,
 ) -> Path:
-    """Lines over a logarithmic axis; published points are grey and broken, and said to be so.
+    """Lines over a logarithmic axis; published points are grey, dashed and labelled as such.
 
-    `looks` are numbers of each line's colour and pattern; without them every line has a colour. A line that another covers
-    is seen behind it, as it is broader.
+    `looks` are indices of each line's colour and pattern; without them every line has a colour. Earlier lines are
+    broader, so that a line behind another can be seen.
     """
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
@@ -46,7 +46,12 @@ def curves(
     for index, (name, points) in enumerate((published or {}).items()):
         mark = "osv^Dx+*"[index % 8]
         axis.plot(
-            *zip(*points, strict=True), f"{mark}--", color=greys[index % 4], linewidth=1, markersize=4, label=f"{name} (paper)"
+            *zip(*points, strict=True),
+            f"{mark}--",
+            color=greys[index % 4],
+            linewidth=1,
+            markersize=4,
+            label=f"{name} (paper)",
         )
     for index, (name, points) in enumerate(lines.items()):
         colour, pattern = looks[name] if looks else (index, 0)
@@ -76,12 +81,18 @@ def curves(
 
 
 def heat(
-    path: Path, maps: Mapping[str, Mapping[tuple[float, float], float]], *, title: str, x: str, y: str, wide: int = 3
+    path: Path,
+    maps: Mapping[str, Mapping[tuple[float, float], float]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    wide: int = 3,
 ) -> Path:
     """Shares from 0 to 1 by two axes, a map for each name, `wide` in a line."""
     plt = _pyplot()
-    columns = sorted({place[0] for cells in maps.values() for place in cells})
-    lines = sorted({place[1] for cells in maps.values() for place in cells})
+    columns = sorted({cell[0] for cells in maps.values() for cell in cells})
+    lines = sorted({cell[1] for cells in maps.values() for cell in cells})
     wide = min(wide, len(maps))
     high = -(-len(maps) // wide)
     size = (1.5 + wide * max(2.6, 0.7 * len(columns)), 0.8 + high * (1.3 + 0.45 * len(lines)))
@@ -95,7 +106,9 @@ def heat(
             for column, value in enumerate(values):
                 if value == value:
                     colour = "white" if value > 0.6 else "#333333"
-                    axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8, color=colour)
+                    axis.text(
+                        column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8, color=colour
+                    )
         axis.set_xticks(range(len(columns)), [told(int(column)) for column in columns], fontsize=8)
         axis.set_yticks(range(len(lines)), [f"{line:g}" for line in lines], fontsize=8)
         axis.set(xlabel=x, ylabel=y)

@@ -1,4 +1,4 @@
-"""Pairs told once and asked for later: how many a memory holds, and how far they reach."""
+"""Recall of pairs: how many of them a memory holds, and over what distance."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RecallSettings:
     """The task a model was trained on by recipes/recall.py, or by one like it.
 
     Attributes:
-        keys, noise: of the task: keys there are, and as many values; kinds of noise. As in training.
+        keys, noise: the numbers of keys, and of values, and of noise tokens. As in training.
         distances: tokens between a pair and its question, with `pairs` pairs.
         pairs: for the curve over distances.
-        capacities: numbers of pairs, asked at `distance` tokens, or as near as they fit.
+        capacities: numbers of pairs, queried at `distance` tokens, or as near as they fit.
         distance: for the curve over capacities.
-        texts: for every point, read side by side.
+        texts: for every point, in one batch.
     """
 
     keys: int = 32
@@ -45,8 +45,9 @@ class RecallSettings:
 
 
 class Recall(Task):
-    """ "mqar", multi-query associative recall (every key asked in turn, each answer told after it) and "lookup" (every key
-    asked alone, from the same memory). Guessing among the values gives one of `keys`.
+    """Multi-query associative recall ("mqar"): all keys in turn, each followed by its value. "lookup": each key alone.
+
+    Both read the same memory. Guessing among the values is right once in `keys`.
     """
 
     name = "recall"

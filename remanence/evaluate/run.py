@@ -1,4 +1,4 @@
-"""An evaluation from its units to its rows. Every unit's result is kept as it comes, so that one that was killed goes on."""
+"""An evaluation from its units to its rows. Every result is written at once, so that a killed evaluation goes on."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ ORIGIN = ("date", "commit", "hardware", "torch", "remanence")
 
 
 class Journal:
-    """Results by what they depend on, a line of JSON each, beside the file of rows. Without a path nothing outlives the run."""
+    """Results by what they depend on, a line of JSON each, beside the file of rows. Without a path, only in memory."""
 
     def __init__(self, path: Path | None, owner: Any) -> None:
-        """`owner` is what was evaluated: a journal of something else is refused, so that no result is taken for another's."""
+        """`owner` is what was evaluated. A journal of something else is refused."""
         self.path, self.known, self.origins = path, dict[str, Result](), dict[str, Setting]()
         if path is None:
             return
         if path.exists():
             first, *rest = path.read_bytes().split(b"\n")
             if _line(first) != json.loads(json.dumps({"owner": owner})):
+                hint = "give another name, or remove it"
                 raise ValueError(
-                    f"{path}: expected results of this model and its tokenizer, got another's; give another name, or remove it"
+                    f"{path}: expected results of this model and its tokenizer, got another's; {hint}"
                 )
             for line in rest:
                 entry = _line(line)  # the last may be half a line, of a run that was killed
@@ -100,13 +101,15 @@ def evaluate(
     journal: Path | None = None,
     show: Show = lambda *_: None,
 ) -> list[Row]:
-    """The rows of every task with the subject's memory in every mode; what the journal knows already is not measured again."""
+    """The rows of every task with the memory in every mode. What the journal has is not measured again."""
     for mode in modes:
         known("memory", mode, MODES)
         if subject.network is not None:
             subject.network.memory = mode  # refuses one that the model cannot have
     kept = Journal(journal, describe(subject))
-    subject.bookmark = Bookmark(journal and journal.with_name(f"{journal.name.removesuffix('.units.jsonl')}.bookmark.mem"))
+    subject.bookmark = Bookmark(
+        journal and journal.with_name(f"{journal.name.removesuffix('.units.jsonl')}.bookmark.mem")
+    )
     rows, here = [], origin(subject)
     try:
         for task in tasks:
@@ -115,7 +118,10 @@ def evaluate(
                     subject.network.memory = mode
                 subject.mode = mode
                 found, told = _measured(subject, task, mode, kept, show, here)
-                rows += [replace(row, setting={"memory": mode, **row.setting}, origin=told) for row in task.rows(found)]
+                rows += [
+                    replace(row, setting={"memory": mode, **row.setting}, origin=told)
+                    for row in task.rows(found)
+                ]
     finally:
         if subject.network is not None:
             subject.network.memory = "on"
@@ -163,7 +169,10 @@ def describe(subject: Subject) -> Any:
     """The identity of what is evaluated."""
     if subject.recipe is not None:
         return {"recipe": first_fields("train", subject.recipe.to_dict())}
-    return {"model": fingerprint(subject.model)._asdict(), "tokenizer_digest": _tokenizer_digest(subject.tokens)}
+    return {
+        "model": fingerprint(subject.model)._asdict(),
+        "tokenizer_digest": _tokenizer_digest(subject.tokens),
+    }
 
 
 def _tokenizer_digest(tokenizer: Tokenizer | None) -> str:
@@ -172,7 +181,7 @@ def _tokenizer_digest(tokenizer: Tokenizer | None) -> str:
 
 
 def provenance(subject: Subject) -> dict[str, Any]:
-    """Where numbers come from: the model, the code, the machine, the day. Rows know better where they were measured earlier."""
+    """Where numbers come from: model, code, machine, day. Rows measured earlier have an origin of their own."""
     return {
         **({"recipe": _digest(describe(subject))} if subject.recipe is not None else describe(subject)),
         "from": called(subject.source),
@@ -183,11 +192,11 @@ def provenance(subject: Subject) -> dict[str, Any]:
 
 
 def origin(subject: Subject) -> Setting:
-    """What is measured now is measured so."""
+    """The origin of what is measured now."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(Path(remanence.__file__).parent.parent),
-        "hardware": hardware(subject.place),
+        "hardware": hardware(subject.device),
         "torch": torch.__version__,
         "remanence": remanence.__version__,
     }
@@ -198,7 +207,9 @@ def _trained(subject: Subject) -> dict[str, Any]:
     if subject.network is None:
         return {}
     tokens = subject.trained.get("tokens")
-    words = "bytes" if subject.tokens is None or isinstance(subject.tokens, ByteTokenizer) else "tokenizer.json"
+    words = (
+        "bytes" if subject.tokens is None or isinstance(subject.tokens, ByteTokenizer) else "tokenizer.json"
+    )
     return {
         "parameters": sum(parameter.numel() for parameter in subject.network.parameters()),
         "training_tokens": tokens if type(tokens) is int else None,
@@ -226,18 +237,22 @@ def commit(root: Path) -> str | None:
     return name + ("+" if changed else "")
 
 
-def hardware(place: torch.device) -> str:
-    if place.type == "cuda":
-        return torch.cuda.get_device_name(place)
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"{place.type}: {_processor()}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}"
+    return (
+        f"{device.type}: {_processor()}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}"
+    )
 
 
 def _processor() -> str:
     """The processor's name where the system tells it, else its kind."""
     try:
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        return next(line.split(":", 1)[1].strip() for line in told.splitlines() if line.startswith("model name"))
+        return next(
+            line.split(":", 1)[1].strip() for line in told.splitlines() if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -268,13 +283,17 @@ def check_target(path: Path) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"--json: expected a folder that exists, got {path.parent}")
     if path.exists() and not _earlier(path):
-        raise ValueError(f"--json: expected a new file, or an earlier evaluation's, got {path}; give another name, or remove it")
+        raise ValueError(
+            f"--json: expected a new file, or an earlier evaluation's, got {path}; give another name, or remove it"
+        )
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"--json: expected a folder that can be written to, got {path.parent} ({reason})") from None
+        raise ValueError(
+            f"--json: expected a folder that can be written to, got {path.parent} ({reason})"
+        ) from None
 
 
 def _earlier(path: Path) -> bool:

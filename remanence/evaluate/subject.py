@@ -1,4 +1,4 @@
-"""What is evaluated: a model that reads, answers and is asked how likely a text is, or a recipe for such models."""
+"""What is evaluated: a model that reads, answers and scores texts, or a recipe for such models."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from remanence.config import Mode
 from remanence.core.errors import DivergedError
 from remanence.core.files import read_json
+from remanence.core.migrations import accepts_old_names
 from remanence.core.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.evaluate.bookmark import Bookmark
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
@@ -25,14 +26,15 @@ from remanence.tasks.answers import Answer, Likelihood
 from remanence.train import TRAINED, TrainConfig
 
 LOGITS = 1 << 23
-"""Numbers of logits that are held at a time when losses are computed."""
+"""The most logits that are computed at a time for losses."""
 
 
+@accepts_old_names("subject")
 @dataclass
 class Subject:
-    """A model with its tokenizer, or a recipe; where it runs, the seed of everything drawn, and a folder for files."""
+    """A model with its tokenizer, or a recipe; its device, the seed of everything drawn, and a folder for files."""
 
-    place: torch.device
+    device: torch.device
     seed: int = 0
     folder: Path | None = None
     network: Model | None = None
@@ -42,14 +44,15 @@ class Subject:
     passed: Callable[[int], None] = lambda _: None
     """Called with the number of tokens that were just read."""
     mode: Mode = "on"
-    """What becomes of the memory of models that are yet to be made."""
+    """The memory mode of models that are trained during the evaluation."""
     bookmark: Bookmark = field(default_factory=Bookmark)
 
     @classmethod
-    def load(cls, source: Path, place: torch.device, **fields: object) -> Subject:
-        model = Model.load(source, device=place).eval()
-        tokenizer = check_tokenizer(model, load_tokenizer(source)) if (source / "tokenizer.json").is_file() else None
-        return cls(place, network=model, tokens=tokenizer, source=source, **fields)  # type: ignore[arg-type]
+    def load(cls, source: Path, device: torch.device, **fields: object) -> Subject:
+        model = Model.load(source, device=device).eval()
+        own = (source / "tokenizer.json").is_file()
+        tokenizer = check_tokenizer(model, load_tokenizer(source)) if own else None
+        return cls(device, network=model, tokens=tokenizer, source=source, **fields)  # type: ignore[arg-type]
 
     @property
     def model(self) -> Model:
@@ -71,61 +74,77 @@ class Subject:
         return read_json(path) if path is not None and path.is_file() else {}
 
     def read(self, texts: Sequence[np.ndarray]) -> State:
-        """Read several texts side by side, in pieces; the state has a row for each. An interrupted reading goes on."""
-        whole = hashlib.sha256(b"".join(hashlib.sha256(text.astype(np.int64).tobytes()).digest() for text in texts)).hexdigest()
-        found = self.bookmark.find(self.model, whole)
+        """Read several texts as one batch, in pieces; the state has a row for each. An interrupted reading goes on."""
+        digests = [hashlib.sha256(text.astype(np.int64).tobytes()).digest() for text in texts]
+        digest = hashlib.sha256(b"".join(digests)).hexdigest()
+        found = self.bookmark.find(self.model, digest)
         state, at = (found[0], found[1]["at"]) if found else (self.model.start(len(texts)), 0)
         self.passed(at * len(texts))
         size = piece_of(self.model)
         for start in range(at, max(len(text) for text in texts), size):
             parts = [text[start : start + size].astype(np.int64) for text in texts]
             longest = max(len(part) for part in parts)
-            tokens = torch.from_numpy(np.stack([np.pad(part, (0, longest - len(part))) for part in parts])).to(self.place)
-            here = torch.tensor([len(part) for part in parts])
-            mask = (torch.arange(longest) < here[:, None]).to(self.place) if int(here.min()) < longest else None
+            padded = np.stack([np.pad(part, (0, longest - len(part))) for part in parts])
+            tokens = torch.from_numpy(padded).to(self.device)
+            lengths = torch.tensor([len(part) for part in parts])
+            ragged = int(lengths.min()) < longest
+            mask = (torch.arange(longest) < lengths[:, None]).to(self.device) if ragged else None
             state = read(self.model, tokens, state, mask=mask).state
             self.passed(sum(len(part) for part in parts))
-            self.bookmark.keep(self.model, state, lambda at=start + size: {"at": at}, whole)  # type: ignore[misc]
+            self.bookmark.keep(self.model, state, lambda at=start + size: {"at": at}, digest)  # type: ignore[misc]
         return state
 
     def answers(
-        self, texts: Sequence[np.ndarray], prompts: Sequence[str], options: Sequence[Sequence[str]], max_tokens: int
+        self,
+        texts: Sequence[np.ndarray],
+        prompts: Sequence[str],
+        options: Sequence[Sequence[str]],
+        max_tokens: int,
     ) -> list[Answer]:
-        """Read each text, then its prompt: what is said next, and how likely each of its options is instead.
+        """Read each text, then its prompt: the text generated next, and how likely each of its options is instead.
 
-        A memory that diverges has no answer: nothing is said, and every option is impossible.
+        A memory that diverges has no answer: its text is empty, and every option is impossible.
         """
         state = self.read(texts)
         lost = state.diverged.tolist()
-        kept = [row for row in range(len(texts)) if not lost[row]]
-        said = (
-            dict(zip(kept, self.say([prompts[row] for row in kept], state.rows(kept), max_tokens), strict=True)) if kept else {}
-        )
+        finite = [row for row in range(len(texts)) if not lost[row]]
+        said = {}
+        if finite:
+            generated = self.say([prompts[row] for row in finite], state.rows(finite), max_tokens)
+            said = dict(zip(finite, generated, strict=True))
         found = []
         for row, own in enumerate(options):
             if lost[row]:
                 found.append(Answer("", [Likelihood(-np.inf, False)] * len(own)))
                 continue
             pairs = [pair_tokens(self.tokenizer, prompts[row], option) for option in own]
-            likely = self.likelihoods([before for before, _ in pairs], [end for _, end in pairs], state.rows([row] * len(own)))
+            befores, ends = [before for before, _ in pairs], [end for _, end in pairs]
+            likely = self.likelihoods(befores, ends, state.rows([row] * len(own)))
             found.append(Answer(said[row], likely))
         return found
 
-    def say(self, prompts: Sequence[str], state: State | None, max_tokens: int, stop: tuple[str, ...] = ()) -> list[str]:
+    def say(
+        self, prompts: Sequence[str], state: State | None, max_tokens: int, stop: tuple[str, ...] = ()
+    ) -> list[str]:
         """The most likely answer to each prompt after what its row of the state has read; "" if its memory diverges."""
         sampling = Sampling(max_tokens=max_tokens, stop=stop)
         try:
-            return Generation(self.model, prompts, sampling, tokenizer=self.tokenizer, state=state).run().texts
+            return (
+                Generation(self.model, prompts, sampling, tokenizer=self.tokenizer, state=state).run().texts
+            )
         except DivergedError:
             if len(prompts) == 1:
                 return [""]
             rows = [None if state is None else state.rows([row]) for row in range(len(prompts))]
-            return [self.say([prompt], row, max_tokens, stop)[0] for prompt, row in zip(prompts, rows, strict=True)]
+            return [
+                self.say([prompt], row, max_tokens, stop)[0]
+                for prompt, row in zip(prompts, rows, strict=True)
+            ]
 
     @torch.no_grad()
     def likeliest(self, tokens: Tensor, state: State | None = None) -> Tensor:
         """The likeliest token after each of tokens ``[b t]``, on the CPU."""
-        logits, _ = self.model(tokens.to(self.place), state)
+        logits, _ = self.model(tokens.to(self.device), state)
         self.passed(tokens.numel())
         return logits.argmax(-1).cpu()
 
@@ -133,51 +152,58 @@ class Subject:
     def likelihoods(
         self, contexts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], state: State | None = None
     ) -> list[Likelihood]:
-        """How likely each end is after its context, which follows what its row of the state has read. Texts of any lengths."""
+        """How likely each end is after its context, which continues its row of the state. Lengths may differ."""
         rows = [[*context, *end] for context, end in zip(contexts, ends, strict=True)]
         longest = max(len(row) for row in rows) - 1
-        tokens = torch.tensor([row[:-1] + [0] * (longest + 1 - len(row)) for row in rows], device=self.place)
-        lengths = torch.tensor([len(row) - 1 for row in rows], device=self.place)
-        mask = torch.arange(longest, device=self.place) < lengths[:, None]
+        tokens = torch.tensor([row[:-1] + [0] * (longest + 1 - len(row)) for row in rows], device=self.device)
+        lengths = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+        mask = torch.arange(longest, device=self.device) < lengths[:, None]
         hidden = []
         for start in range(0, longest, PIECE):
-            seen = self.model.trace(tokens[:, start : start + PIECE], state, mask=mask[:, start : start + PIECE])
+            seen = self.model.trace(
+                tokens[:, start : start + PIECE], state, mask=mask[:, start : start + PIECE]
+            )
             hidden.append(seen.hidden)
             state = seen.state
         self.passed(int(lengths.sum()))
-        whole, found = torch.cat(hidden, 1), []
+        features, found = torch.cat(hidden, 1), []
         for row, (context, end) in enumerate(zip(contexts, ends, strict=True)):
-            logits = self.model.logits(whole[row, len(context) - 1 : len(context) + len(end) - 1]).float()
-            targets = torch.tensor(list(end), device=self.place)
+            logits = self.model.logits(features[row, len(context) - 1 : len(context) + len(end) - 1]).float()
+            targets = torch.tensor(list(end), device=self.device)
             log = -float(F.cross_entropy(logits, targets, reduction="sum"))
-            found.append(Likelihood(log if np.isfinite(log) else -np.inf, bool((logits.argmax(-1) == targets).all())))
+            found.append(
+                Likelihood(log if np.isfinite(log) else -np.inf, bool((logits.argmax(-1) == targets).all()))
+            )
         return found
 
     @torch.no_grad()
     def losses(self, rows: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Of tokens ``[b t+1]``, minus the logarithm of each one's probability but the first ``[b t]``, in pieces."""
-        rows = rows.to(self.place)
+        """Of tokens ``[b t+1]``, the negative log probability of each but the first ``[b t]``, in pieces."""
+        rows = rows.to(self.device)
         state = self.model.start(len(rows)) if state is None else state
         found = []
         for start in range(0, rows.shape[1] - 1, PIECE):
-            inputs, targets = rows[:, start : min(start + PIECE, rows.shape[1] - 1)], rows[:, start + 1 : start + 1 + PIECE]
+            inputs = rows[:, start : min(start + PIECE, rows.shape[1] - 1)]
+            targets = rows[:, start + 1 : start + 1 + PIECE]
             seen = self.model.trace(inputs, state)
             state = seen.state
             step = max(1, LOGITS // self.model.config.vocabulary)
-            hidden, wanted = seen.hidden.flatten(0, 1), targets.flatten()
-            parts = [
-                F.cross_entropy(self.model.logits(hidden[at : at + step]).float(), wanted[at : at + step], reduction="none")
-                for at in range(0, len(wanted), step)
-            ]
+            hidden, flat = seen.hidden.flatten(0, 1), targets.flatten()
+            parts = []
+            for at in range(0, len(flat), step):
+                logits = self.model.logits(hidden[at : at + step]).float()
+                parts.append(F.cross_entropy(logits, flat[at : at + step], reduction="none"))
             found.append(torch.cat(parts).view_as(targets))
             self.passed(inputs.numel())
             if bool(state.diverged.any()):
-                at = f"a memory that diverged before token {int(state.position[0]):,}"
-                raise DivergedError(f"memory: expected finite numbers, got {at}")
+                problem = f"a memory that diverged before token {int(state.position[0]):,}"
+                raise DivergedError(f"memory: expected finite numbers, got {problem}")
         return torch.cat(found, 1) if found else rows[:, 1:].float(), state
 
-    def stream_losses(self, lists: Iterable[Sequence[int]], state: State | None = None) -> Iterator[tuple[Tensor, State]]:
-        """`losses` of one text that comes in lists of tokens, its state carried, a piece at a time: in constant memory."""
+    def stream_losses(
+        self, lists: Iterable[Sequence[int]], state: State | None = None
+    ) -> Iterator[tuple[Tensor, State]]:
+        """`losses` of one text given as lists of tokens, a piece at a time with its state carried: constant memory."""
         held: list[int] = []
         for tokens in lists:
             held += tokens

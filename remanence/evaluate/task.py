@@ -1,4 +1,4 @@
-"""What an experiment is: settings, units of work, and rows that tell what came of them. A new one is an entry of `TASKS`."""
+"""An experiment: its settings, its units of work, and rows of results. A new one is an entry of `TASKS`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 Setting = dict[str, Any]
 """What a unit or a row depends on, as plain data."""
 Result = dict[str, Any]
-"""What a unit came to, as plain data: it is kept in a file and read back when an evaluation goes on."""
+"""A unit's result, as plain data: it is written to a file and read back when an evaluation goes on."""
 
 K = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number: what was measured, where, and how sure it is."""
+    """One number: what was measured, in which setting, and how certain it is."""
 
     task: str
     metric: str
@@ -44,8 +44,9 @@ class Row:
 class Task(ABC):
     """One experiment on one subject.
 
-    A subclass has settings of its own, a dataclass named `Settings`, and prepares its data when it is made: what is missing or
-    too short is then known before anything is measured. It says what its units are, measures some of them, and tells rows of all.
+    A subclass has its settings, a dataclass named `Settings`, and prepares its data when it is made: data that is
+    missing or too short is an error before anything is measured. It lists its units, measures some, and makes rows of
+    all.
     """
 
     name: ClassVar[str]
@@ -72,11 +73,11 @@ class Task(ABC):
 
     @abstractmethod
     def measure(self, units: list[Setting]) -> list[Result]:
-        """What some units of one group came to."""
+        """The results of some units of one group."""
 
     @abstractmethod
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
-        """What all units came to together."""
+        """The rows of all units together."""
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         """Pictures of the rows of every memory mode, in files whose names begin with `stem`."""
@@ -97,7 +98,7 @@ def perplexity(loss: float) -> float:
 
 
 def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % interval of a share, by Wilson's score: it stays inside 0 and 1, and is not empty when all answers are right."""
+    """The 95 % interval of a share, by Wilson's score: inside 0 and 1, and not empty when all answers are right."""
     if count < 1 or not 0 <= right <= count:
         raise ValueError(f"right: expected from 0 to count={count} right answers of at least one, got {right}")
     p, shrink = right / count, 1 + z * z / count

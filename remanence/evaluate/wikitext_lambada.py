@@ -46,13 +46,15 @@ class Wikitext(Task):
         whole = ("".join(decoded(document)) for document in self.texts)
         self.pages = [page for text in whole for page in split_pages(text)][: settings.pages]
         if not self.pages:
-            raise ValueError(f"wikitext.data: expected at least one page, got {settings.data}, which is empty")
-        self.unk = any("<unk>" in page for page in self.pages)  # then rare words are easy: not comparable with wiki.test.raw
+            raise ValueError(
+                f"wikitext.data: expected at least one page, got {settings.data}, which is empty"
+            )
+        # With it rare words are easy: not comparable with wiki.test.raw.
+        self.unk = any("<unk>" in page for page in self.pages)
         end = subject.tokenizer.end
         if end is None:
-            raise ValueError(
-                "wikitext: expected a tokenizer with a token that ends a text, from which a page begins, got one without"
-            )
+            wanted = "a tokenizer with a token that ends a text, from which a page begins"
+            raise ValueError(f"wikitext: expected {wanted}, got one without")
         self.prefix = end
 
     @property
@@ -74,12 +76,19 @@ class Wikitext(Task):
                 losses, _ = self.subject.losses(tokens[None, start : stop + 1])
                 nll += float(losses[0, first - start :].sum(dtype=torch.float64))
             found.append(
-                {"nll": nll, "words": len(re.split(r"\s+", page)), "bytes": len(page.encode()), "tokens": len(tokens) - 1}
+                {
+                    "nll": nll,
+                    "words": len(re.split(r"\s+", page)),
+                    "bytes": len(page.encode()),
+                    "tokens": len(tokens) - 1,
+                }
             )
         return found
 
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
-        nll, words, size, tokens = (sum(result[key] for _, result in results) for key in ("nll", "words", "bytes", "tokens"))
+        nll, words, size, tokens = (
+            sum(result[key] for _, result in results) for key in ("nll", "words", "bytes", "tokens")
+        )
         return [
             self.row("word perplexity", perplexity(nll / words), {"pages": len(results)}, count=words),
             self.row("token perplexity", perplexity(nll / tokens), {"pages": len(results)}, count=tokens),
@@ -88,7 +97,7 @@ class Wikitext(Task):
 
 
 def harness_windows(count: int, window: int | None) -> list[tuple[int, int, int]]:
-    """Of a page's tokens behind a first one: where a window's reading begins, from where on it predicts, and where it stops.
+    """For each window of a page, after its first token: where it begins to read, where to predict, and where it stops.
 
     Each window predicts what follows; the last, if it is shorter, reads as much as the others before it predicts.
     """
@@ -132,7 +141,7 @@ REWRITTEN: tuple[tuple[str, str], ...] = (
     (r" N ", " 1 "),
     (r" 's", "'s"),
 )
-"""The harness's detokeniser, slips included (its second rule never applies): numbers are only comparable with the same text."""
+"""The harness's detokeniser with its errors (the second rule never applies): only the same text is comparable."""
 
 
 def detokenised(page: str) -> str:
@@ -174,7 +183,9 @@ class Lambada(Task):
         else:
             entries = lines("lambada.data", settings.data, hint)
             self.texts = Texts("lambada.data", settings.data, hint)
-        self.passages = [_passage(number, entry) for number, entry in enumerate(islice(entries, settings.samples), 1)]
+        self.passages = [
+            _passage(number, entry) for number, entry in enumerate(islice(entries, settings.samples), 1)
+        ]
 
     @property
     def identity(self) -> Setting:
@@ -202,6 +213,10 @@ def _passage(number: int, entry: object) -> tuple[str, str]:
     if isinstance(entry, dict) and isinstance(entry.get("text"), str) and " " in entry["text"].strip():
         context, word = entry["text"].rsplit(" ", 1)
         return context, " " + word
-    if isinstance(entry, dict) and all(isinstance(entry.get(key), str) and entry[key] for key in ("context", "continuation")):
+    if isinstance(entry, dict) and all(
+        isinstance(entry.get(key), str) and entry[key] for key in ("context", "continuation")
+    ):
         return entry["context"], " " + entry["continuation"].lstrip()
-    raise ValueError(f"lambada.data: line {number}: expected 'text', or 'context' and 'continuation', got {str(entry)[:40]!r}")
+    raise ValueError(
+        f"lambada.data: line {number}: expected 'text', or 'context' and 'continuation', got {str(entry)[:40]!r}"
+    )

@@ -221,7 +221,7 @@ class TestDocuments:
         furthest = [0] * 4
         for n in range(250):
             for row in range(4):
-                document, piece = order.place(row, n)
+                document, piece = order.locate(row, n)
                 furthest[document] = max(furthest[document], piece)
         assert furthest == [length // 10 - (length % 10 == 0) + 0 for length in lengths]
 

@@ -183,9 +183,9 @@ def test_recipes_without_memory_or_held_out_data_are_refused(tmp_path):
     with pytest.raises(ValueError, match="ablate: expected a recipe whose model has a memory"):
         grid(tmp_path, recipe=replace(RECIPE, model=replace(RECIPE.model, pattern=("window",))))
     with pytest.raises(ValueError, match=r"ablate.data: expected held-out shards, got none; --ablate.data=FOLDER"):
-        grid(tmp_path, recipe=replace(RECIPE, data=replace(RECIPE.data, kind="packed", path="x")))
+        grid(tmp_path, recipe=replace(RECIPE, data=DataConfig(kind="packed", path="x")))
     with pytest.raises(ValueError, match=r"ablate: expected a recipe that names the shards.*got none; --recipe.data.path=FOLDER"):
-        grid(tmp_path, recipe=replace(RECIPE, data=replace(RECIPE.data, kind="packed", path=None)), data="x")
+        grid(tmp_path, recipe=replace(RECIPE, data=DataConfig(kind="packed")), data="x")
 
 
 @pytest.mark.parametrize("kind", ["packed", "documents"])
