@@ -119,9 +119,8 @@ class Documents:
             raise ValueError(
                 f"data: expected at least {batch * world} documents, one for each row, got {len(data)}"
             )
-        self.ends: list[list[int]] = [
-            [] for _ in range(batch)
-        ]  # for each row, the step after each epoch's last
+        # For each row, the step after the last one of each epoch.
+        self.ends: list[list[int]] = [[] for _ in range(batch)]
         self._shuffled = lru_cache(8)(lambda epoch: _order(seed, epoch, len(data)))
         self._dealt = lru_cache(2 * batch)(self._deal)
 

@@ -210,33 +210,27 @@ class Grid(Task):
         for metric in ("perplexity", "accuracy"):
             for length in self.lengths:
                 for name in self.variants:
-                    own = [
-                        (unit["trained"], result[str(length)])
-                        for unit, result in results
-                        if unit["variant"] == name
-                    ]
-                    values = [
-                        perplexity(each["loss"]) if metric == "perplexity" else each["right"]
-                        for _, each in own
-                    ]
-                    setting = {"variant": name, "length": length}
-                    paper = (
-                        {"table 5": self.published[name]}
-                        if metric == "perplexity" and name in self.published
-                        else {}
-                    )
-                    spread = stdev(values) if len(values) > 1 and all(map(isfinite, values)) else None
-                    facts = {"count": own[0][1]["count"], "deviation": spread}
-                    rows.append(
-                        self.row(metric, mean(values), {**setting, "seeds": len(values), **paper}, **facts)
-                    )
-                    for (seed, each), value in zip(own, values, strict=True):
-                        rows.append(
-                            self.row(
-                                metric, value, {**setting, "trained": seed}, count=each["count"], detail=True
-                            )
-                        )
+                    own = [(unit, result) for unit, result in results if unit["variant"] == name]
+                    by_seed = {unit["trained"]: result[str(length)] for unit, result in own}
+                    rows += self._variant_rows(metric, length, name, by_seed)
         return rows
+
+    def _variant_rows(self, metric: str, length: int, name: str, by_seed: Mapping[int, Result]) -> list[Row]:
+        """The mean and the deviation over seeds, then each seed as a detail."""
+        setting: Setting = {"variant": name, "length": length}
+        perplexities = metric == "perplexity"
+        values = [perplexity(each["loss"]) if perplexities else each["right"] for each in by_seed.values()]
+        counts = [each["count"] for each in by_seed.values()]
+        paper = {"table 5": self.published[name]} if perplexities and name in self.published else {}
+        spread = stdev(values) if len(values) > 1 and all(map(isfinite, values)) else None
+        summary = {**setting, "seeds": len(values), **paper}
+        return [
+            self.row(metric, mean(values), summary, count=counts[0], deviation=spread),
+            *(
+                self.row(metric, value, {**setting, "trained": seed}, count=count, detail=True)
+                for seed, value, count in zip(by_seed, values, counts, strict=True)
+            ),
+        ]
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         if len(self.lengths) < 2:

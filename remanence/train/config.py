@@ -284,9 +284,8 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
         _field(owner, last, dotted)
         inside[last] = _parse(get_type_hints(type(owner))[last], text, dotted)
     for dotted in changes:
-        if dotted.startswith(
-            "data."
-        ):  # what the recipe has for another kind is dropped, what is given here refused
+        if dotted.startswith("data."):
+            # Refuse a given field of another kind; what the recipe has for another kind is dropped by from_dict.
             name = dotted.removeprefix("data.")
             _build(DataConfig, {"kind": data["data"]["kind"], name: data["data"][name]})
     if "model.dim" in changes and "model.memory.dim" not in changes:
@@ -316,9 +315,8 @@ def _parse(kind: Any, text: str, name: str) -> Any:
                 inner = get_args(option)
                 return [_parse(inner[0], part.strip(), name) for part in text.split(",") if text]
             if option is bool:
-                return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
-                    text.lower()
-                ]
+                words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+                return words[text.lower()]
             if option in (int, float, str):
                 return option(text)
         except (ValueError, KeyError):

@@ -51,10 +51,8 @@ class Graphed:
     def __init__(self, model: Model, dtype: torch.dtype | None = None) -> None:
         self.model, self.dtype = model, dtype
         self.device, self.parameters = model.embed.weight.device, list(model.parameters())
-        self.border, self.window = (
-            border_of(model),
-            longest_window(model),
-        )  # asked once: every step waits for the host here
+        # Computed once: every step waits for the host here.
+        self.border, self.window = border_of(model), longest_window(model)
         self.held: dict[Any, _Held] = {}
 
     def __call__(

@@ -110,9 +110,8 @@ class Run:
         world.one(lambda: self._make_folder(resume))
         self.progress, self.carried = self._load()
         if not self.done:
-            world.one(
-                lambda: shutil.rmtree(out / "model", ignore_errors=True)
-            )  # of a run that was to be shorter
+            # A model is there if the run was to be shorter before.
+            world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))
         self.graphs = Graphs(self.model, config, world, self.begin is not None)
         self._leashed = leashed()  # in this process so far
 
@@ -124,9 +123,8 @@ class Run:
         """All steps that are left, then `finish`. Signals are answered between steps, as `fit` describes."""
         with received_signals() as received:
             while not self.done:
-                stop, samples = self.world.total(
-                    bool(received & {"SIGTERM", "SIGINT"}), "SIGUSR1" in received
-                )
+                ends = bool(received & {"SIGTERM", "SIGINT"})
+                stop, samples = self.world.total(ends, "SIGUSR1" in received)
                 if stop:
                     break
                 if samples:
@@ -243,9 +241,8 @@ class Run:
         config, table = self.config, self.model.log_unigrams
         if table is None or config.init_from is not None:
             return
-        source = SOURCES[config.data.kind](
-            config, config.batch, 0, 1
-        )  # all rows: every process counts the same
+        # Of all rows, so that every process counts the same.
+        source = SOURCES[config.data.kind](config, config.batch, 0, 1)
         counted = unigrams(corpus(source), config.model.vocabulary)
         table.copy_(spread(counted.to(table.dtype), table))
 
