@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from remanence import Model, Session, cli
-from remanence.cli import model_commands as commands
-from remanence.cli import train_commands
+from remanence.cli import sessions
 from remanence.config import PRESETS, preset
+from remanence.core import progress
 from remanence.core.tokens import load_tokenizer
 from remanence.inference import memfile
 from remanence.mixers import BLOCKS
 from remanence.model import matched, parameters
+from remanence.recipes import NAMES, find_recipe, load_recipe
 from remanence.testing import assert_close
 from remanence.train import TrainConfig
 
@@ -64,8 +65,8 @@ def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
     assert memfile.peek(both)[0]["tokens"] == [2 * len(TEXT)]
     assert "exists; --resume reads on" in run("read", "m", "t.txt", "--save", first, code=2)
     # Interrupted after the first piece of the second text, then resumed: the same to the last bit.
-    monkeypatch.setattr(commands, "AUTOSAVE", -1.0)
-    monkeypatch.setattr(commands.Shown, "update", interrupt)
+    monkeypatch.setattr(sessions, "AUTOSAVE", -1.0)
+    monkeypatch.setattr(progress.Bar, "update", interrupt)
     run("read", "m", "t.txt", "--memory", first, "--save", resumed, code=130)
     monkeypatch.undo()
     monkeypatch.chdir(home)
@@ -76,7 +77,7 @@ def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
     assert_close(memfile.load(resumed, subject), memfile.load(both, subject), 0.0)
     assert " 0 tokens read" in run("read", "m", "t.txt", "--save", resumed, "--resume"), "nothing is left to read"
     # Adding to a memory in place, interrupted and resumed, is the same again.
-    monkeypatch.setattr(commands.Shown, "update", interrupt)
+    monkeypatch.setattr(progress.Bar, "update", interrupt)
     run("read", "m", "t.txt", "--memory", first, "--save", first, code=130)
     monkeypatch.undo()
     monkeypatch.chdir(home)
@@ -119,12 +120,38 @@ def test_chat_remembers_from_one_conversation_to_the_next(run, home, tmp_path, m
 def test_modes_and_writes_reach_the_model(run, home, tmp_path):
     first, after = tmp_path / "1.mem", tmp_path / "2.mem"
     run("read", "m", "t.txt", "--save", first)
-    run("generate", "m", "--memory", first, "--prompt", "x", "--max-tokens", 4, "--mode", "frozen", "--save", after)
+    run(
+        "generate",
+        "m",
+        "--memory",
+        first,
+        "--prompt",
+        "x",
+        "--max-tokens",
+        4,
+        "--mode",
+        "frozen",
+        "--save",
+        after,
+    )
     written = {
         name: memfile.peek(path)[1]["blocks.0.memory.memory.position"].item() for name, path in (("1", first), ("2", after))
     }
     assert written["1"] == written["2"] == len(TEXT)
-    run("generate", "m", "--memory", after, "--prompt", "x", "--max-tokens", 4, "--write", "prompt", "--save", after)
+    run(
+        "generate",
+        "m",
+        "--memory",
+        after,
+        "--prompt",
+        "x",
+        "--max-tokens",
+        4,
+        "--write",
+        "prompt",
+        "--save",
+        after,
+    )
     assert memfile.peek(after)[1]["blocks.0.memory.memory.position"].item() == len(TEXT) + 1
 
 
@@ -136,18 +163,39 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
             "model: expected a folder with config.json and model.safetensors, got nowhere",
         ),
         (["read", "m", "nowhere.txt", "--save", "x.mem"], "nowhere.txt: no such file"),
-        (["read", "m", "t.txt", "--save", "no/such/x.mem"], "--save: expected a folder that exists, got no/such"),
-        (["read", "m", "t.txt", "--save", "x.mem", "--memory", "t.txt"], "t.txt: damaged, or not a safetensors file"),
-        (["generate", "m", "--prompt", ""], "--prompt: expected a text of at least one character, got an empty one"),
+        (
+            ["read", "m", "t.txt", "--save", "no/such/x.mem"],
+            "--save: expected a folder that exists, got no/such",
+        ),
+        (
+            ["read", "m", "t.txt", "--save", "x.mem", "--memory", "t.txt"],
+            "t.txt: damaged, or not a safetensors file",
+        ),
+        (
+            ["generate", "m", "--prompt", ""],
+            "--prompt: expected a text of at least one character, got an empty one",
+        ),
         (["generate", "m", "--prompt", "a", "--memory", "nowhere.mem"], "nowhere.mem: no such file"),
-        (["generate", "m", "--prompt", "a", "--temperature", "-1"], "temperature: expected a number of at least 0, got -1"),
+        (
+            ["generate", "m", "--prompt", "a", "--temperature", "-1"],
+            "temperature: expected a number of at least 0, got -1",
+        ),
         (["generate", "m", "--prompt", "a", "b", "--save", "x.mem"], "--save: expected a single prompt"),
-        (["generate", "m", "--prompt", "a", "--save", "t.txt"], "--save: t.txt exists; a memory is only overwritten if it is"),
-        (["generate", "m", "--prompt", "a", "--save", "no/x.mem"], "--save: expected a folder that exists, got no"),
+        (
+            ["generate", "m", "--prompt", "a", "--save", "t.txt"],
+            "--save: t.txt exists; a memory is only overwritten if it is",
+        ),
+        (
+            ["generate", "m", "--prompt", "a", "--save", "no/x.mem"],
+            "--save: expected a folder that exists, got no",
+        ),
         (["chat", "m", "--memory", "no/x.mem"], "--memory: expected a folder that exists, got no"),
         (["read", "m", "--save", "x.mem"], "files: expected at least one text to read, got none"),
         (["inspect", "[/x].mem"], "[/x].mem: no such file"),
-        (["new", "tinny", "x"], "preset: expected one of tiny, small, 170m, 340m, 760m, 1.3b, got 'tinny'; did you mean 'tiny'?"),
+        (
+            ["new", "tinny", "x"],
+            "preset: expected one of tiny, small, 170m, 340m, 760m, 1.3b, got 'tinny'; did you mean 'tiny'?",
+        ),
         (["new", "tiny", "x", "--variant", "mac+wndow"], "pattern: expected one of"),
         (["new", "tiny", "m"], "out: expected a new or empty folder, got m"),
         (["inspect", "t.txt"], "t.txt: damaged, or not a safetensors file"),
@@ -180,7 +228,12 @@ def test_a_full_disk_is_one_line(home, tmp_path):
         ["generate", model, "--prompt", "hi", "--max-tokens", "2", "--save", str(out)],
         ["new", "tiny", str(tmp_path / "n")],
     ):
-        done = subprocess.run([sys.executable, "-m", "remanence.cli", *command], capture_output=True, text=True, preexec_fn=limit)
+        done = subprocess.run(
+            [sys.executable, "-m", "remanence.cli", *command],
+            capture_output=True,
+            text=True,
+            preexec_fn=limit,
+        )
         assert done.returncode == 2, done.stderr
         assert "could not be written" in done.stderr and done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == []
@@ -214,12 +267,61 @@ def test_training_by_a_recipe(run, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "remanence" / "recipes").glob("[a-z]*.py")), ids=lambda path: path.stem)
-def test_recipes_make_configs(recipe):
-    config = train_commands.read_recipe(recipe)
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_make_configs(name):
+    recipe = ROOT / "remanence" / "recipes" / f"{name}.py"
+    assert find_recipe(name) == recipe, "a recipe has the name of its file"
+    config = load_recipe(name)
+    assert config == load_recipe(recipe)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert parameters(config.model) > 0
     assert len(recipe.read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("name", ["recall", "recall.py", "recipes/recall.py", "recipes/recall"])
+def test_a_recipe_is_found_by_name_and_by_the_path_of_earlier_versions(run, tmp_path, name):
+    small = ["--steps=1", "--batch=2", "--model.depth=1"]
+    assert "the model is in" in run("train", name, "--out", tmp_path / "run", *small)
+    assert "what it would cost" in run("train", name, "--dry-run", *small)
+
+
+def test_a_file_of_ones_own_comes_before_the_packages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe("needle") == find_recipe("needle.py") == ROOT / "remanence" / "recipes" / "needle.py"
+    Path("needle.py").write_text("def recipe():\n    return 3\n")
+    assert find_recipe("needle.py") == Path("needle.py") and find_recipe("needle") != Path("needle.py")
+    with pytest.raises(ValueError, match=r"needle.py: expected recipe\(\) to return a TrainConfig, got int"):
+        load_recipe("needle.py")
+
+
+def test_the_names_of_recipes_are_listed(run, tmp_path):
+    assert {"recall", "needle", "titans_1_3b"} <= set(NAMES)
+    listed = " ".join(run("train", "--help").replace("│", " ").split())
+    assert all(name in listed for name in NAMES)
+    for wrong in ("recal", "recipes/recal.py", "elsewhere/recall.py", "recall.json"):
+        error = run("train", wrong, "--out", tmp_path / "x", code=2)
+        assert error.endswith(f"recipe: expected a Python file or one of {', '.join(NAMES)}, got {wrong}\n")
+    assert f"one of {', '.join(NAMES)}, got recal" in run("eval", "recal", "ablate", "--json", tmp_path / "r.json", code=2)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train", "recall", "--out", "x", "--steps", "3"],
+            "--steps: expected --field=value for a field of the config",
+        ),
+        (["eval", "m", "lm", "-x=3"], "-x=3: expected --field=value for a field of a task"),
+        (
+            ["train", "recall", "--out", "x", "--batch=few"],
+            "batch: expected a whole number (1K is 1,024, 1M is 1K times 1K)",
+        ),
+        (["train", "recall", "--out", "x", "--model.memory.netz=deep"], "did you mean 'net'?"),
+    ],
+)
+def test_wrong_overrides_are_one_line(run, arguments, message):
+    assert message in run(*arguments, code=2)
 
 
 def test_an_empty_file_is_read_as_nothing(run, tmp_path):
@@ -231,7 +333,16 @@ def test_an_empty_file_is_read_as_nothing(run, tmp_path):
 def test_ctrl_c_saves_what_was_read(home, tmp_path):
     big = tmp_path / "big.txt"
     big.write_text(TEXT * 400)
-    command = [sys.executable, "-m", "remanence.cli", "read", str(home / "m"), str(big), "--save", str(tmp_path / "a.mem")]
+    command = [
+        sys.executable,
+        "-m",
+        "remanence.cli",
+        "read",
+        str(home / "m"),
+        str(big),
+        "--save",
+        str(tmp_path / "a.mem"),
+    ]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
@@ -281,7 +392,12 @@ class TestPresets:
 
     def test_changes_and_unknown_fields(self):
         config = preset("small", ("lmm", "window"), window=64, memory={"chunk": 32})
-        assert (config.pattern, config.window, config.memory.chunk, config.memory.head_dim) == (("lmm", "window"), 64, 32, 64)
+        assert (config.pattern, config.window, config.memory.chunk, config.memory.head_dim) == (
+            ("lmm", "window"),
+            64,
+            32,
+            64,
+        )
         kept = Model(preset("tiny"), memory={"chunk": 8}).config.memory
         assert (kept.chunk, kept.head_dim) == (8, 32), "other fields stay as they were"
         with pytest.raises(ValueError, match=r"ModelConfig field: expected one of .* got 'windw'; did you mean 'window'"):
@@ -297,15 +413,3 @@ def test_a_tokenizer_json_goes_with_the_model(run, tmp_path):
     run("new", "tiny", tmp_path / "w", "--tokenizer", tmp_path / "words.json")
     assert load_tokenizer(tmp_path / "w").encode("happy families are") == [1, 2, 0]
     assert "tokens read" in run("read", tmp_path / "w", "t.txt", "--save", tmp_path / "w.mem")
-
-
-def test_progress_is_plain_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    clock = iter([0.0, 0.0, 11.0, 12.0, 30.0])
-    monkeypatch.setattr(commands.time, "monotonic", lambda: next(clock))
-    shown = commands.Shown(100)
-    shown.update(20, 20, 1.5)
-    shown.update(30, 30, None)
-    shown.update(60, 60, None)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["reading 20 %, 20 tokens, 2/s, surprise 1.500, 44 s left", "reading 60 %, 60 tokens, 2/s, 20 s left"]
-    assert torch.is_grad_enabled()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from remanence import Model
-from remanence.cli import demo
+from remanence.cli import demo, demo_models
 from remanence.inference import memfile
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +45,14 @@ def test_it_writes_what_it_says(tmp_path):
     assert sorted(line.split(", ")[0] for line in err.splitlines()) == [
         f"{name}: step 2 of 2" for name in ("lmm", "mac", "window")
     ]
-    assert sorted(path.name for path in folder.iterdir()) == ["lmm", "mac", "pairs.mem", "recall.json", "recall.png", "window"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "lmm",
+        "mac",
+        "pairs.mem",
+        "recall.json",
+        "recall.png",
+        "window",
+    ]
     assert os.listdir(folder.parent) == ["er"], "nothing is left beside it"
     assert (folder / "recall.png").read_bytes()[:4] == b"\x89PNG"
     facts = json.loads((folder / "recall.json").read_text())
@@ -119,10 +126,10 @@ class TestTheFolder:
 
 
 def test_a_model_that_cannot_be_trained_ends_the_others(tmp_path):
-    configs = {name: demo.recipe_config(name, "cpu", 0, None) for name in ("window", "mac")}
+    configs = {name: demo_models.recipe_config(name, "cpu", 0, None) for name in ("window", "mac")}
     (tmp_path / "window").write_text("in the way")
     with pytest.raises(ValueError, match="out: expected a new or empty folder"):
-        demo.train(configs, tmp_path)
+        demo_models.train(configs, tmp_path)
     assert not multiprocessing.active_children()
 
 

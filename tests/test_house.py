@@ -30,7 +30,7 @@ ROOMS = {
     "lens": {"core", "ops", "layers", "memory", "mixers", "model", "inference"},
     "train": {"", "core", "ops", "memory", "mixers", "folder", "model", "inference", "data", "tasks", "config"},
     "recipes": {"config", "train"},
-    "evaluate": {"", "core", "ops", "model", "inference", "data", "tasks", "train", "hf", "report", "config"},
+    "evaluate": {"", "core", "ops", "model", "inference", "data", "tasks", "train", "hf", "config"},
     "report": {"", "core", "model", "config"},
     "testing": set(),
     "cli": {

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from models import STORES, config, model, tokens
 
 from remanence import Model, ModelConfig, Session, preset
-from remanence.cli.model_commands import inspect
+from remanence.cli.models import inspect
 from remanence.config import memorizing
 from remanence.inference import memfile
 from remanence.memory import ivf

@@ -9,9 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from remanence.config import preset
+from remanence.core import published
 from remanence.evaluate.grid import PARTS
 from remanence.model import parameters
-from remanence.report import plots, published, write
+from remanence.report import plots, write
 from remanence.report.comparisons import COMPARISONS, Measured, beside, label
 from remanence.report.compose import _cell
 from remanence.report.rows import read

@@ -35,10 +35,10 @@ def write_json(path: Path, data: Any) -> None:
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def called(source: Path) -> str:
-    """A file's or folder's name; of a run's model the run's too, as all of them are called the same."""
-    place = source.resolve()
-    return f"{place.parent.name}/{place.name}" if place.name == "model" and place.parent.name else place.name
+def display_name(source: Path) -> str:
+    """The name of a file or folder; for a run's model also the run's name, as all of them are named ``model``."""
+    path = source.resolve()
+    return f"{path.parent.name}/{path.name}" if path.name == "model" and path.parent.name else path.name
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from remanence.config import known
+from remanence.core import published
+from remanence.core.overrides import format_length
 from remanence.data.streams import PREFIX
 from remanence.data.texts import Texts
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share, told
-from remanence.report import published
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
 from remanence.tasks.babilong import ALL, PROMPT, Questions, Story, read_stories, score
 from remanence.tasks.haystack import Haystack
 
@@ -164,7 +165,7 @@ class Babilong(Task):
             )
             for mode, own in rows.items()
         }
-        ticks = {none: "0"} | {float(length): told(length) for length in lengths}
+        ticks = {none: "0"} | {float(length): format_length(length) for length in lengths}
         title = f"BABILong, mean of {', '.join(self.settings.tasks)}; the paper's points: {self.published}"
         path = stem.with_name(f"{stem.name}.babilong.png")
         return [

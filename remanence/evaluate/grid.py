@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.config import ModelConfig, change, known
+from remanence.core import published
+from remanence.core.overrides import format_length
 from remanence.evaluate.plots import Points, curves
 from remanence.evaluate.subject import LOGITS, PIECE, Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity
 from remanence.model import Model, parameters
 from remanence.ops import RULES
-from remanence.report import published
 from remanence.tasks.draw import HELD_OUT
 from remanence.train import SOURCES, DataConfig, TrainConfig, fit, run_config
 
@@ -251,7 +252,7 @@ class Grid(Task):
             lengths = sorted(
                 {*self.lengths, *(int(length) for line in theirs.values() for length, _ in line)}
             )
-            ticks = {float(length): told(length) for length in lengths}
+            ticks = {float(length): format_length(length) for length in lengths}
             title = f"{self.subject.source.stem}: held-out {metric} by length"
             x = "tokens of a row"
             drawn.append(

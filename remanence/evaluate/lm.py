@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from remanence.core.overrides import format_length
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, byte_level_json
 from remanence.data.texts import Texts
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, told
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity
 from remanence.model import State
 
 EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
@@ -176,7 +177,7 @@ class Lm(Task):
         if not lines:
             return []
         ticks = {
-            float(x): told(x)
+            float(x): format_length(x)
             for x in (2**n for n in range(0, 40, 2))
             if x <= max(p[0] for line in lines.values() for p in line)
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from remanence.core.files import replacing
-from remanence.evaluate.task import told
+from remanence.core.overrides import format_length
 
 COLOURS = ("#1b6ca8", "#e07a1f", "#3a8f5c", "#8a4f9e", "#8a8a8a", "#b3322e", "#6b675c", "#c9a227", "#4fb0ae")
 PATTERNS = ("-", ":", "--", "-.")
@@ -109,7 +109,7 @@ def heat(
                     axis.text(
                         column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8, color=colour
                     )
-        axis.set_xticks(range(len(columns)), [told(int(column)) for column in columns], fontsize=8)
+        axis.set_xticks(range(len(columns)), [format_length(int(column)) for column in columns], fontsize=8)
         axis.set_yticks(range(len(lines)), [f"{line:g}" for line in lines], fontsize=8)
         axis.set(xlabel=x, ylabel=y)
         axis.set_title(name, fontsize=10)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from remanence.core.overrides import format_length
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share, told
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
 from remanence.tasks.recall import held_out, score, vocabulary
 
 
@@ -126,7 +127,7 @@ class Recall(Task):
                 if curve == "distance"
                 else f"asked {self.settings.distance} tokens later"
             )
-            ticks = {float(x): told(int(x)) for line in lines.values() for x, _ in line}
+            ticks = {float(x): format_length(int(x)) for line in lines.values() for x, _ in line}
             path = stem.with_name(f"{stem.name}.recall-{curve}.png")
             title = f"Pairs recalled, {fixed}"
             drawn.append(

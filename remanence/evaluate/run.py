@@ -19,7 +19,7 @@ import torch
 
 import remanence
 from remanence.config import MODES, Mode, known
-from remanence.core.files import called, read_json, write_json
+from remanence.core.files import display_name, read_json, write_json
 from remanence.core.migrations import first_fields
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 from remanence.evaluate.bookmark import Bookmark
@@ -184,7 +184,7 @@ def provenance(subject: Subject) -> dict[str, Any]:
     """Where numbers come from: model, code, machine, day. Rows measured earlier have an origin of their own."""
     return {
         **({"recipe": _digest(describe(subject))} if subject.recipe is not None else describe(subject)),
-        "from": called(subject.source),
+        "from": display_name(subject.source),
         **_trained(subject),
         "seed": subject.seed,
         **origin(subject),

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields
 from math import exp, inf, log, sqrt
 from pathlib import Path
 from sys import float_info
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from remanence.config import known
+from remanence.core.overrides import parse_value
 
 if TYPE_CHECKING:
     from remanence.evaluate.subject import Subject
@@ -19,8 +20,6 @@ Setting = dict[str, Any]
 """What a unit or a row depends on, as plain data."""
 Result = dict[str, Any]
 """A unit's result, as plain data: it is written to a file and read back when an evaluation goes on."""
-
-K = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,43 +112,12 @@ def configured(task: type[Task], changes: Mapping[str, str]) -> Any:
     given = {}
     for name, text in changes.items():
         known(f"{task.name}.{name}: setting", name, [each.name for each in fields(task.Settings)])
-        given[name] = _parsed(hints[name], text, f"{task.name}.{name}")
+        given[name] = parse_value(hints[name], text, f"{task.name}.{name}")
     try:
         each_once(given)
         return task.Settings(**given)
     except ValueError as error:
         raise ValueError(f"{task.name}.{error}") from None
-
-
-def _parsed(kind: Any, text: str, what: str) -> Any:
-    options = [option for option in get_args(kind) if option is not type(None)]
-    if get_origin(kind) is tuple:
-        return tuple(_parsed(options[0], part.strip(), what) for part in text.split(",") if part.strip())
-    if type(None) in get_args(kind):
-        return None if text.lower() == "none" else _parsed(options[0], text, what)
-    if kind is str:
-        return text
-    if kind is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return whole(text) if kind is int else float(text)
-    except ValueError:
-        told = {int: "a whole number (1K is 1,024, 1M is 1K times 1K)", float: "a number", bool: "true or false"}[kind]
-        raise ValueError(f"{what}: expected {told}, got {text!r}") from None
-
-
-def whole(text: str) -> int:
-    """A whole number, as 4096, 4K or 1M."""
-    factor = {"K": K, "M": K * K}.get(text[-1:].upper(), 1)
-    return int(text if factor == 1 else text[:-1]) * factor
-
-
-def told(length: int) -> str:
-    """A length as a person writes it: 4K, 1M, or the number."""
-    for unit, size in (("M", K * K), ("K", K)):
-        if length >= size and length % size == 0:
-            return f"{length // size}{unit}"
-    return str(length)
 
 
 def at_least(least: float, **values: Any) -> None:

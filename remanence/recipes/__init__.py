@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from remanence.train import TrainConfig
 
 FOLDER = Path(__file__).parent
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__"))
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe: one of the user's own, or the package's of that name (``recall``, ``recipes/recall.py``)."""
+    """The file of a recipe: the user's own, or the package's of that name (``recall``, ``recipes/recall.py``)."""
     path = Path(name)
     if path.is_file():
         return path
     if path.stem in NAMES and path.parent in (Path("."), Path("recipes")) and path.suffix in ("", ".py"):
         return FOLDER / f"{path.stem}.py"
     raise ValueError(f"recipe: expected a Python file or one of {', '.join(NAMES)}, got {name}")
+
+
+def load_recipe(name: str | Path) -> TrainConfig:
+    """The config that a recipe's function `recipe` returns. A recipe is code: run your own, or ones you have read."""
+    from remanence.train import TrainConfig
+
+    path = find_recipe(name)
+    try:
+        recipe = runpy.run_path(str(path)).get("recipe")
+        if not callable(recipe):
+            raise ValueError(f"{path}: expected a function recipe() that returns a TrainConfig, got none")
+        config = recipe()
+    except (SyntaxError, ImportError, TypeError, NameError, AttributeError) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"{path}: expected recipe() to return a TrainConfig, got {type(config).__name__}")
+    return config

@@ -1,4 +1,4 @@
-"""A needle in a haystack, as bytes: four numbers with their names in 1,024 bytes of plain sentences, and one of them asked for.
+"""A needle in a haystack, as bytes: four numbers with their names in 1,024 bytes of plain sentences; one is asked for.
 
 remanence train needle --out out/needle
 torchrun --nproc-per-node 8 -m remanence train needle --out out/needle --data.length=8192 --batch=64

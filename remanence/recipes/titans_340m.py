@@ -1,7 +1,8 @@
 """Titans, 340M parameters, 15 billion tokens of FineWeb-Edu: the papers' pre-training, MAC; for another variant
 --model.pattern=mag (mal, lmm, attention, gated_delta, ...).
 
-remanence data prepare hf:HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer tokenizer.json --out out/fineweb --workers 16
+remanence data prepare hf:HuggingFaceFW/fineweb-edu:sample-100BT --tokenizer tokenizer.json --out out/fineweb \\
+    --workers 16
 remanence train titans_340m --dry-run --gpus 8 --gpu H100
 torchrun --nproc-per-node 8 -m remanence train titans_340m --out out/titans_340m --data.path=out/fineweb
 

@@ -20,8 +20,8 @@ from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
-from remanence.report import published
-from remanence.report.published import Number, Trained
+from remanence.core import published
+from remanence.core.published import Number, Trained
 from remanence.report.rows import Row
 
 BABI = 20

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from remanence.config import FOLLOWS, ModelConfig, known, preset
 from remanence.core.migrations import accepts_old_names, current_fields
+from remanence.core.overrides import apply_overrides
 
 
 def _check(config: Any) -> None:
@@ -271,18 +272,8 @@ class TrainConfig:
 
 def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
     """A copy with dotted fields changed, given as text: ``{"optimizer.lr": "3e-4", "model.memory.chunk": "64"}``."""
-    changes, data = current_fields("train", changes), config.to_dict()
-    for dotted, text in changes.items():
-        *path, last = dotted.split(".")
-        owner: Any = config
-        inside = data
-        for name in path:
-            _field(owner, name, dotted)
-            owner, inside = getattr(owner, name), inside[name]
-            if not is_dataclass(owner):
-                raise ValueError(f"{dotted}: expected a field, got something inside {name!r}, which has none")
-        _field(owner, last, dotted)
-        inside[last] = _parse(get_type_hints(type(owner))[last], text, dotted)
+    changes = current_fields("train", changes)
+    data = apply_overrides(config, changes)
     for dotted in changes:
         if dotted.startswith("data."):
             # Refuse a given field of another kind; what the recipe has for another kind is dropped by from_dict.
@@ -294,35 +285,6 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
         given = {dotted.removeprefix("model.memory.") for dotted in changes}
         data["model"]["memory"].update(dict.fromkeys(name for name in FOLLOWS if name not in given))
     return TrainConfig.from_dict(data)
-
-
-def _field(owner: Any, name: str, dotted: str) -> None:
-    known(f"{dotted}: field of {type(owner).__name__}", name, [each.name for each in fields(owner)])
-
-
-def _parse(kind: Any, text: str, name: str) -> Any:
-    """Text as a field's type: numbers, yes and no, one of several words, none, or several joined by commas."""
-    options = get_args(kind) if get_origin(kind) is not tuple and get_origin(kind) is not Literal else ()
-    if type(None) in options and text.lower() == "none":
-        return None
-    for option in [each for each in options if each is not type(None)] or [kind]:
-        origin = get_origin(option)
-        if origin is Literal:
-            known(name, text, get_args(option))
-            return text
-        try:
-            if origin is tuple:
-                inner = get_args(option)
-                return [_parse(inner[0], part.strip(), name) for part in text.split(",") if text]
-            if option is bool:
-                words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-                return words[text.lower()]
-            if option in (int, float, str):
-                return option(text)
-        except (ValueError, KeyError):
-            continue
-    expected = getattr(kind, "__name__", str(kind))
-    raise ValueError(f"{name}: expected {expected}, got {text!r}")
 
 
 def _build(cls: Any, data: Mapping[str, Any]) -> Any:

@@ -20,12 +20,13 @@ from evaluations import measured, saved
 from models import model
 
 from remanence import Model, cli
-from remanence.cli import eval_commands
+from remanence.cli.evaluate import table
+from remanence.core.overrides import by_owner, format_length, parse_length
 from remanence.core.tokens import byte_level_json
 from remanence.evaluate import TASKS, Subject, bookmark, provenance, subject
 from remanence.evaluate import run as run_module
 from remanence.evaluate.run import Journal, commit, write_rows
-from remanence.evaluate.task import Row, configured, perplexity, share, told, whole, wilson
+from remanence.evaluate.task import Row, configured, perplexity, share, wilson
 from remanence.inference import memfile
 
 ROOT = Path(__file__).parent.parent.parent
@@ -71,7 +72,7 @@ def test_a_difference_of_shares_is_in_points_like_the_shares():
         return Row(task="x", metric="y", setting={"memory": mode}, **facts)
 
     def cells(rows):
-        return [next(iter(column.cells)) for column in eval_commands.table(rows, ("on", "off")).columns]
+        return [next(iter(column.cells)) for column in table(rows, ("on", "off")).columns]
 
     shares = [row("on", **share(9, 10)), row("off", **share(1, 10))]
     assert cells(shares) == ["y", "90.0% (60-98)", "10.0% (2-40)", "+80.0 points"]
@@ -223,7 +224,7 @@ def test_wrong_arguments_are_one_line(home, run, arguments, message):
 
 def test_the_last_of_a_repeated_setting_counts_and_a_tasks_own_comes_first():
     given = [("samples", "1"), ("niah.samples", "5"), ("samples", "2"), ("niah.batch", "3"), ("niah.batch", "4")]
-    found = eval_commands._given(["niah", "lambada"], given)
+    found = by_owner(given, {name: TASKS[name].Settings.__dataclass_fields__ for name in ("niah", "lambada")})
     assert found == {"niah": {"samples": "5", "batch": "4"}, "lambada": {"samples": "2"}}
 
 
@@ -281,8 +282,8 @@ def test_a_value_given_twice_is_refused(task, setting, text):
 
 
 def test_numbers_as_people_write_them():
-    assert [whole(text) for text in ("7", "4K", "10m", "1M")] == [7, 4096, 10 * 2**20, 2**20]
-    assert [told(number) for number in (7, 4096, 10 * 2**20, 1500)] == ["7", "4K", "10M", "1500"]
+    assert [parse_length(text) for text in ("7", "4K", "10m", "1M")] == [7, 4096, 10 * 2**20, 2**20]
+    assert [format_length(number) for number in (7, 4096, 10 * 2**20, 1500)] == ["7", "4K", "10M", "1500"]
     settings = configured(TASKS["lm"], {"data": "x", "views": "window", "max_tokens": "2K", "window": "64"})
     assert (settings.views, settings.max_tokens, settings.window) == (("window",), 2048, 64)
     assert replace(settings, max_tokens=None) == configured(TASKS["lm"], {"data": "x", "views": "window", "window": "64"})

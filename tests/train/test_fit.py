@@ -310,7 +310,7 @@ class TestConfigs:
         [
             ("optimzer.lr", "1", r"optimzer\.lr: field of TrainConfig: .* did you mean 'optimizer'"),
             ("optimizer.lrr", "1", r"field of OptimizerConfig: .* did you mean 'lr'"),
-            ("steps", "many", "steps: expected int, got 'many'"),
+            ("steps", "many", r"steps: expected a whole number \(1K is .*\), got 'many'"),
             ("precision", "half", "precision: expected one of float32, bfloat16, got 'half'"),
             ("steps.more", "1", r"steps\.more: expected a field, got something inside 'steps'"),
             ("optimizer.schedule", "cosin", "expected one of cosine, wsd, constant, got 'cosin'; did you mean 'cosine'"),

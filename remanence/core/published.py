@@ -1,7 +1,8 @@
-"""The Titans papers' own numbers, for a place beside ours. Plain data: nothing is imported.
+"""The Titans papers' own numbers, to stand beside ours. Plain data: nothing is imported.
 
-v1 is arXiv 2501.00663v1; what only the NeurIPS 2025 version has is said so. Tables are copied; figures 6 and 7 print no numbers,
-and theirs were read off the plots. Neither version tells seeds or errors. Shares are in percent, lengths in tokens.
+v1 is arXiv 2501.00663v1; what only the NeurIPS 2025 version has is marked. Tables are copied; figures 6 and 7 print no
+numbers, and theirs were read off the plots. Neither version gives seeds or errors. Shares are in percent, lengths in
+tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Trained(NamedTuple):
     tokenizer: str | None = "llama-2"
 
 
-# Table 1: language modelling and commonsense. 340M to 760M as v1 has them, 1.3B as NeurIPS 2025 has it. Corrected by the latter:
-# MAL at 760M (HellaSwag 48.85, ARC-easy 67.61, SIQA 40.57, average 52.29). Four averages are not those of their rows:
-# TTT 760M (49.37), Gated DeltaNet-H2 400M (47.80), LMM 400M (47.86), MAC 1.3B (57.20).
+# Table 1: language modelling and commonsense. 340M to 760M as v1 has them, 1.3B as NeurIPS 2025 has it. Corrected by
+# the latter: MAL at 760M (HellaSwag 48.85, ARC-easy 67.61, SIQA 40.57, average 52.29). Four averages are not those of
+# their rows: TTT 760M (49.37), Gated DeltaNet-H2 400M (47.80), LMM 400M (47.86), MAC 1.3B (57.20).
 TABLE1_TRAINED = {
     "340M": Trained(340e6, 15e9),
     "400M": Trained(400e6, 15e9),
@@ -48,7 +49,7 @@ TABLE1_COUNTS = {
     "siqa": 1954,
     "boolq": 3270,
 }
-"""How many pages or questions the whole of each benchmark is, as lm-evaluation-harness reads it."""
+"""How many pages or questions each benchmark has in full, as lm-evaluation-harness reads it."""
 TABLE1: dict[str, dict[str, Numbers]] = {
     "340M": {
         "Transformer++": (31.52, 41.08, 30.76, 62.98, 34.76, 50.53, 45.21, 24.05, 36.81, 58.24, 42.92),
@@ -109,24 +110,60 @@ TABLE1: dict[str, dict[str, Numbers]] = {
     },
 }
 
-# Table 2: a needle in a haystack (RULER's S-NIAH): a number in noise (PK), a number (N) and a uuid (W) in essays. Samba and
-# Gated DeltaNet-H2 as NeurIPS 2025 has them. The size of the models is not told.
+# Table 2: a needle in a haystack (RULER's S-NIAH): a number in noise (PK), a number (N) and a uuid (W) in essays. Samba
+# and Gated DeltaNet-H2 as NeurIPS 2025 has them. The size of the models is not given.
 TABLE2_TRAINED = Trained(None, None)
 TABLE2_LENGTHS = (2048, 4096, 8192, 16_384)
 TABLE2: dict[str, dict[str, Numbers]] = {
-    "TTT": {"PK": (98.4, 98.8, 98.0, 88.4), "N": (60.2, 36.6, 10.2, 4.4), "W": (78.8, 28.0, 4.4, 0.0)},
-    "Mamba2": {"PK": (98.6, 61.4, 31.0, 5.4), "N": (98.4, 55.8, 14.2, 0.0), "W": (42.2, 4.2, 0.0, 0.0)},
-    "DeltaNet": {"PK": (96.8, 98.8, 98.6, 71.4), "N": (47.2, 15.4, 12.8, 5.4), "W": (46.2, 20.0, 1.6, 0.0)},
-    "Titans LMM": {"PK": (99.8, 98.4, 98.2, 96.2), "N": (100.0, 99.8, 93.4, 80.2), "W": (90.4, 89.4, 85.8, 80.6)},
-    "Titans MAC": {"PK": (99.2, 98.8, 99.0, 98.4), "N": (99.6, 98.2, 97.6, 97.4), "W": (98.2, 98.2, 95.6, 95.2)},
-    "Titans MAG": {"PK": (99.4, 98.0, 97.4, 97.4), "N": (99.2, 98.8, 97.2, 98.6), "W": (98.0, 98.0, 90.2, 88.2)},
-    "Titans MAL": {"PK": (98.8, 98.6, 98.8, 97.8), "N": (99.8, 98.1, 96.8, 96.4), "W": (98.0, 97.4, 92.0, 90.4)},
-    "Samba": {"PK": (98.8, 98.0, 97.4, 97.2), "N": (98.8, 98.6, 96.2, 95.6), "W": (96.8, 90.0, 84.0, None)},
-    "Gated DeltaNet-H2": {"PK": (99.2, 97.8, 97.4, 98.4), "N": (98.0, 97.8, 96.2, 95.8), "W": (97.4, 96.8, 88.4, None)},
+    "TTT": {
+        "PK": (98.4, 98.8, 98.0, 88.4),
+        "N": (60.2, 36.6, 10.2, 4.4),
+        "W": (78.8, 28.0, 4.4, 0.0),
+    },
+    "Mamba2": {
+        "PK": (98.6, 61.4, 31.0, 5.4),
+        "N": (98.4, 55.8, 14.2, 0.0),
+        "W": (42.2, 4.2, 0.0, 0.0),
+    },
+    "DeltaNet": {
+        "PK": (96.8, 98.8, 98.6, 71.4),
+        "N": (47.2, 15.4, 12.8, 5.4),
+        "W": (46.2, 20.0, 1.6, 0.0),
+    },
+    "Titans LMM": {
+        "PK": (99.8, 98.4, 98.2, 96.2),
+        "N": (100.0, 99.8, 93.4, 80.2),
+        "W": (90.4, 89.4, 85.8, 80.6),
+    },
+    "Titans MAC": {
+        "PK": (99.2, 98.8, 99.0, 98.4),
+        "N": (99.6, 98.2, 97.6, 97.4),
+        "W": (98.2, 98.2, 95.6, 95.2),
+    },
+    "Titans MAG": {
+        "PK": (99.4, 98.0, 97.4, 97.4),
+        "N": (99.2, 98.8, 97.2, 98.6),
+        "W": (98.0, 98.0, 90.2, 88.2),
+    },
+    "Titans MAL": {
+        "PK": (98.8, 98.6, 98.8, 97.8),
+        "N": (99.8, 98.1, 96.8, 96.4),
+        "W": (98.0, 97.4, 92.0, 90.4),
+    },
+    "Samba": {
+        "PK": (98.8, 98.0, 97.4, 97.2),
+        "N": (98.8, 98.6, 96.2, 95.6),
+        "W": (96.8, 90.0, 84.0, None),
+    },
+    "Gated DeltaNet-H2": {
+        "PK": (99.2, 97.8, 97.4, 98.4),
+        "N": (98.0, 97.8, 96.2, 95.8),
+        "W": (97.4, 96.8, 88.4, None),
+    },
 }
 
-# Table 5: what the parts are worth. The first column is the mean of both perplexities of Table 1 at 400M, the second its average,
-# the third the mean of Table 2's cells (found by recomputing the first four rows; the paper does not say).
+# Table 5: what the parts are worth. The first column is the mean of both perplexities of Table 1 at 400M, the second
+# its average, the third the mean of Table 2's cells (found by recomputing the first four rows; the paper does not say).
 TABLE5_TRAINED = Trained(400e6, 15e9)
 TABLE5_COLUMNS = ("perplexity", "reasoning", "long context")
 TABLE5: dict[str, Numbers] = {
@@ -158,7 +195,7 @@ def table5(column: str = "perplexity") -> dict[str, float]:
     return {name: cell for name, cell in cells.items() if cell is not None}
 
 
-# Figure 6: BABILong. How many examples "few-shot" means and which tasks the mean is of, is not told.
+# Figure 6: BABILong. How many examples "few-shot" means and which tasks the mean is of, is not given.
 # In the second panel Titans, Mamba and RMT are fine-tuned, the large models are not.
 FIGURE6_TRAINED = Trained(None, None)
 FIGURE6_LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 524_288, 1_048_576, 10_485_760)

@@ -1,0 +1,66 @@
+"""The command that prepares training data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from remanence.core.progress import Progress
+
+
+@dataclass(frozen=True)
+class Data:
+    """Turn texts (plain, jsonl or parquet, folders of them, datasets of the hub) into token shards.
+
+    An interrupted command goes on when started again.
+    """
+
+    action: tyro.conf.Positional[Literal["prepare"]]
+    """What to do."""
+    sources: tyro.conf.Positional[tuple[str, ...]]
+    """Files and folders (also .xz .gz .bz2 .zst), and hf:NAME[@REVISION][:CONFIG[:SPLIT]], streamed (extra `data`)."""
+    out: Path
+    """Folder for the shards."""
+    tokenizer: Path | None = None
+    """A tokenizer.json (extra `hf`). Default: bytes."""
+    field: str = "text"
+    """Where a line of jsonl, or a row of a table, has its text."""
+    workers: int = 1
+    """Processes. The shards do not depend on it."""
+    max_tokens: int | None = None
+    """Take only the first documents that have this many tokens together, with the marks of their ends."""
+    max_documents: int | None = None
+    """Take only the first documents."""
+
+    def run(self) -> None:
+        from remanence.data import prepare
+
+        if not self.sources:
+            raise ValueError("sources: expected at least one file or folder, or hf:NAME, got none")
+        with Progress(every=30) as progress:
+            bar = progress.add("preparing")
+
+            def show(finished: int, total: int, tokens: int) -> None:
+                """By tokens if they are limited, else by files."""
+                note = f"{tokens:,} tokens, {finished:,} of {total:,} files"
+                if self.max_tokens is None:
+                    bar.update(finished, note, total=total)
+                else:
+                    bar.update(tokens, note, total=self.max_tokens)
+
+            counts = prepare(
+                self.sources,
+                self.out,
+                tokenizer=self.tokenizer,
+                field=self.field,
+                workers=self.workers,
+                max_tokens=self.max_tokens,
+                max_documents=self.max_documents,
+                done=show,
+            )
+        skipped = f"; {counts['nulls']:,} without a text passed over" if counts["nulls"] else ""
+        texts = f"{counts['documents']:,} documents from {counts['files']:,} files"
+        print(f"{self.out}: {counts['tokens']:,} tokens in {texts}{skipped}")

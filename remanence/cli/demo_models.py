@@ -1,0 +1,183 @@
+"""The demo's models: how they are trained, each in a process of its own, and asked."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remanence.cli.demo import KEYS, NOISE, PAIRS, RECIPES, WINDOW
+from remanence.config import ModelConfig
+from remanence.core.progress import Progress
+from remanence.inference import memfile
+from remanence.model import Model
+from remanence.tasks.recall import Recall
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
+
+READ, SILENCE = 2 * PAIRS, 200
+"""Tokens of the pairs, and of the noise that follows, in the text that becomes a memory file."""
+
+
+def recipe_config(name: str, device: str, seed: int, steps: int | None) -> TrainConfig:
+    """One model's training. The task is the same for all: rows of 64 tokens with three rounds of the pairs."""
+    recipe = RECIPES[name]
+    steps = recipe.steps if steps is None else steps
+    model = ModelConfig(
+        vocabulary=2 * KEYS + NOISE,
+        dim=64,
+        depth=recipe.depth,
+        heads=2,
+        pattern=(name,),
+        window=WINDOW,
+        segment=WINDOW,
+        persistent=4,
+        memory={"heads": 1},  # type: ignore[arg-type]
+    )
+    return TrainConfig(
+        model=model,
+        data=DataConfig(kind="recall", length=64, pairs=PAIRS, rounds=3, keys=KEYS, noise=NOISE),
+        optimizer=OptimizerConfig(lr=recipe.lr, warmup=30, weight_decay=0.01),
+        steps=steps,
+        batch=32,
+        seed=seed,
+        save_every=steps,
+        device=device,
+    )
+
+
+def train(configs: dict[str, TrainConfig], folder: Path) -> dict[str, float]:
+    """Train all models at once, in a process each; the seconds that each took. The first that fails ends the others."""
+    context, began = get_context("spawn"), time.monotonic()
+    running: dict[Any, tuple[str, Any]] = {}
+    seconds = {}
+    try:
+        with uninterrupted():
+            for name, config in configs.items():
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_train, args=(config, folder / name, theirs), daemon=True)
+                process.start()
+                theirs.close()  # the child's copy is then the only one, and its end is the end of the line
+                running[ours] = name, process
+        with Progress(steps=True, last=True, keep=True) as progress:
+            bars = {name: progress.add(name, configs[name].steps, RECIPES[name].title) for name in configs}
+            while running:
+                for line in connection.wait(list(running)):
+                    name, process = running[line]
+                    if metrics := _receive(line):
+                        loss = "none" if metrics["loss"] is None else f"{metrics['loss']:.2f}"
+                        bars[name].update(metrics["step"], f"loss {loss}")
+                        continue
+                    process.join()
+                    if code := process.exitcode:
+                        raise ValueError(f"{name}: expected its training to end well, got exit code {code}")
+                    seconds[name] = round(time.monotonic() - began, 1)
+                    del running[line]
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+    return seconds
+
+
+def _receive(line: Any) -> dict[str, Any] | None:
+    """The metrics that a process has sent, or None at its end. An error in the process is raised here."""
+    try:
+        message = line.recv()
+    except EOFError:
+        return None
+    if isinstance(message, str):
+        raise ValueError(message)
+    return message
+
+
+def _train(config: TrainConfig, folder: Path, line: Any) -> None:
+    """Train in a process of its own: metrics are sent as they come, and an error as text."""
+    torch.set_num_threads(1)
+    try:
+        fit(config, folder, log=line.send)
+    except (ValueError, OSError) as error:
+        line.send(str(error))
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Processes started inside ignore Ctrl-C for good: the process that started them ends them."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def task(length: int, seed: int) -> Recall:
+    """Texts that no model was trained on: the pairs once at the start, the questions once at the end."""
+    return Recall(length, 32, PAIRS, 2, seed + 2**32, keys=KEYS, noise=NOISE)
+
+
+def accuracies(model: Model, distances: Sequence[int], seed: int) -> list[float]:
+    """The share of right answers with so many tokens between pairs and questions: 32 texts, 8 questions each."""
+    return [_accuracy(model, distance, seed) for distance in distances]
+
+
+@torch.no_grad()
+def _accuracy(model: Model, distance: int, seed: int) -> float:
+    batch = task(distance + 2 * PAIRS, seed).step(0)
+    device = model.embed.weight.device
+    hidden = model.trace(batch.tokens.to(device)).hidden
+    questions = batch.targets >= 0
+    answers = model.logits(hidden[questions.to(device)]).argmax(-1).cpu()
+    return float((answers == batch.targets[questions]).float().mean())
+
+
+def remember(folder: Path, device: torch.device, seed: int) -> dict[str, Any]:
+    """Read pairs and noise, save the memory; then ask a model loaded anew, with the file and without it."""
+    text = task(READ + SILENCE + READ, seed).step(1).tokens[:1]
+    pairs, questions = text[:, :READ], text[:, READ + SILENCE :: 2]
+    path = folder / "pairs.mem"
+    reader = load_mac(folder, device)
+    with torch.no_grad():
+        memfile.save(path, reader, reader(text[:, : READ + SILENCE].to(device))[1])
+    model = load_mac(folder, device)
+    restored = answer(model, questions, memfile.load(path, model))
+    values = dict(pairs.view(-1, 2).tolist())
+    return {
+        "read": [f"{symbol(key)}={symbol(value)}" for key, value in values.items()],
+        "noise": SILENCE,
+        "bytes": path.stat().st_size,
+        "asked": [symbol(key) for key in questions[0].tolist()],
+        "told": [symbol(values[key]) for key in questions[0].tolist()],
+        "from_the_file": restored,
+        "without_it": answer(model, questions, model.start(1)),
+    }
+
+
+def parameter_count(model: Model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def load_mac(folder: Path, device: torch.device) -> Model:
+    return Model.load(folder / "mac" / "model", device=device).eval()
+
+
+@torch.no_grad()
+def answer(model: Model, questions: Tensor, state: Any) -> list[str]:
+    """The model's answer to each key, each asked by itself from the same state."""
+    keys = questions.view(-1, 1).to(model.embed.weight.device)
+    logits, _ = model(keys, state.rows([0] * len(keys)))
+    return [symbol(token) for token in logits[:, -1].argmax(-1).tolist()]
+
+
+def symbol(token: int) -> str:
+    """A token as people read it: keys are letters, values are numbers, noise is a dot."""
+    return chr(ord("a") + token) if token < KEYS else str(token - KEYS) if token < 2 * KEYS else "."

@@ -1,0 +1,216 @@
+"""The command that evaluates a model or a recipe: parses the tasks' settings, prints tables, writes files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isclose
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import tyro
+
+from remanence.cli.arguments import Device, Folder, Mode
+from remanence.core.overrides import by_owner, format_length, split_prefix
+from remanence.core.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from remanence.evaluate import Row, Subject, Task
+
+RECIPE = "recipe."
+"""What an override of the recipe's config begins with, instead of a task's name."""
+HIDDEN = ("memory", "digest", "stories", "seed")
+"""Parts of a setting that the table leaves out: the JSON file has them."""
+LENGTHS = ("length", "window", "from", "before", "max_tokens")
+"""Parts of a setting that are lengths in tokens."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Measure a model: lm, wikitext, lambada, niah, babilong, recall, commonsense; of a recipe instead: ablate, depth.
+
+    --task.setting=value changes a task's setting, --setting=value that of every named task that has it, and
+    --recipe.field=value the recipe (docs/evaluation.md lists the settings). With --json, an evaluation that was
+    interrupted goes on when started again.
+    """
+
+    OPTIONS: ClassVar = ("memory", "json", "device", "seed", "help")
+    OWNER: ClassVar = "a task"
+
+    model: Folder
+    """The model's folder; for ablate and depth a recipe, by name or path."""
+    tasks: tyro.conf.Positional[tuple[str, ...]]
+    """What to measure."""
+    memory: tuple[Mode, ...] = ("on",)
+    """Modes of the neural memory; with `off` among several, the differences to it are shown."""
+    json: Path | None = None
+    """File for the rows. Results of single units, plots and runs are kept beside it."""
+    device: Device = "auto"
+    """Where to run."""
+    seed: int = 0
+    """Of all that is drawn."""
+    overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+
+    def run(self) -> None:
+        """Measure, print the tables, write rows and plots."""
+        from remanence.evaluate import TASKS, configured, provenance, write_rows
+
+        self._check()
+        recipe, others = split_prefix(self.overrides, RECIPE)
+        names = {name: TASKS[name].Settings.__dataclass_fields__ for name in self.tasks}
+        settings = {name: configured(TASKS[name], own) for name, own in by_owner(others, names).items()}
+        subject = self._subject(recipe)
+        tasks = [TASKS[name](subject, settings[name]) for name in self.tasks]
+        rows = self._measure(subject, tasks)
+        origin = provenance(subject)
+        for task in tasks:
+            _print(table([row for row in rows if row.task == task.name and not row.detail], self.memory))
+        if self.json is not None:
+            write_rows(self.json, rows, origin)
+            plots = _plots(tasks, rows, self.memory, self.json)
+            print(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
+
+    def _check(self) -> None:
+        """Refuse wrong arguments before anything is loaded."""
+        from remanence.config import known
+        from remanence.evaluate import TASKS
+        from remanence.evaluate.run import check_target
+
+        if not self.tasks:
+            raise ValueError(f"tasks: expected at least one of {', '.join(TASKS)}, got none")
+        for name in self.tasks:
+            known("task", name, TASKS)
+            if self.tasks.count(name) > 1:
+                raise ValueError(f"tasks: expected each task once, got {name} twice")
+        if self.json is not None:
+            check_target(self.json)
+        if self.seed < 0:
+            raise ValueError(f"--seed: expected a whole number from 0 on, got {self.seed}")
+        if not self.memory or len(set(self.memory)) < len(self.memory):
+            modes = " ".join(self.memory) or "none"
+            raise ValueError(f"--memory: expected one or more modes, each once, got {modes}")
+
+    def _subject(self, overrides: Mapping[str, str]) -> Subject:
+        """What is evaluated: the model of a folder, or a recipe with some fields changed."""
+        from remanence.core.device import resolve
+        from remanence.evaluate import TASKS, Subject
+        from remanence.recipes import find_recipe, load_recipe
+        from remanence.train import override
+
+        source, json = self.model, self.json
+        needs = {TASKS[name].needs for name in self.tasks}
+        if len(needs) > 1:
+            hint = "evaluate them one after the other"
+            raise ValueError(f"tasks: expected tasks of a model or tasks of a recipe, got both; {hint}")
+        folder = json.with_name(f"{json.stem}.runs") if json is not None else None
+        shared: dict[str, Any] = {"seed": self.seed, "folder": folder}
+        device = resolve(self.device)
+        if needs == {"recipe"}:
+            if source.is_dir():
+                expected = "expected a recipe, such as recall, for tasks that train models"
+                raise ValueError(f"model: {expected}, got the folder {source}")
+            recipe = override(load_recipe(source), overrides)
+            return Subject(device, recipe=recipe, source=find_recipe(source), **shared)
+        if overrides:
+            name = f"--{RECIPE}{next(iter(overrides))}"
+            raise ValueError(f"{name}: expected a task that trains models by a recipe, got {source}")
+        return Subject.load(source, device, **shared)
+
+    def _measure(self, subject: Subject, tasks: Sequence[Task]) -> list[Row]:
+        """The rows of all tasks in all memory modes, with progress."""
+        from remanence.evaluate import evaluate
+        from remanence.evaluate.run import journal_path
+
+        journal = None if self.json is None else journal_path(self.json)
+        with Progress() as progress:
+            bar = progress.add()
+
+            def show(name: str, done: int, total: int) -> None:
+                if name != bar.name:
+                    bar.begin(name, total, done)
+                bar.update(done)
+
+            try:
+                return evaluate(subject, tasks, self.memory, journal=journal, show=show)
+            except KeyboardInterrupt:
+                if journal is not None:
+                    print(
+                        f"{journal}: what was measured is kept; the same command goes on from there",
+                        file=sys.stderr,
+                    )
+                raise
+
+
+def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], json: Path) -> list[Path]:
+    paths = []
+    for task in tasks:
+        own: dict[str, list[Row]] = {mode: [] for mode in modes}
+        for row in rows:
+            if row.task == task.name:
+                own[row.setting["memory"]].append(row)
+        paths += task.plots(own, json.with_name(json.stem))
+    return paths
+
+
+def _print(table: Table) -> None:
+    """As wide as the terminal; where there is none, wide enough that no number is cut."""
+    from rich.console import Console
+
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
+    """One task's numbers, a line each: settings that vary as columns, the others in the title.
+
+    A column for each mode of the memory follows, and what the memory is worth: the difference to `off`.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    settings = [{key: value for key, value in row.setting.items() if key not in HIDDEN} for row in rows]
+    keys = list(dict.fromkeys(key for setting in settings for key in setting))
+    varying = [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
+    common = {key: value for key, value in settings[0].items() if key not in varying and value is not None}
+    fixed = ", ".join(f"{key} {_setting(key, value)}" for key, value in common.items())
+    made = Table(title=escape(f"{rows[0].task}: {fixed}" if fixed else rows[0].task), title_justify="left")
+    for key in ("metric", *varying):
+        made.add_column(key, no_wrap=True)
+    others = [mode for mode in modes if mode != "off" and "off" in modes]
+    for title in (*(f"memory {mode}" for mode in modes), *(f"{mode} - off" for mode in others)):
+        made.add_column(title, justify="right", no_wrap=True)
+    lines: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row, setting in zip(rows, settings, strict=True):
+        cells = ("" if setting.get(key) is None else _setting(key, setting[key]) for key in varying)
+        lines.setdefault((row.metric, *cells), {})[row.setting["memory"]] = row
+    for labels, by_mode in lines.items():
+        worth = [_worth(by_mode.get(mode), by_mode.get("off")) for mode in others]
+        made.add_row(*map(escape, labels), *(_cell(by_mode.get(mode)) for mode in modes), *worth)
+    return made
+
+
+def _setting(key: str, value: Any) -> str:
+    return format_length(value) if key in LENGTHS and isinstance(value, int) else str(value)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row.deviation is not None:
+        return f"{row.value:.4g} ± {row.deviation:.2g}"
+    if row.interval is None:
+        return f"{row.value:.4g}" if row.value < 1e4 else f"{row.value:.3e}"
+    return f"{row.value:.1%} ({100 * row.interval[0]:.0f}-{100 * row.interval[1]:.0f})"
+
+
+def _worth(row: Row | None, off: Row | None) -> str:
+    """The difference to memory off, in points where the values are shown in percent."""
+    if row is None or off is None:
+        return ""
+    # Means of equal numbers may differ in their last digit.
+    same = isclose(row.value, off.value, rel_tol=1e-12)
+    difference = 0.0 if same else row.value - off.value
+    return f"{difference:+.3g}" if row.interval is None else f"{100 * difference:+.1f} points"

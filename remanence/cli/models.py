@@ -1,0 +1,270 @@
+"""The commands about models: make one, inspect one or its memory file, list presets, print versions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from remanence.cli.arguments import Device, Folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from remanence.config import ModelConfig
+
+VOCABULARY = 32_000
+"""The vocabulary that presets are compared at."""
+
+
+@dataclass(frozen=True)
+class New:
+    """Make an untrained model: a folder with its configuration, weights and tokenizer."""
+
+    preset: tyro.conf.Positional[str]
+    """tiny, small, 170m, 340m, 760m or 1.3b."""
+    out: Folder
+    """New folder to write."""
+    variant: str = "mac"
+    """A block, or several joined by + that repeat from layer to layer: mac, mag, mal, lmm, attention, lmm+window, ...;
+    or memorizing: windows, and a kNN store at three quarters of the depth.
+    """
+    match: bool = False
+    """Narrow the feed-forward until the model has as many parameters as the Transformer of its preset."""
+    seed: int = 0
+    """Of the initial weights."""
+    tokenizer: Path | None = None
+    """A tokenizer.json (extra `hf`). Default: bytes."""
+
+    def run(self) -> None:
+        import torch
+
+        from remanence.config import preset
+        from remanence.core.tokens import ByteTokenizer, read_tokenizer
+        from remanence.model import Model, matched
+
+        out = self.out
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            hint = "nothing is ever overwritten"
+            raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; {hint}")
+        tokenizer = ByteTokenizer() if self.tokenizer is None else read_tokenizer(self.tokenizer)
+        config = preset(self.preset, tuple(self.variant.split("+")), vocabulary=tokenizer.vocabulary)
+        torch.manual_seed(self.seed)
+        model = Model(matched(config) if self.match else config)
+        is_new = not out.exists()
+        try:
+            model.save(out)
+            tokenizer.save(out)
+        except OSError:
+            if is_new:
+                shutil.rmtree(out, ignore_errors=True)
+            raise
+        count = sum(parameter.numel() for parameter in model.parameters())
+        facts = f"{count:,} parameters, untrained, vocabulary {config.vocabulary}"
+        print(f"{out}: {self.preset} {self.variant}, {facts}")
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """What a memory file or a model's folder holds."""
+
+    file: Folder
+    """A memory file, or a model's folder."""
+    json: bool = False
+    """As JSON."""
+
+    def run(self) -> None:
+        inspect(self.file, self.json)
+
+
+@dataclass(frozen=True)
+class Presets:
+    """Every preset and variant: its parameters, and the size of its state."""
+
+    json: bool = False
+    """As JSON."""
+    match: bool = False
+    """With the feed-forward narrowed until every variant has the Transformer's number of parameters."""
+
+    def run(self) -> None:
+        print_presets(self.json, self.match)
+
+
+@dataclass(frozen=True)
+class Info:
+    """Versions, device and operator backends: what a bug report needs."""
+
+    device: Device = "auto"
+    """Device to look for."""
+
+    def run(self) -> None:
+        import platform
+
+        import torch
+
+        import remanence
+        from remanence.core.device import resolve
+        from remanence.ops import BACKENDS
+
+        python = f"Python {platform.python_version()}, {platform.platform()}"
+        print(f"remanence {remanence.__version__}, torch {torch.__version__}, {python}")
+        print(f"device {resolve(self.device)}, operator backends: {', '.join(BACKENDS)}")
+
+
+def inspect(path: Path, as_json: bool) -> None:
+    """Print what a memory file or a model's folder holds."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    facts = _model_facts(path) if path.is_dir() else _memory_facts(path)
+    if as_json:
+        print(json.dumps(facts, indent=1))
+        return
+    console = Console()
+    layers, stores = facts.pop("layers", []), facts.pop("stores", [])
+    table = Table(title=escape(str(path)), show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, escape(_text(value)))
+    console.print(table)
+    if layers:
+        table = Table("memory", "tokens written", "weights' norm", "momentum's norm", title="neural memories")
+        for layer in layers:
+            momentum = f"{layer['momentum_norm']:.4g}" if layer["momentum_norm"] is not None else "none"
+            weights = f"{layer['weight_norm']:.4g}"
+            table.add_row(escape(layer["name"]), f"{layer['tokens']}", weights, momentum)
+        console.print(table)
+    if stores:
+        table = Table("store", "entries", "of", "ever written", title="kNN stores")
+        for store in stores:
+            counts = f"{store['entries']}", f"{store['size']:,}", f"{store['written']}"
+            table.add_row(escape(store["name"]), *counts)
+        console.print(table)
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
+
+
+def _model_facts(folder: Path) -> dict[str, Any]:
+    from remanence.inference import memfile
+    from remanence.model import Model
+
+    model = Model.load(folder)
+    config = model.config
+    return {
+        "kind": "model",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "blocks": " ".join(config.blocks),
+        "state_bytes": model.start(1).nbytes,
+        "fingerprint": memfile.fingerprint(model)._asdict(),
+        "config": config.to_dict(),
+    }
+
+
+def _memory_facts(path: Path) -> dict[str, Any]:
+    from remanence.inference import memfile
+
+    header, tensors = memfile.peek(path, verify=True)
+    return {
+        "kind": "memory",
+        "schema": header["schema"],
+        "tokens": header["tokens"],
+        "bytes": path.stat().st_size,
+        "fingerprint": dict(zip(memfile.Fingerprint._fields, header["fingerprint"], strict=True)),
+        "config": header["config"],
+        "layers": _layer_facts(path, tensors),
+        "stores": _store_facts(path, tensors),
+    }
+
+
+def _layer_facts(path: Path, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Of each neural memory: how many tokens were written, and the norms of its weights and momentum."""
+    facts = []
+    for name in tensors:
+        if not name.endswith(".layers.0"):
+            continue
+        stem = name.removesuffix("layers.0")
+        parts = [tensor.double() for key, tensor in tensors.items() if key.startswith(f"{stem}layers.")]
+        if f"{stem}position" not in tensors or any(part.dim() < 4 for part in parts):
+            expected = "expected a memory's weights and position"
+            raise ValueError(f"{path}: {stem.rstrip('.')}: {expected}, got something else")
+        slots = range(parts[0].shape[2])  # weights, and momentum if the rule has it
+        norms = [sum(float(part[:, :, slot].square().sum()) for part in parts) ** 0.5 for slot in slots]
+        facts.append(
+            {
+                "name": stem.rstrip("."),
+                "tokens": tensors[f"{stem}position"].tolist(),
+                "weight_norm": norms[0],
+                "momentum_norm": norms[1] if len(norms) > 1 else None,
+            }
+        )
+    return facts
+
+
+def _store_facts(path: Path, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Of each kNN store: its entries, its size, and how many were ever written."""
+    facts = []
+    for name in tensors:
+        if not name.endswith(".store.written"):
+            continue
+        stem = name.removesuffix(".written")
+        position = tensors.get(f"{stem}.position")
+        if position is None or position.dim() != 2:
+            expected = "expected a store's entries and their positions"
+            raise ValueError(f"{path}: {stem}: {expected}, got something else")
+        entries, written = (position >= 0).sum(1).tolist(), tensors[name].tolist()
+        facts.append({"name": stem, "entries": entries, "size": position.shape[1], "written": written})
+    return facts
+
+
+def print_presets(as_json: bool, match: bool) -> None:
+    """Every preset and variant: parameters at a vocabulary of 32,000, and the size of one sequence's state."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from remanence.config import PRESETS, preset
+    from remanence.mixers import BLOCKS
+    from remanence.model import matched
+
+    rows = []
+    for name in PRESETS:
+        for variant in BLOCKS:
+            config = preset(name, variant, vocabulary=VOCABULARY)
+            config = matched(config) if match else config
+            rows.append({"preset": name, "variant": variant, "ffn": config.hidden, **_sizes(config)})
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    sizes = f"parameters at a vocabulary of {VOCABULARY:,}"
+    table = Table(title=f"{sizes}; the state of one sequence (bfloat16 model)")
+    for column in ("preset", "variant", "parameters", "feed-forward", "state", "= tokens of bf16 KV cache"):
+        table.add_column(column, justify="left" if column in ("preset", "variant") else "right")
+    for row, following in zip(rows, [*rows[1:], rows[-1]], strict=True):
+        size = f"{row['parameters'] / 1e6:,.1f} M", f"{row['ffn']:,}"
+        state = "grows", "as it reads"
+        if row["state_bytes"] is not None:
+            state = f"{row['state_bytes'] / 2**20:,.2f} MiB", f"{row['kv_tokens']:,}"
+        last = following["preset"] != row["preset"]
+        table.add_row(row["preset"], row["variant"], *size, *state, end_section=last)
+    Console().print(table)
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    """Parameters; bytes of a state in a bfloat16 model; how many tokens of a Transformer's bf16 cache take as much."""
+    import torch
+
+    from remanence.model import Model
+
+    with torch.device("meta"):
+        model = Model(config).bfloat16()
+        state = model.start(1)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if "attention" in config.blocks:
+        return {"parameters": count, "state_bytes": None, "kv_tokens": None}
+    per_token = 2 * 2 * config.dim * config.depth
+    return {"parameters": count, "state_bytes": state.nbytes, "kv_tokens": round(state.nbytes / per_token)}

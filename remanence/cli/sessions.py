@@ -1,0 +1,337 @@
+"""The commands that run a model on text, with or without a memory file: read, generate, chat, lens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from remanence.cli.arguments import Device, Folder, Mode
+from remanence.core.progress import Bar, Progress
+
+if TYPE_CHECKING:
+    from remanence.inference.generate import Sampling
+    from remanence.inference.session import Session
+
+AUTOSAVE = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
+"""Seconds between two saves while reading: what a kill can cost."""
+Write = Literal["all", "prompt", "none"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read files of any size into a memory, in constant space, and save it. Interrupted, it saves what it has read."""
+
+    model: Folder
+    """The model's folder."""
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    """Texts, read one after the other as one document."""
+    save: Path
+    """Memory file to write."""
+    memory: Path | None = None
+    """Memory file to start from."""
+    resume: bool = False
+    """Go on where --save ended: the same files, without what has been read of them."""
+    force: bool = False
+    """Accept a memory made with other weights of the same configuration."""
+    device: Device = "auto"
+    """Where to run."""
+
+    def run(self) -> None:
+        from remanence.inference import memfile
+
+        save = self.save
+        if not self.files:
+            raise ValueError("files: expected at least one text to read, got none")
+        for path in self.files:
+            if not path.is_file():
+                raise ValueError(f"{path}: no such file")
+        hint = "--resume reads on where it ended, --memory adds to it"
+        check_target("--save", save, unless=save if self.resume else self.memory, hint=hint)
+        continued = self.resume and save.exists()
+        memory = save if continued else self.memory
+        session = open_session(self.model, self.device, memory, force=self.force)
+        source = ByteStream(self.files)
+        notes: dict[str, Any] = {"begun": session.tokens, "source": source.fingerprint()}
+        if continued:
+            notes = memfile.peek(save)[0]["notes"]
+            if notes.get("source") != source.fingerprint() or type(notes.get("begun")) is not int:
+                raise ValueError(f"--resume: expected the files that {save} was reading, got others")
+        before = session.tokens
+        surprise = self._read(session, source, notes)
+        memfile.save(save, session.model, session.state, notes)
+        mean = f", mean surprise {surprise:.4f}" if surprise is not None else ""
+        counts = f"{session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}"
+        print(f"{save}: {counts}, {save.stat().st_size:,} bytes")
+
+    def _read(self, session: Session, source: ByteStream, notes: dict[str, Any]) -> float | None:
+        """Read all of the source, saving now and then and when interrupted; the mean surprise, if there is any."""
+        from remanence.inference import memfile
+
+        before, surprise, count, saved = session.tokens, 0.0, 0, time.monotonic()
+        with Progress() as progress:
+            bar = progress.add("reading", source.size)
+            try:
+                for piece in session.reading(source, skip=before - notes["begun"]):
+                    surprise, count = surprise + piece.surprise, count + piece.surprised
+                    mean = surprise / count if count else None
+                    show_tokens(bar, source.position, session.tokens - before, mean)
+                    if time.monotonic() - saved > AUTOSAVE:
+                        memfile.save(self.save, session.model, session.state, notes)
+                        saved = time.monotonic()
+            except KeyboardInterrupt:
+                memfile.save(self.save, session.model, session.state, notes)
+                tokens = f"{session.tokens:,} tokens"
+                print(f"interrupted after {tokens}, saved in {self.save}; --resume reads on", file=sys.stderr)
+                raise
+        return surprise / count if count else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Options of sampling, which `generate` and `chat` share."""
+
+    max_tokens: int = 128
+    """How many tokens at most."""
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int | None = None
+    """Only among so many of the most likely."""
+    top_p: float | None = None
+    """Only among the most likely whose probabilities add up to this."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the output."""
+    seed: int = 0
+    """Of the random choice."""
+    write: Write = "all"
+    """What is written to the neural memory: the prompt and the model's own words, the prompt, or none of it."""
+    force: bool = False
+    """Accept a memory made with other weights of the same configuration."""
+    device: Device = "auto"
+    """Where to run."""
+
+    def sampling(self) -> Sampling:
+        from remanence.inference.generate import Sampling
+
+        return Sampling(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            stop=self.stop,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Sampled):
+    """Go on from a prompt, with or without a memory. Several prompts are answered side by side, as lines of JSON."""
+
+    model: Folder
+    """The model's folder."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT")]
+    """One or more texts to go on from."""
+    memory: Path | None = None
+    """Memory file to answer from."""
+    save: Path | None = None
+    """Memory file to write afterwards."""
+    mode: Mode = "on"
+    """What becomes of the neural memory: read and written, absent, only read, begun anew at every segment."""
+
+    def run(self) -> None:
+        """Print the answer to one prompt as it is generated, or to several when all are done."""
+        from remanence.inference import memfile
+        from remanence.inference.generate import Generation
+
+        prompts, sampling = self.prompt, self.sampling()
+        if not prompts or not all(prompts):
+            raise ValueError("--prompt: expected a text of at least one character, got an empty one")
+        if self.save is not None and len(prompts) > 1:
+            expected = "expected a single prompt, as one memory holds one text"
+            raise ValueError(f"--save: {expected}, got {len(prompts)}")
+        if self.save is not None:
+            hint = "a memory is only overwritten if it is the --memory in use"
+            check_target("--save", self.save, unless=self.memory, hint=hint)
+        session = open_session(self.model, self.device, self.memory, self.mode, self.write, self.force)
+        options: dict[str, Any] = {
+            "tokenizer": session.tokenizer,
+            "state": session.state,
+            "write": self.write,
+        }
+        generation = Generation(session.model, prompts, sampling, **options)
+        if len(prompts) == 1:
+            for _, text in generation:
+                print(text, end="", flush=True)
+            print()
+        else:
+            for prompt, text in zip(prompts, generation.run().texts, strict=True):
+                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+        if self.save is not None:
+            memfile.save(self.save, session.model, generation.state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Sampled):
+    """Talk with a model line by line. With --memory it remembers from one conversation to the next."""
+
+    model: Folder
+    """The model's folder."""
+    memory: Path | None = None
+    """Memory file to take up if it exists, and to write after every answer."""
+
+    def run(self) -> None:
+        sampling = self.sampling()
+        if self.memory is not None:
+            check_target("--memory", self.memory, unless=self.memory, hint="")
+        existing = self.memory if self.memory is not None and self.memory.exists() else None
+        session = open_session(self.model, self.device, existing, "on", self.write, self.force)
+        interactive = sys.stdin.isatty()
+        if interactive:
+            print(f"{session.tokens:,} tokens remembered. An empty line is ignored; Ctrl-D ends.")
+        while True:
+            try:
+                line = input("> " if interactive else "")
+            except EOFError:
+                return
+            if not line:
+                continue
+            try:
+                for text in session.stream(line + "\n", **vars(sampling)):
+                    print(text, end="", flush=True)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+            print()
+            if self.memory is not None:
+                session.save(self.memory)
+
+
+@dataclass(frozen=True)
+class Lens:
+    """Show a text as the model's memories saw it, as one HTML page.
+
+    The page has surprise, gates and norms, and for each token what the memories answer.
+    """
+
+    model: Folder
+    """The model's folder."""
+    text: Path
+    """The text to read."""
+    out: Path = Path("lens.html")
+    """Page to write; one that is there is replaced."""
+    memory: Path | None = None
+    """Memory file to start from."""
+    layers: tuple[int, ...] = ()
+    """Show only the memories of these layers, from 1 on. Default: all."""
+    reach: int = 8_192
+    """How many tokens back to look for what an answer resembles, at most 65,535."""
+    device: Device = "auto"
+    """Where to run."""
+
+    def run(self) -> None:
+        """Write the page while the text is read."""
+        from remanence.core.files import display_name, replacing
+        from remanence.inference import memfile
+        from remanence.lens import Page, look, norms, stride, watched
+
+        text, out = self.text, self.out
+        if not text.is_file():
+            raise ValueError(f"--text: {text}: no such file")
+        if out.resolve() == text.resolve():
+            raise ValueError(f"--out: expected another file than --text, got {out}")
+        session = open_session(self.model, self.device, self.memory)
+        model, before, source = session.model, session.tokens, ByteStream([text])
+        only = [number - 1 for number in self.layers]
+        shown_layers = watched(model, only)
+        several = len(set(model.config.pattern)) > 1
+        names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in shown_layers]
+        start = norms(shown_layers, session.state).tolist()
+        with (
+            replacing(out) as temporary,
+            open(temporary, "w", encoding="utf-8", newline="\n") as file,
+            Progress() as progress,
+        ):
+            bar = progress.add("reading", source.size)
+            page = Page(file, session.tokenizer, f"{text.name} as {display_name(self.model)} saw it")
+            for piece in look(session, source, stride(model, source.size), self.reach, only):
+                page.add(piece)
+                surprise = float(piece.signals[..., 0].mean())
+                show_tokens(bar, source.position, session.tokens - before, surprise)
+            if not page.ends:
+                raise ValueError(f"--text: expected at least one token, got none in {text}")
+            after = f" after {before:,} in {self.memory.name}" if self.memory else ""
+            blocks = " ".join(model.config.pattern)
+            facts = [
+                f"{text.name}, {session.tokens - before:,} tokens{after}",
+                f"{display_name(self.model)}: {blocks}, {len(names)} of {len(model.blocks)} layers shown",
+                f"weights {memfile.fingerprint(model).weights[:12]}",
+            ]
+            page.finish(" · ".join(facts), names, start, self.reach, model.config.memory.conv)
+        print(f"{out}: {session.tokens - before:,} tokens, {out.stat().st_size:,} bytes")
+
+
+def open_session(
+    folder: Path,
+    device: str,
+    memory: Path | None,
+    mode: Mode = "on",
+    write: Write = "all",
+    force: bool = False,
+) -> Session:
+    """A session with the model of a folder, continued from a memory file if one is given."""
+    from remanence.core.device import resolve
+    from remanence.core.tokens import load_tokenizer
+    from remanence.inference.session import Session
+    from remanence.model import Model
+
+    model = Model.load(folder, device=resolve(device)).eval()
+    if mode != "on":
+        model.memory = mode
+    session = Session(model, load_tokenizer(folder), write=write)
+    return session if memory is None else session.load(memory, force=force)
+
+
+def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:
+    """Check, before any work, that a memory can be written to `path` and overwrites none but `unless`."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{what}: expected a folder that exists, got {path.parent}")
+    if path.exists() and (unless is None or path.resolve() != unless.resolve()):
+        raise ValueError(f"{what}: {path} exists; {hint}")
+
+
+def show_tokens(bar: Bar, position: int, tokens: int, surprise: float | None) -> None:
+    """Show how far a text has been read, how fast, and how surprising it was."""
+    note = f"{tokens:,} tokens, {tokens / max(bar.elapsed, 1e-9):,.0f}/s"
+    note += f", surprise {surprise:.3f}" if surprise is not None else ""
+    bar.update(position, note)
+
+
+class ByteStream:
+    """The bytes of several files as one stream, in pieces; `position` is how many have been read."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files, self.position = files, 0
+        self.size = sum(path.stat().st_size for path in files)
+
+    def fingerprint(self) -> str:
+        """A digest of the files' sizes and beginnings: enough to notice that a reading goes on with other files."""
+        digest = hashlib.sha256()
+        for path in self.files:
+            with open(path, "rb") as file:
+                digest.update(f"{path.stat().st_size} ".encode() + file.read(1 << 16))
+        return digest.hexdigest()[:32]
+
+    def __iter__(self) -> Iterator[bytes]:
+        for path in self.files:
+            with open(path, "rb") as file:
+                while piece := file.read(1 << 14):
+                    self.position += len(piece)
+                    yield piece

@@ -1,0 +1,154 @@
+"""The commands that train a model and export it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import tyro
+
+from remanence.cli.arguments import Folder
+from remanence.core.progress import Progress
+from remanence.recipes import NAMES
+
+PACKAGED = f"One of {', '.join(NAMES)}"
+RECIPE = f"{PACKAGED}, or a Python file with a function recipe() that returns a TrainConfig."
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model by a recipe, in a new folder or, with --resume, from the last checkpoint of one.
+
+    --any.field=value changes a field of the recipe's config.
+    """
+
+    OPTIONS: ClassVar = ("out", "resume", "dry-run", "gpus", "gpu", "help")
+    OWNER: ClassVar = "the config"
+
+    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE", help=RECIPE)]
+    out: Path | None = None
+    """The run's folder."""
+    resume: bool = False
+    """Go on with the run in --out, from its last checkpoint."""
+    dry_run: bool = False
+    """Only tell what it would cost: parameters, memory, tokens, hours. Refuses what cannot fit."""
+    gpus: int | None = None
+    """For --dry-run: plan for so many GPUs instead of this machine."""
+    gpu: str = "H100"
+    """For --dry-run: of which kind."""
+    overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+
+    def run(self) -> None:
+        if self.dry_run:
+            print_plan(self.recipe, dict(self.overrides), self.gpus, self.gpu)
+        elif self.out is None:
+            raise ValueError("--out: expected a folder for the run, got none")
+        else:
+            train(self.recipe, self.out, dict(self.overrides), self.resume)
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a run's model as a folder of its own, for remanence and Hugging Face."""
+
+    run_folder: tyro.conf.Positional[Path]
+    """The run."""
+    out: Folder
+    """New folder to write."""
+    memory: Path | None = None
+    """A memory file to write: what one row of the batch remembered at the end, of a run with --carry=true."""
+    row: int = 0
+    """Which row."""
+
+    def run(self) -> None:
+        from remanence.train import export
+
+        checkpoint = export(self.run_folder, self.out, self.memory, self.row)
+        print(f"{self.out}: the model of {checkpoint}, for remanence and Hugging Face")
+        if self.memory is not None:
+            print(f"{self.memory}: what row {self.row} remembered")
+
+
+def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
+    """Train by a recipe and show progress. Of several processes, only the first prints."""
+    from remanence.recipes import load_recipe
+    from remanence.train import fit, override, run_config
+
+    if resume and overrides:
+        name = next(iter(overrides))
+        raise ValueError(f"--{name}: expected no changes beside --resume, as the run's own config counts")
+    config = run_config(out) if resume else override(load_recipe(recipe), overrides)
+    first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started, if it did
+    with Progress(steps=True, every=0, visible=first) as progress:
+        bar = progress.add("training", config.steps)
+        logged = 0
+
+        def show(line: dict[str, Any]) -> None:
+            nonlocal logged
+            if not logged:  # a resumed run begins later than at 0
+                bar.first = max(0, line["step"] - config.log_every)
+            logged = line["step"]
+            bar.update(logged, _describe(line))
+
+        try:
+            model = fit(None if resume else config, out, resume=resume, log=show)
+        except KeyboardInterrupt:
+            if (out / "checkpoints").is_dir() and first:
+                print(f"{out}: --resume goes on from the last checkpoint", file=sys.stderr)
+            raise
+    if not first:
+        return
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if (out / "model" / "config.json").is_file():
+        print(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
+    else:
+        last = sorted((out / "checkpoints").glob("[0-9]*"))[-1]
+        print(f"{out}: stopped and saved after step {int(last.name)}; --resume goes on")
+
+
+def _describe(line: dict[str, Any]) -> str:
+    """The metrics of a logged step, on one line."""
+    words = ["loss none" if line["loss"] is None else f"loss {line['loss']:.4f}"]
+    words += [f"{line['tokens_per_s']:,.0f} tokens/s"]
+    words += [f"MFU {line['mfu']:.1%}"] if line.get("mfu") is not None else []
+    words += [f"{line['memory_gib']:.1f} GiB"]
+    words += [f"surprise {line['surprise']:.3f}"] if line.get("surprise") is not None else []
+    words += [f"step size {line['step_size']:.4f}"] if line.get("step_size") is not None else []
+    words += [f"keep {line['keep']:.5f}"] if line.get("keep") is not None else []
+    words += [f"{line['skipped']} skipped"] if line["skipped"] else []
+    words += [f"{line['leash']} leashed"] if line["leash"] else []
+    return ", ".join(words)
+
+
+def print_plan(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: str) -> None:
+    """What a run would cost; an error if it cannot fit."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from remanence.config import known
+    from remanence.recipes import load_recipe
+    from remanence.train import SOURCES, override, resolve_config
+    from remanence.train.metrics import check_trackers
+    from remanence.train.plan import plan
+
+    config = resolve_config(override(load_recipe(recipe), overrides))
+    known("data.kind", config.data.kind, SOURCES)
+    check_trackers(config.trackers)
+    if gpus is not None and gpus < 1:
+        raise ValueError(f"--gpus: expected at least 1, got {gpus}")
+    costs = plan(config, gpus, gpu)
+    table = Table(title=f"{recipe.name}: what it would cost (estimates)", show_header=False)
+    table.add_row("parameters", f"{costs.parameters:,}")
+    table.add_row("blocks", " ".join(config.model.pattern) + f", {config.model.depth} layers")
+    step = config.batch * config.data.length
+    table.add_row("tokens", f"{costs.tokens:,} in {config.steps:,} steps of {step:,}")
+    table.add_row("operations", f"{costs.flops:.2e}, forward and backward")
+    for part, size in costs.memory.items():
+        table.add_row(f"memory: {part}", f"{size / 1e9:.2f} GB")
+    table.add_row("memory of a device", f"{costs.needed / 1e9:.2f} GB of {costs.available / 1e9:.0f}")
+    table.add_row("tokens per second", f"{costs.rate:,.0f} ({costs.basis})")
+    table.add_row("hours", f"{costs.hours:,.2f}")
+    Console().print(table)

@@ -1,0 +1,107 @@
+"""Progress of long work: bars on a terminal, elsewhere a plain line now and then. It goes to stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+
+class Progress:
+    """``with Progress() as progress: bar = progress.add("reading", total)``, then ``bar.update(done, note)``.
+
+    steps
+        Show the position as steps done of all steps, instead of in percent.
+    every
+        Seconds between two plain lines of a bar; 0 prints a line for every update.
+    last
+        Print the line of a finished bar even if it is less than `every` after the line before.
+    keep
+        Leave finished bars on the terminal.
+    visible
+        False shows nothing at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: bool = False,
+        every: float = 10.0,
+        last: bool = False,
+        keep: bool = False,
+        visible: bool = True,
+    ) -> None:
+        from rich.console import Console
+
+        self.steps, self.every, self.last = steps, every, last
+        console = Console(stderr=True)
+        self.plain = visible and not console.is_terminal
+        self.bars: Bars | None = None
+        if visible and console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            texts = [TextColumn("{task.fields[position]}"), TextColumn("{task.fields[note]}")]
+            columns = (TextColumn("{task.description}"), BarColumn(), *texts, TimeRemainingColumn())
+            self.bars = Progress(*columns, console=console, transient=not keep)
+
+    def __enter__(self) -> Progress:
+        if self.bars is not None:
+            self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bars is not None:
+            self.bars.stop()
+
+    def add(self, name: str = "", total: float | None = None, title: str | None = None) -> Bar:
+        """A bar with the name that its plain lines begin with, or the longer `title` on a terminal."""
+        return Bar(self, name, total, title or name)
+
+
+class Bar:
+    """One line of a `Progress`."""
+
+    def __init__(self, progress: Progress, name: str, total: float | None, title: str) -> None:
+        self.progress, self.name, self.total, self.first = progress, name, total, 0.0
+        self.begun = self.printed = time.monotonic()
+        if progress.bars is not None:
+            self.task = progress.bars.add_task(title, total=total, position="", note="")
+
+    def begin(self, name: str, total: float | None, done: float = 0.0) -> None:
+        """Start over with other work, of which some may be done already. The time between plain lines is not reset."""
+        self.name, self.total, self.first, self.begun = name, total, done, time.monotonic()
+        if self.progress.bars is not None:
+            self.progress.bars.reset(self.task, description=name, total=total, completed=int(done))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self.begun
+
+    def update(self, done: float, note: str = "", *, total: float | None = None) -> None:
+        self.total = self.total if total is None else total
+        if self.progress.bars is not None:
+            fields: dict[str, Any] = {"position": self._position(done, short=True), "note": note}
+            self.progress.bars.update(self.task, completed=done, total=self.total, **fields)
+        if not self.progress.plain:
+            return
+        now = time.monotonic()
+        if now - self.printed >= self.progress.every or (self.progress.last and done == self.total):
+            self.printed = now
+            parts = filter(None, (self._position(done), note, self._remaining(done, now)))
+            print(f"{self.name}: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    def _position(self, done: float, *, short: bool = False) -> str:
+        if self.total is None:
+            return ""
+        if not self.progress.steps:
+            return f"{100 * done / max(self.total, 1):{'3' if short else ''}.0f} %"
+        return f"{done:.0f}/{self.total:.0f}" if short else f"step {done:.0f} of {self.total:.0f}"
+
+    def _remaining(self, done: float, now: float) -> str:
+        if self.total is None or done <= self.first:
+            return ""
+        return f"{(now - self.begun) * (self.total - done) / (done - self.first):.0f} s left"
