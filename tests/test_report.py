@@ -13,7 +13,7 @@ from remanence.core import published
 from remanence.evaluate.grid import PARTS
 from remanence.model import parameters
 from remanence.report import plots, write
-from remanence.report.comparisons import COMPARISONS, Measured, beside, label
+from remanence.report.comparisons import COMPARISONS, Measured, compare, label
 from remanence.report.compose import _cell
 from remanence.report.rows import read
 
@@ -298,7 +298,7 @@ def test_deviations_and_the_average_are_shown(report, home):
 def test_what_was_asked_in_part_or_otherwise_is_said(report, home, rows, expected):
     (home / "a.json").write_text(json.dumps(rows))
     named = ("wikitext", "lambada", "piqa", "siqa", "the average", "babilong")
-    (found,) = beside(read([home / "a.json"]).rows)
+    (found,) = compare(read([home / "a.json"]).rows)
     (reasons,) = found.reasons.values()
     own = [reason for reason in reasons if reason.startswith(named)]
     assert len(own) == len(expected) and all(part in reason for part, reason in zip(expected, own, strict=True)), own
@@ -410,7 +410,7 @@ def test_lengths_have_the_papers_names(report, home):
 def test_every_row_belongs_to_one_comparison_at_most(home):
     for each in read([home / "rows.json"]).rows:
         assert sum(comparison.cell(each) is not None for comparison in COMPARISONS) <= 1
-    assert len(beside(read([home / "rows.json"]).rows)) == 5
+    assert len(compare(read([home / "rows.json"]).rows)) == 5
 
 
 def test_the_published_numbers_by_variant_and_as_points():

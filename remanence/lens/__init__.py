@@ -1,4 +1,4 @@
-"""A text as a memory saw it, as one HTML page: `look` reads it, `Page` writes what was seen while it comes."""
+"""A text as a memory saw it, as one HTML page: `look` reads the text, `Page` writes what was recorded as it comes."""
 
 from remanence.lens.look import REACH, SIGNALS, Look, look, matches, norms, stride, watched
 from remanence.lens.page import Page, unpack

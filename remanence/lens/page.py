@@ -1,8 +1,9 @@
-"""The page: one file that needs nothing else, written piece by piece while the text is read, so that no text is too long.
+"""The page: one file that needs nothing else, written piece by piece while a text of any length is read.
 
-Each piece of the text is a block of JSON: its text, how many UTF-16 units of it belong to each token, and base64 of little-endian
-arrays: signals float32 ``[t l signals]``; what each head kept, as a logarithm, float32 ``[t l h]``; matches, as uint16
-distances and then int8 cosines (127 is 1) ``[t l h k]``. The last block says what the others are. `unpack` reads a page back.
+Each piece of the text is a block of JSON: its text, how many UTF-16 units of it belong to each token, and base64 of
+little-endian arrays: signals float32 ``[t l signals]``; what each head kept, as a logarithm, float32 ``[t l h]``; matches, as
+uint16 distances and then int8 cosines (127 is 1) ``[t l h k]``. The last block describes the others. `unpack` reads a
+page back.
 """
 
 from __future__ import annotations
@@ -53,12 +54,17 @@ class Page:
         self.kept = seen.distance.shape[2:]
 
     def finish(self, facts: str, layers: list[str], start: list[float], reach: int, conv: int) -> None:
-        """What the page is of, in words; the memories' names, their norms before the text, how far back was looked, and the
-        convolutions' kernel.
+        """Write what describes the page: facts as a line of text, the memories' names and their norms before the text,
+        how far back matches were looked for, and the kernel of the convolutions.
         """
         heads, kept = self.kept
-        about = {"title": self.title, "facts": facts, "layers": layers, "start": start, "reach": reach, "conv": conv}
-        about |= {
+        about = {
+            "title": self.title,
+            "facts": facts,
+            "layers": layers,
+            "start": start,
+            "reach": reach,
+            "conv": conv,
             "signals": SIGNALS,
             "rest": self.decoder.finish(),
             "ends": self.ends,
@@ -88,7 +94,7 @@ def _packed(*arrays: np.ndarray[Any, Any]) -> str:
 
 
 class Unpacked(NamedTuple):
-    """A page's data: ``tokens`` are their texts; the arrays are those of `Look`, of the whole text."""
+    """A page's data: ``tokens`` are their texts; the arrays are those of `Look`, for all of the text."""
 
     about: dict[str, Any]
     tokens: list[str]
@@ -114,11 +120,13 @@ def unpack(path: str | Path) -> Unpacked:
         text = block["text"].encode("utf-16-le", "surrogatepass")
         lengths = np.frombuffer(base64.b64decode(block["lengths"]), "<u2")
         ends = 2 * lengths.cumsum(dtype=np.int64)
-        tokens += [text[end - 2 * n : end].decode("utf-16-le") for n, end in zip(lengths.tolist(), ends.tolist(), strict=True)]
+        for length, end in zip(lengths.tolist(), ends.tolist(), strict=True):
+            tokens.append(text[end - 2 * length : end].decode("utf-16-le"))
         raw, shape = base64.b64decode(block["matches"]), (len(lengths), layers, heads, kept)
         count = len(raw) // 3
         signals = np.frombuffer(base64.b64decode(block["signals"]), "<f4").reshape(len(lengths), layers, -1)
         keep = np.frombuffer(base64.b64decode(block["keep"]), "<f4").reshape(len(lengths), layers, heads)
         distance = np.frombuffer(raw, "<u2", count).reshape(shape)
-        parts.append((signals, keep, distance, np.frombuffer(raw, "<i1", count, 2 * count).reshape(shape) / COSINE))
+        cosine = np.frombuffer(raw, "<i1", count, 2 * count).reshape(shape) / COSINE
+        parts.append((signals, keep, distance, cosine))
     return Unpacked(about, tokens, *(np.concatenate(column) for column in zip(*parts, strict=True)))

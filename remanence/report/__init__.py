@@ -1,4 +1,4 @@
-"""From evaluations and training runs to one document: the papers' numbers beside ours, and what cannot be compared said so."""
+"""Evaluations and training runs as one document: the papers' numbers beside ours, and why some cannot be compared."""
 
 from remanence.report.compose import compose, write
 

@@ -10,22 +10,23 @@ from typing import Any
 
 from remanence.core.files import replacing
 from remanence.report import plots
-from remanence.report.comparisons import Beside, Measured, beside, short
+from remanence.report.comparisons import Compared, Measured, compare, short
 from remanence.report.document import MARK, Heading, Part, Picture, Table, Text, markdown, page
 from remanence.report.rows import Found, Row, Run, read
 
 TITLE = "What was measured"
-ORIGIN = ("from", "recipe", "model", "parameters", "training_tokens", "tokenizer", "commit", "seed", "date", "hardware")
+SOURCE = ("from", "recipe", "model", "parameters", "training_tokens", "tokenizer")
+ORIGIN = (*SOURCE, "commit", "seed", "date", "hardware")
 
 LARGE = 1e5
-"""From here on a number beside the papers' is written with an exponent: an untrained model's perplexity would fill the table."""
+"""Numbers from here on are written with an exponent: an untrained model's perplexity would fill the table."""
 
 
 def write(paths: Sequence[Path], out: Path, *, force: bool = False) -> list[Path]:
-    """Write the Markdown to `out`, its pictures in a folder beside it, and the same as one HTML page; returns the files.
+    """Write the Markdown to `out`, its pictures to a folder beside it, and the same as an HTML page; returns the paths.
 
-    Everything is read, checked and drawn before the first file is written. A document that is not an earlier report's is not
-    overwritten, unless `force` is given.
+    Everything is read, checked and drawn before the first file is written. A document that is not an earlier report is
+    not overwritten, unless `force` is given.
     """
     if out.suffix != ".md":
         raise ValueError(f"--out: expected a file that ends with .md, got {out}")
@@ -39,7 +40,8 @@ def write(paths: Sequence[Path], out: Path, *, force: bool = False) -> list[Path
     pictures = [part for part in parts if isinstance(part, Picture)]
     contents: dict[Path, bytes] = {folder / f"{picture.name}.png": picture.png for picture in pictures}
     contents[out.with_suffix(".html")] = page(parts, TITLE).encode()
-    contents[out] = markdown(parts, folder.name).encode()  # last: it is there when all it names is
+    # Written last, when all the files that it names exist.
+    contents[out] = markdown(parts, folder.name).encode()
     if pictures:
         folder.mkdir(exist_ok=True)
     for path, content in contents.items():
@@ -49,7 +51,7 @@ def write(paths: Sequence[Path], out: Path, *, force: bool = False) -> list[Path
 
 
 def _earlier(path: Path) -> bool:
-    """Whether a file is a report of ours."""
+    """Whether a file was written by `write`."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -58,9 +60,10 @@ def _earlier(path: Path) -> bool:
 
 def compose(found: Found) -> list[Part]:
     parts: list[Part] = [Heading(TITLE, 1)]
-    told = " and ".join(filter(None, [_counted(len(found.rows), "evaluation row"), _counted(len(found.runs), "training run")]))
-    parts.append(Text(f"From {told}. The papers' numbers are those of Titans (arXiv 2501.00663v1, NeurIPS 2025)."))
-    for comparison in beside(found.rows):
+    counts = [_counted(len(found.rows), "evaluation row"), _counted(len(found.runs), "training run")]
+    papers = "The papers' numbers are those of Titans (arXiv 2501.00663v1, NeurIPS 2025)."
+    parts.append(Text(f"From {' and '.join(filter(None, counts))}. {papers}"))
+    for comparison in compare(found.rows):
         parts += _compared(comparison)
     parts += _worth(found.rows)
     if found.runs:
@@ -74,22 +77,26 @@ def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' * (count > 1)}" if count else ""
 
 
-def _compared(found: Beside) -> list[Part]:
+def _compared(found: Compared) -> list[Part]:
+    paper, columns = found.paper, found.columns
     rows = []
-    for name, cells in found.paper.lines.items():
-        theirs = {column: _cell([] if x is None else [Measured(x)]) for column, x in zip(found.paper.columns, cells, strict=True)}
-        rows.append([name, *[theirs.get(column, "") for column in found.columns]])
-    own = [[name, *[_cell(cells.get(column, [])) for column in found.columns]] for name, cells in found.ours.items()]
+    for name, numbers in paper.lines.items():
+        cells = [_cell([] if number is None else [Measured(number)]) for number in numbers]
+        theirs = dict(zip(paper.columns, cells, strict=True))
+        rows.append([name, *[theirs.get(column, "") for column in columns]])
+    own = [[name, *[_cell(ours.get(column, [])) for column in columns]] for name, ours in found.ours.items()]
     parts: list[Part] = [Heading(found.title)]
-    parts.append(Text(f"The paper's lines are {found.paper.where}; ours stand out, ± is over seeds. Shares are in percent."))
+    legend = "ours stand out, ± is over seeds. Shares are in percent."
+    parts.append(Text(f"The paper's lines are {paper.where}; {legend}"))
     verdicts: dict[str, list[str]] = {}
     for subject, reasons in found.reasons.items():
         verdicts.setdefault(_verdict(reasons, found.doubts[subject]), []).append(subject)
-    parts += [Text(f"{' and '.join(subjects)}: {told}.") for told, subjects in verdicts.items()]
-    parts.append(Table(["", *found.columns], rows + own, frozenset(range(len(rows), len(rows) + len(own)))))
+    parts += [Text(f"{' and '.join(subjects)}: {verdict}.") for verdict, subjects in verdicts.items()]
+    parts.append(Table(["", *columns], rows + own, frozenset(range(len(rows), len(rows) + len(own)))))
     if (png := plots.lengths(found)) is not None:
         name = found.title.lower().replace(",", "").replace(" ", "-")
-        parts.append(Picture(name, f"{found.title}: ours in colour, the paper's lines ({found.paper.where}) in grey.", png))
+        caption = f"{found.title}: ours in colour, the paper's lines ({paper.where}) in grey."
+        parts.append(Picture(name, caption, png))
     return parts
 
 
@@ -103,7 +110,8 @@ def _verdict(reasons: Sequence[str], doubts: Sequence[str]) -> str:
 
 def _cell(values: Sequence[Measured]) -> str:
     """Several values where rows of one subject differ in something the table does not show."""
-    return " / ".join(_number(each, ".2f" if abs(each.value) < LARGE else ".3g", ".2f") for each in values) or "-"
+    forms = [".2f" if abs(each.value) < LARGE else ".3g" for each in values]
+    return " / ".join(_number(each, form, ".2f") for each, form in zip(values, forms, strict=True)) or "-"
 
 
 def _number(of: Measured | Row, form: str = ".6g", spread: str = ".3g") -> str:
@@ -114,16 +122,16 @@ def _number(of: Measured | Row, form: str = ".6g", spread: str = ".3g") -> str:
 
 
 def _worth(rows: Sequence[Row]) -> list[Part]:
-    """What the memory is worth: a line for everything measured with it and without."""
+    """What the memory is worth: a line for everything that was measured with it and without it."""
     groups: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         mode = row.setting.get("memory")
         if mode is not None and not row.detail:
-            setting = {name: value for name, value in row.setting.items() if name != "memory" and value is not None}
-            whose = [row.provenance.get(name) for name in ("from", "model", "recipe")]
-            key = (row.name, row.task, row.metric, _line(setting), _line(whose))
+            source = [row.provenance.get(name) for name in ("from", "model", "recipe")]
+            key = (row.name, row.task, row.metric, _line(_settings(row)), _line(source))
             groups.setdefault(key, {})[str(mode)] = row
-    modes = [mode for mode in ("on", "frozen", "fresh") if any({mode, "off"} <= set(group) for group in groups.values())]
+    measured = {mode for group in groups.values() if "off" in group for mode in group}
+    modes = [mode for mode in ("on", "frozen", "fresh") if mode in measured]
     if not modes:
         return []
     table = []
@@ -133,8 +141,8 @@ def _worth(rows: Sequence[Row]) -> list[Part]:
             cells = [_against(group[mode], off) if mode in group else "-" for mode in modes]
             table.append([name, task, metric, _number(off), *cells, _setting(off)])
     header = ["of", "task", "metric", "memory off", *[f"memory {mode}" for mode in modes], "setting"]
-    told = "The same model, text and seed with its memory off, and otherwise; in brackets the difference."
-    return [Heading("What the memory is worth"), Text(told), Table(header, table)]
+    legend = "The same model, text and seed with its memory off, and otherwise; in brackets the difference."
+    return [Heading("What the memory is worth"), Text(legend), Table(header, table)]
 
 
 def _against(row: Row, off: Row) -> str:
@@ -147,16 +155,19 @@ def _trained(runs: Sequence[Run]) -> list[Part]:
     header = ["run", "blocks", "parameters", "steps", "tokens", "last loss", "tokens/s", "skipped", "leashed"]
     rows = []
     for run in runs:
+        model = run.config["model"]
         last = next(line for line in reversed(run.lines) if isinstance(line.get("loss"), (int, float)))
-        rates = [line["tokens_per_s"] for line in run.lines if isinstance(line.get("tokens_per_s"), (int, float))]
+        rates = run.values("tokens_per_s", (int, float))
         rate = f"{sorted(rates)[len(rates) // 2]:,.0f}" if rates else "-"
         steps = f"{last['step']:,} of {run.config.get('steps', '?')}"
-        blocks = f"{' '.join(run.config['model'].get('pattern', []))}, {run.config['model'].get('depth', '?')} layers"
-        told = [run.name, blocks, _parameters(run), steps, short(last["tokens"]), f"{last['loss']:.4f}", rate]
-        held = [line["leash"] for line in run.lines if isinstance(line.get("leash"), int)]
-        rows.append([*told, str(run.lines[-1].get("skipped", 0)), f"{sum(held):,}" if held else "-"])
+        blocks = f"{' '.join(model.get('pattern', []))}, {model.get('depth', '?')} layers"
+        tokens, loss = short(last["tokens"]), f"{last['loss']:.4f}"
+        cells = [run.name, blocks, _parameters(run), steps, tokens, loss, rate]
+        leashed = run.values("leash", (int,))
+        rows.append([*cells, str(run.lines[-1].get("skipped", 0)), f"{sum(leashed):,}" if leashed else "-"])
+    legend = Text("Tokens per second are the middle of all logged steps.")
     picture = Picture("training", "Loss by tokens read.", plots.losses(runs))
-    return [Heading("Training"), Text("Tokens per second are the middle of all logged steps."), Table(header, rows), picture]
+    return [Heading("Training"), legend, Table(header, rows), picture]
 
 
 def _parameters(run: Run) -> str:
@@ -175,11 +186,12 @@ def _measured(rows: Sequence[Row]) -> list[Part]:
     if len(shown) < len(rows):
         parts.append(Text(f"{len(rows) - len(shown):,} more rows are details, shown in plots only."))
     if (png := plots.positions(rows)) is not None:
-        parts.append(Picture("positions", "Loss against position, the memory carried from the text's beginning.", png))
+        caption = "Loss against position, the memory carried from the text's beginning."
+        parts.append(Picture("positions", caption, png))
     for task in dict.fromkeys(row.task for row in shown):
         own = [row for row in shown if row.task == task]
         header = ["of", "metric", "value", "count", "95 % interval", "setting"]
-        parts += [Heading(task, 3), Table(header, [_told(row) for row in own])]
+        parts += [Heading(task, 3), Table(header, [_cells(row) for row in own])]
     parts += [Heading("Where the numbers come from")]
     origins = list({_line(row.provenance): row.provenance for row in rows}.values())
     names = [name for name in ORIGIN if any(name in origin for origin in origins)]
@@ -187,16 +199,19 @@ def _measured(rows: Sequence[Row]) -> list[Part]:
     return parts
 
 
-def _told(row: Row) -> list[str]:
+def _cells(row: Row) -> list[str]:
     interval = "-" if row.interval is None else f"{row.interval[0]:.4g} to {row.interval[1]:.4g}"
     count = "-" if row.count is None else f"{row.count:,}"
     return [row.subject, row.metric, _number(row), count, interval, _setting(row)]
 
 
 def _setting(row: Row) -> str:
-    """All of it but what became of the memory, which the subject tells."""
-    told = [f"{name} {_line(value)}" for name, value in row.setting.items() if name != "memory" and value is not None]
-    return ", ".join(told) or "-"
+    return ", ".join(f"{name} {_line(value)}" for name, value in _settings(row).items()) or "-"
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    """All settings but the memory's mode, which is in the subject's name."""
+    return {name: value for name, value in row.setting.items() if name != "memory" and value is not None}
 
 
 def _line(value: Any) -> str:

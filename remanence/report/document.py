@@ -1,4 +1,4 @@
-"""A document as a list of parts, written as Markdown with pictures beside it, or as one HTML page with pictures inside."""
+"""A document as a list of parts, written as Markdown with pictures beside it, or as one HTML page with them inside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 MARK = "<!-- made by remanence report -->"
-"""In the first lines of every document, so that it can be told from files of others."""
+"""In the first lines of every document, to tell it from other files."""
 
 
 class Heading(NamedTuple):
@@ -41,7 +41,7 @@ Part = Heading | Text | Table | Picture
 
 
 def markdown(parts: Sequence[Part], folder: str) -> str:
-    """`folder` is where the pictures lie, as seen from the text."""
+    """`folder` is the path of the pictures, relative to the text."""
     return "\n\n".join([MARK, *(_markdown(part, folder) for part in parts)]) + "\n"
 
 
@@ -60,7 +60,7 @@ def _markdown(part: Part, folder: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """So that no character of a name or a setting is taken for Markdown or HTML."""
+    """Escape what Markdown or HTML would take for its own."""
     for sign in "\\`*_[]|":
         text = text.replace(sign, f"\\{sign}")
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").split())
@@ -83,9 +83,11 @@ def _html(part: Part) -> str:
         return f"<p>{escape(part.text)}</p>"
     if isinstance(part, Picture):
         data, caption = base64.b64encode(part.png).decode(), escape(part.caption)
-        return f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
+        image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+        return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
     rows = [_cells("th", part.header, "")]
-    rows += [_cells("td", row, ' class="ours"' if number in part.ours else "") for number, row in enumerate(part.rows)]
+    for number, row in enumerate(part.rows):
+        rows.append(_cells("td", row, ' class="ours"' if number in part.ours else ""))
     inside = "\n".join(rows)
     return f'<div class="wide"><table>\n{inside}\n</table></div>'
 

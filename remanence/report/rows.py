@@ -1,4 +1,4 @@
-"""What a report is made from: files of evaluation rows, and folders of training runs. All of it is read and checked first."""
+"""What a report is made from: files of evaluation rows and folders of training runs, all read and checked first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNBOUNDED = ("perplexity", "loss", "bits")
 
 @dataclass(frozen=True)
 class Row:
-    """One number: what was measured, in which setting, where it comes from, and the place it was read at.
+    """One number: what was measured, in which setting, where it comes from, and which file and row it was read from.
 
     JSON has no infinity, and evaluations write null: such a value is inf where a metric can be that large, else NaN.
     """
@@ -25,7 +25,7 @@ class Row:
     value: float
     setting: dict[str, Any]
     provenance: dict[str, Any]
-    place: str
+    location: str
     count: int | None = None
     interval: tuple[float, float] | None = None
     deviation: float | None = None
@@ -33,14 +33,14 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Of what was evaluated: the model's name and weights, or the recipe's name and digest."""
+        """The name of what was evaluated: the model's with its weights, or the recipe's with its digest."""
         model, recipe, name = (self.provenance.get(key) for key in ("model", "recipe", "from"))
         digest = (model.get("weights") if isinstance(model, dict) else model) or (recipe if name else None)
         return str(name or recipe or "a model") + (f" ({str(digest)[:8]})" if digest else "")
 
     @property
     def subject(self) -> str:
-        """What was evaluated, in words: its name, and what became of its memory."""
+        """What was evaluated: its name, and the mode of its memory."""
         mode = self.setting.get("memory")
         return self.name + (f", memory {mode}" if mode else "")
 
@@ -52,6 +52,10 @@ class Run(NamedTuple):
     config: dict[str, Any]
     lines: list[dict[str, Any]]
 
+    def values(self, name: str, kinds: tuple[type, ...]) -> list[Any]:
+        """One metric of all logged steps that have it."""
+        return [line[name] for line in self.lines if isinstance(line.get(name), kinds)]
+
 
 class Found(NamedTuple):
     rows: list[Row]
@@ -62,11 +66,11 @@ def read(paths: Sequence[Path]) -> Found:
     """Every file and folder; the first thing wrong with one of them is an error that names it."""
     if not paths:
         raise ValueError("runs: expected files of evaluation rows or folders of training runs, got none")
-    found, known = Found([], []), set()
+    found, seen = Found([], []), set()
     for path in paths:
-        if path.resolve() in known:
+        if path.resolve() in seen:
             raise ValueError(f"{path}: given twice")
-        known.add(path.resolve())
+        seen.add(path.resolve())
         if path.is_dir():
             found.runs.append(_run(path))
         elif path.is_file():
@@ -108,31 +112,50 @@ def _kind(value: Any) -> str:
     return "none" if value is None or value == [] else type(value).__name__
 
 
-def _row(row: Any, place: str) -> Row:
+FIELDS = {
+    "task": (str, "a text"),
+    "metric": (str, "a text"),
+    "setting": (dict, "an object"),
+    "provenance": (dict, "an object that says where the number comes from"),
+}
+"""Fields that every row has: their types, and what an error says was expected."""
+
+
+def _row(row: Any, location: str) -> Row:
     if not isinstance(row, dict):
-        raise ValueError(f"{place}: expected an object, got {type(row).__name__}")
-    for name, kind, words in (("task", str, "a text"), ("metric", str, "a text"), ("setting", dict, "an object")):
+        raise ValueError(f"{location}: expected an object, got {type(row).__name__}")
+    for name, (kind, words) in FIELDS.items():
         if not isinstance(row.get(name), kind):
-            raise ValueError(f"{place}: {name}: expected {words}, got {row.get(name)!r}")
-    if not isinstance(row.get("provenance"), dict):
-        raise ValueError(
-            f"{place}: provenance: expected an object that says where the number comes from, got {row.get('provenance')!r}"
-        )
+            raise ValueError(f"{location}: {name}: expected {words}, got {row.get(name)!r}")
     if "value" not in row or not (row["value"] is None or _number(row["value"])):
         got = repr(row["value"]) if "value" in row else "none"
-        raise ValueError(f"{place}: value: expected a finite number, or null for an infinity, got {got}")
+        raise ValueError(f"{location}: value: expected a finite number, or null for an infinity, got {got}")
     interval = row.get("interval")
-    if interval is not None and not (isinstance(interval, list) and len(interval) == 2 and all(map(_number, interval))):
-        raise ValueError(f"{place}: interval: expected two numbers, got {interval!r}")
+    if interval is not None and not _is_interval(interval):
+        raise ValueError(f"{location}: interval: expected two numbers, got {interval!r}")
     deviation = row.get("deviation")
-    if deviation is not None and (isinstance(deviation, bool) or not isinstance(deviation, (int, float)) or deviation < 0):
-        raise ValueError(f"{place}: deviation: expected a number from 0 on, got {deviation!r}")
+    if deviation is not None and not (type(deviation) in (int, float) and not deviation < 0):
+        raise ValueError(f"{location}: deviation: expected a number from 0 on, got {deviation!r}")
     count = row.get("count")
     if count is not None and type(count) is not int:
-        raise ValueError(f"{place}: count: expected a whole number, got {count!r}")
-    required = (row["task"], row["metric"], _value(row), row["setting"], row["provenance"], place)
-    spread = float(deviation) if deviation is not None and isfinite(deviation) else None  # of infinite values there is none
-    return Row(*required, count, None if interval is None else (interval[0], interval[1]), spread, row.get("detail") is True)
+        raise ValueError(f"{location}: count: expected a whole number, got {count!r}")
+    return Row(
+        row["task"],
+        row["metric"],
+        _value(row),
+        row["setting"],
+        row["provenance"],
+        location,
+        count=count,
+        interval=None if interval is None else (interval[0], interval[1]),
+        # Infinite values have no deviation.
+        deviation=float(deviation) if deviation is not None and isfinite(deviation) else None,
+        detail=row.get("detail") is True,
+    )
+
+
+def _is_interval(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_number, value))
 
 
 def _number(value: Any) -> bool:
@@ -143,12 +166,14 @@ def _run(folder: Path) -> Run:
     for name in ("config.json", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: expected a training run with its {name}, which is missing")
-    config = _json(folder / "config.json", _text(folder / "config.json"))
+    path = folder / "config.json"
+    config = _json(path, _text(path))
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise ValueError(f"{folder / 'config.json'}: expected a run's config with its model, got {_kind(config)}")
+        raise ValueError(f"{path}: expected a run's config with its model, got {_kind(config)}")
     path = folder / "metrics.jsonl"
-    whole, _, _ = _text(path).rpartition("\n")  # a run that goes on, or was killed, may have half a line at its end
-    lines = [_json(path, line, f" line {number}:") for number, line in enumerate(whole.splitlines(), 1)]
+    # The metrics of a run that goes on, or was killed, may end with half a line.
+    complete, _, _ = _text(path).rpartition("\n")
+    lines = [_json(path, line, f" line {number}:") for number, line in enumerate(complete.splitlines(), 1)]
     for number, line in enumerate(lines, 1):
         if not isinstance(line, dict) or not _number(line.get("step")) or not _number(line.get("tokens")):
             raise ValueError(f"{path}: line {number}: expected an object with step and tokens")
