@@ -34,7 +34,7 @@ class Train:
     resume: bool = False
     """Go on with the run in --out, from its last checkpoint."""
     dry_run: bool = False
-    """Only tell what it would cost: parameters, memory, tokens, hours. Refuses what cannot fit."""
+    """Only print what it would cost: parameters, memory, tokens, hours. Refuses what cannot fit."""
     gpus: int | None = None
     """For --dry-run: plan for so many GPUs instead of this machine."""
     gpu: str = "H100"

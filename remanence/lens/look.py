@@ -24,8 +24,8 @@ from remanence.ops import settle
 SIGNALS = ("surprise", "step", "momentum", "forget")
 """What is recorded of each token and memory, as the mean over heads: inner loss, step size, momentum, forget gate."""
 
-KEPT = 3
-"""Matches kept of each token, memory and head."""
+TOP = 3
+"""How many of the best matches are shown for each token, memory and head."""
 
 REACH = 8_192
 """How many tokens back a token's matches are looked for."""
@@ -177,8 +177,8 @@ def _signals(seen: MemoryTrace) -> Float[Tensor, "t signals"]:
 
 
 def _keep(seen: MemoryTrace) -> Float[Tensor, "t h"]:
-    kept = seen.gates.log_keep
-    return (torch.full_like(seen.surprise, nan) if kept is None else kept)[0].float()
+    log_keep = seen.gates.log_keep
+    return (torch.full_like(seen.surprise, nan) if log_keep is None else log_keep)[0].float()
 
 
 Values = Float[Tensor, "t h e"]
@@ -200,7 +200,7 @@ class Past:
 
 
 def matches(
-    answers: Float[Tensor, "h t e"], values: Float[Tensor, "h n e"], reach: int, kept: int = KEPT
+    answers: Float[Tensor, "h t e"], values: Float[Tensor, "h n e"], reach: int, top: int = TOP
 ) -> tuple[Int[Tensor, "t h k"], Float[Tensor, "t h k"]]:
     """For each answer the values most like it, as distance and cosine, best first. All vectors are normalized.
 
@@ -209,23 +209,23 @@ def matches(
     """
     first = values.shape[1] - answers.shape[1]
     # Blocks are counted from the end and may begin before the text.
-    padded = torch.nn.functional.pad(values, (0, 0, kept * BLOCK, 0))
+    padded = torch.nn.functional.pad(values, (0, 0, top * BLOCK, 0))
     distances, cosines = [], []
     for start in range(0, answers.shape[1], ROWS):
         part = answers[:, start : start + ROWS]
         # The index of each answer's own value.
         own = first + start + torch.arange(part.shape[1], device=part.device).unsqueeze(-1)
         end = first + start + part.shape[1]
-        blocks = max(kept, -(-(end - max(0, first + start - reach)) // BLOCK))
+        blocks = max(top, -(-(end - max(0, first + start - reach)) // BLOCK))
         index = end - blocks * BLOCK + torch.arange(blocks * BLOCK, device=part.device)
-        score = part @ padded[:, index[0] + kept * BLOCK : end + kept * BLOCK].mT
+        score = part @ padded[:, index[0] + top * BLOCK : end + top * BLOCK].mT
         # Between these edges every answer may look at every value.
-        for edge in (slice(0, ROWS + kept * BLOCK), slice(-ROWS, None)):
+        for edge in (slice(0, ROWS + top * BLOCK), slice(-ROWS, None)):
             at = index[edge]
             score[..., edge].masked_fill_((at >= own) | (at < own - reach) | (at < 0), NONE)
-        best = score.unflatten(-1, (blocks, BLOCK)).amax(-1).topk(kept, -1).indices.sort(-1).values
+        best = score.unflatten(-1, (blocks, BLOCK)).amax(-1).topk(top, -1).indices.sort(-1).values
         among = (best.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=part.device)).flatten(-2)
-        cosine, chosen = score.gather(-1, among).topk(kept, -1)
+        cosine, chosen = score.gather(-1, among).topk(top, -1)
         distance = own - index[among.gather(-1, chosen)]
         distances.append(torch.where(cosine > NONE, distance, 0))
         cosines.append(torch.where(cosine > NONE, cosine, 0.0))

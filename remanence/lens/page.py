@@ -51,13 +51,12 @@ class Page:
         self._block("piece", piece)
         self.ends.append((self.ends[-1] if self.ends else 0) + len(seen.tokens))
         self.norms.append(seen.norm.tolist())
-        self.kept = seen.distance.shape[2:]
+        self.heads, self.top = seen.distance.shape[2:]
 
     def finish(self, facts: str, layers: list[str], start: list[float], reach: int, conv: int) -> None:
         """Write what describes the page: facts as a line of text, the memories' names and their norms before the text,
         how far back matches were looked for, and the kernel of the convolutions.
         """
-        heads, kept = self.kept
         about = {
             "title": self.title,
             "facts": facts,
@@ -69,8 +68,8 @@ class Page:
             "rest": self.decoder.finish(),
             "ends": self.ends,
             "norms": self.norms,
-            "heads": heads,
-            "kept": kept,
+            "heads": self.heads,
+            "kept": self.top,
         }
         self._block("about", about)
         self.file.write(self.tail)
@@ -113,7 +112,7 @@ def unpack(path: str | Path) -> Unpacked:
     if len(abouts) != 1 or not blocks:
         raise ValueError(f"{path}: expected a page that `remanence lens` wrote, got something else")
     about = abouts[0]
-    layers, heads, kept = len(about["layers"]), about["heads"], about["kept"]
+    layers, heads, top = len(about["layers"]), about["heads"], about["kept"]
     tokens: list[str] = []
     parts: list[tuple[np.ndarray[Any, Any], ...]] = []
     for block in blocks:
@@ -122,7 +121,7 @@ def unpack(path: str | Path) -> Unpacked:
         ends = 2 * lengths.cumsum(dtype=np.int64)
         for length, end in zip(lengths.tolist(), ends.tolist(), strict=True):
             tokens.append(text[end - 2 * length : end].decode("utf-16-le"))
-        raw, shape = base64.b64decode(block["matches"]), (len(lengths), layers, heads, kept)
+        raw, shape = base64.b64decode(block["matches"]), (len(lengths), layers, heads, top)
         count = len(raw) // 3
         signals = np.frombuffer(base64.b64decode(block["signals"]), "<f4").reshape(len(lengths), layers, -1)
         keep = np.frombuffer(base64.b64decode(block["keep"]), "<f4").reshape(len(lengths), layers, heads)
