@@ -41,7 +41,9 @@ def peer(refresh: int | None) -> torch.nn.Module:
     from titans_pytorch import NeuralMemory as Peer
 
     net = MemoryMLP(WIDTH // HEADS, depth=DEPTH, expansion_factor=EXPANSION)
-    return Peer(dim=WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, chunk_size=CHUNK, batch_size=refresh, model=net)
+    return Peer(
+        dim=WIDTH, dim_head=WIDTH // HEADS, heads=HEADS, chunk_size=CHUNK, batch_size=refresh, model=net
+    )
 
 
 IMPLEMENTATIONS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -92,7 +94,13 @@ def compiled_row(net: str, tokens: int) -> dict:
         kept = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         said = subprocess.run(command, check=True, capture_output=True, text=True, env=kept).stdout
     anything, forward, both = map(float, said.split()[-3:])
-    return {"net": net, "tokens": tokens, "anything_s": anything, "forward_s": forward, "with_gradients_s": both}
+    return {
+        "net": net,
+        "tokens": tokens,
+        "anything_s": anything,
+        "forward_s": forward,
+        "with_gradients_s": both,
+    }
 
 
 def print_compiled(net: str, tokens: int) -> None:
@@ -125,7 +133,9 @@ def high_water_mib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds, after one to warm up")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "cpu.json")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
@@ -150,11 +160,19 @@ def main() -> None:
                 times[name].append(time.perf_counter() - start)
     for name in IMPLEMENTATIONS:
         if name in missing:
-            rows.append({"case": CASE, "impl": name, "tokens_per_s": None, "peak_mib": None, "note": missing[name]})
+            rows.append(
+                {"case": CASE, "impl": name, "tokens_per_s": None, "peak_mib": None, "note": missing[name]}
+            )
             continue
         speed = BATCH * TOKENS / statistics.median(times[name])
         rows.append(
-            {"case": CASE, "impl": name, "tokens_per_s": round(speed, 1), "peak_mib": round(peak_mib(name), 1), "note": ""}
+            {
+                "case": CASE,
+                "impl": name,
+                "tokens_per_s": round(speed, 1),
+                "peak_mib": round(peak_mib(name), 1),
+                "note": "",
+            }
         )
     compiled = [compiled_row(net, tokens) for net, tokens in track(COMPILED, "compiling")]
     report(rows, compiled, options.out, options.rounds)
@@ -171,18 +189,28 @@ def report(rows: list[dict], compiled: list[dict], out: Path, rounds: int) -> No
             table.add_row(row["impl"], row["note"])
             continue
         ratios = [f"{row[key] / base[key]:.2f} x" if base else "" for key in ("tokens_per_s", "peak_mib")]
-        table.add_row(row["impl"], f"{row['tokens_per_s']:,.0f}", ratios[0], f"{row['peak_mib']:,.0f}", ratios[1])
+        table.add_row(
+            row["impl"], f"{row['tokens_per_s']:,.0f}", ratios[0], f"{row['peak_mib']:,.0f}", ratios[1]
+        )
     Console().print(table)
-    table = Table(title="torch.compile(NeuralMemory(dim=64)): seconds of a first call, beyond those of anything compiled first")
+    table = Table(
+        title="torch.compile(NeuralMemory(dim=64)): seconds of a first call, beyond those of anything compiled first"
+    )
     for column in ("net", "tokens", "anything", "forward", "forward + backward"):
         table.add_column(column, justify="left" if column == "net" else "right")
     for row in compiled:
         table.add_row(row["net"], f"{row['tokens']:,}", *[f"{row[key]:.1f}" for key in list(row)[2:]])
     Console().print(table)
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"rounds": rounds, **versions, "rows": rows, "compiled": compiled}, indent=1))
+    temporary.write_text(
+        json.dumps({"rounds": rounds, **versions, "rows": rows, "compiled": compiled}, indent=1)
+    )
     os.replace(temporary, out)
     print(f"written: {out}")
 

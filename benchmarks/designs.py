@@ -44,7 +44,11 @@ RUNS = {
     "matrix-top2": {"top": 2.0, "spread": True},
     "deep64-lifted": {"features": 64, "static": "lifted"},
     "deep64-lifted-momentum": {"features": 64, "static": "lifted", "momentum": True},
-    "matrix-lifted": {"features": 64, "static": "lifted", "kind": "control"},  # the static path alone sees the features
+    "matrix-lifted": {
+        "features": 64,
+        "static": "lifted",
+        "kind": "control",
+    },  # the static path alone sees the features
     "matrix32": {"heads": 16, "width": 32},
     "deep32": {"heads": 16, "width": 32, "features": 96},
     "deep32-top2": {"heads": 16, "width": 32, "features": 96, "top": 2.0},
@@ -159,7 +163,11 @@ def deep(q, k, v, beta, beta1, log_keep, I1, I2, D1, D2, repaired):
         slope = dgelu(z)
         d1 = gain * (do @ W2.mT) * slope
         if repaired:
-            do = do * (s * s / (h.square().sum(-1, keepdim=True) + 1e-6)) * (beta * share)[:, :, i].unsqueeze(-1)
+            do = (
+                do
+                * (s * s / (h.square().sum(-1, keepdim=True) + 1e-6))
+                * (beta * share)[:, :, i].unsqueeze(-1)
+            )
             felt = slope.square() @ W2.square().sum(-1, keepdim=True) * gain**2
             d1 = d1 * (s * s / (felt + 1e-6)) * (beta1 * share1)[:, :, i].unsqueeze(-1)
         else:
@@ -194,7 +202,9 @@ class Memory(nn.Module):
         with torch.no_grad():
             forget = torch.linspace(-4, -10, h) if c["spread"] else torch.full((h,), c["forget"])
             self.gates.bias.copy_(
-                torch.cat([torch.full((h,), c["step"]), torch.full((h,), -2.0), forget, torch.full((h,), -2.0)])
+                torch.cat(
+                    [torch.full((h,), c["step"]), torch.full((h,), -2.0), forget, torch.full((h,), -2.0)]
+                )
             )
         self.norm = nn.Parameter(torch.ones(w))
         self.deep = c["kind"] not in ("delta", "control")
@@ -207,7 +217,10 @@ class Memory(nn.Module):
             if f:
                 self.up = nn.ParameterList(
                     [
-                        nn.Parameter(torch.randn(h, self.kw if i == 0 else f, 2 * f) / (self.kw if i == 0 else f) ** 0.5)
+                        nn.Parameter(
+                            torch.randn(h, self.kw if i == 0 else f, 2 * f)
+                            / (self.kw if i == 0 else f) ** 0.5
+                        )
                         for i in range(c["layers"])
                     ]
                 )
@@ -215,7 +228,9 @@ class Memory(nn.Module):
                 width = self.kw + f if c["skip"] else f
             self.sizes = [(self.kw if c["kind"] == "control" else width, w)] * 2
         if c["static"]:
-            self.static = nn.Parameter(torch.randn(h, width if c["static"] == "lifted" else self.kw, w) * 0.5 / w**0.5)
+            self.static = nn.Parameter(
+                torch.randn(h, width if c["static"] == "lifted" else self.kw, w) * 0.5 / w**0.5
+            )
 
     def phi(self, x):
         if not self.c["features"]:
@@ -242,7 +257,9 @@ class Memory(nn.Module):
             q, k = (unit(z.float().view(b, t, h, self.kw)) for z in (q, k))
             v = v.float().view(b, t, h, w)
             logits = F.linear(
-                x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6), self.gates.weight, self.gates.bias
+                x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6),
+                self.gates.weight,
+                self.gates.bias,
             )
             step, eta, forget, step1 = logits.view(b, t, 4, h).permute(2, 0, 3, 1).unflatten(-1, (t // c, c))
             chunks = lambda z: z.permute(0, 2, 1, 3).unflatten(2, (t // c, c))
@@ -266,7 +283,9 @@ class Memory(nn.Module):
                 lifted = self.phi(q)
                 own = self.c["kind"] != "control"
                 keys = chunks(self.phi(k)) if own else chunks(k)
-                answer, A, B = delta(chunks(lifted) if own else chunks(q), keys, chunks(v), beta, log_keep, eta, A, B)
+                answer, A, B = delta(
+                    chunks(lifted) if own else chunks(q), keys, chunks(v), beta, log_keep, eta, A, B
+                )
                 q = lifted if self.c["static"] == "lifted" else q
             answer = answer.flatten(2, 3).permute(0, 2, 1, 3)
             if self.c["static"]:
@@ -341,7 +360,9 @@ def load(folder, split):
     folder = Path(folder)
     index = json.loads((folder / "index.json").read_text())
     return [
-        torch.frombuffer(bytearray(lzma.open(folder / b["file"]).read()), dtype=torch.uint8) for b in index if b["split"] == split
+        torch.frombuffer(bytearray(lzma.open(folder / b["file"]).read()), dtype=torch.uint8)
+        for b in index
+        if b["split"] == split
     ]
 
 
@@ -349,7 +370,14 @@ class Trainer:
     """Carried training, the whole step as one CUDA graph."""
 
     def __init__(self, model, books, rows, length, steps, lr, seed, device):
-        self.model, self.rows, self.length, self.device, self.steps, self.lr = model, rows, length, device, steps, lr
+        self.model, self.rows, self.length, self.device, self.steps, self.lr = (
+            model,
+            rows,
+            length,
+            device,
+            steps,
+            lr,
+        )
         self.text = torch.cat(books).to(device)
         g = torch.Generator().manual_seed(seed + 1)
         sizes = torch.tensor([len(b) for b in books], dtype=torch.float)
@@ -358,7 +386,11 @@ class Trainer:
         place = [None] * rows
         for s in range(steps):
             for r in range(rows):
-                if place[r] is None or place[r][0] + length + 1 >= place[r][1] or float(torch.rand((), generator=g)) < 1 / 48:
+                if (
+                    place[r] is None
+                    or place[r][0] + length + 1 >= place[r][1]
+                    or float(torch.rand((), generator=g)) < 1 / 48
+                ):
                     i = int(torch.multinomial(sizes, 1, generator=g))
                     at = int(torch.randint(0, len(books[i]) - length - 2, (1,), generator=g))
                     place[r] = [int(starts[i]) + at, int(starts[i + 1])]
@@ -401,7 +433,9 @@ class Trainer:
         for s in range(self.steps):
             self.at.copy_(self.plan[s])
             self.fresh.copy_(self.new[s])
-            self.rate.fill_(self.lr * min(1, (s + 1) / 60) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * s / self.steps))))
+            self.rate.fill_(
+                self.lr * min(1, (s + 1) / 60) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * s / self.steps)))
+            )
             if self.device == "cuda" and s == 3:
                 torch.cuda.synchronize()
                 self.graph = torch.cuda.CUDAGraph()
@@ -435,15 +469,22 @@ def measure(model, streams, length, device, piece=2048, segment=256):
                 state = [(s[0], *(torch.zeros_like(z) for z in s[1:])) for s in state]
             with torch.autocast(device, torch.bfloat16):
                 logits, state = model(x[:, a : a + size], state)
-            nll = F.cross_entropy(logits.float().flatten(0, 1), x[:, a + 1 : a + size + 1].flatten(), reduction="none")
+            nll = F.cross_entropy(
+                logits.float().flatten(0, 1), x[:, a + 1 : a + size + 1].flatten(), reduction="none"
+            )
             out.append(nll.view(len(x), -1).mean(0) / math.log(2))
         rows[mode] = torch.cat(out)
     edges = [e for e in (0, 1024, 4096, 16384, 65536, 131072, 262144) if e <= length]
-    return {mode: [round(nll[a:b].mean().item(), 4) for a, b in pairwise(edges) if b <= len(nll)] for mode, nll in rows.items()}
+    return {
+        mode: [round(nll[a:b].mean().item(), 4) for a, b in pairwise(edges) if b <= len(nll)]
+        for mode, nll in rows.items()
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("books")
     parser.add_argument("--runs", default="matrix,deep64")
     parser.add_argument("--steps", type=int, default=600)
@@ -458,7 +499,9 @@ def main():
     dim, depth, rows, length, heads = (128, 2, 8, 256, 2) if small else (512, 6, 16, 2048, 8)
     upto = 16384 if small else 65536
     train, held = load(args.books, "train"), load(args.books, "validation")
-    streams = torch.stack([b[at : at + upto + 1] for b in held for at in range(0, 4 * 150_000, 150_000)][: 2 if small else None])
+    streams = torch.stack(
+        [b[at : at + upto + 1] for b in held for at in range(0, 4 * 150_000, 150_000)][: 2 if small else None]
+    )
     begun, results = time.time(), []
     for name in args.runs.split(","):
         if time.time() - begun > args.seconds:
@@ -485,7 +528,9 @@ def main():
                 "curve": [round(x, 3) for x in losses.view(-1, 50).mean(1).tolist()],
                 "norm": [round(norms.quantile(p).item(), 3) for p in (0.5, 0.95, 1.0)], "seconds": round(took), **bits,
             }  # fmt: skip
-            mix = [torch.sigmoid(b.memory.mix).mean().item() for b in model.blocks if hasattr(b.memory, "mix")]
+            mix = [
+                torch.sigmoid(b.memory.mix).mean().item() for b in model.blocks if hasattr(b.memory, "mix")
+            ]
             row["mix"] = [round(x, 3) for x in mix]
             print(json.dumps({k: v for k, v in row.items() if k != "curve"}), flush=True)
             results.append(row)

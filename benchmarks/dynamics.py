@@ -29,7 +29,9 @@ from remanence.core.state import where
 from remanence.model import matched
 from remanence.ops import leashed, reset_leashed
 
-RUNS: dict[str, dict[str, Any]] = {  # the memory's configuration; all but the last two have a path that is never forgotten
+RUNS: dict[
+    str, dict[str, Any]
+] = {  # the memory's configuration; all but the last two have a path that is never forgotten
     "deep": {"head_dim": 128},
     "deep64": {},
     "matrix": {"depth": 1, "rule": "titans"},  # token-exact, with momentum as printed
@@ -49,7 +51,10 @@ SEGMENT, RESTART = 256, 1 / 48
 def load(folder: str, split: str) -> list[torch.Tensor]:
     index = json.loads((Path(folder) / "index.json").read_text())
     names = [book["file"] for book in index if book["split"] == split]
-    return [torch.frombuffer(bytearray(lzma.open(Path(folder) / name).read()), dtype=torch.uint8) for name in names]
+    return [
+        torch.frombuffer(bytearray(lzma.open(Path(folder) / name).read()), dtype=torch.uint8)
+        for name in names
+    ]
 
 
 def streams(books: list[torch.Tensor], length: int, most: int) -> torch.Tensor:
@@ -75,7 +80,15 @@ class Training:
     """Books in order, rows that begin anew now and then, the memory carried; one step is one CUDA graph."""
 
     def __init__(
-        self, model: Model, books: list[torch.Tensor], rows: int, length: int, steps: int, lr: float, seed: int, device: str
+        self,
+        model: Model,
+        books: list[torch.Tensor],
+        rows: int,
+        length: int,
+        steps: int,
+        lr: float,
+        seed: int,
+        device: str,
     ):
         self.model, self.length, self.steps, self.lr, self.device = model, length, steps, lr, device
         self.text = torch.cat(books).to(device)
@@ -86,7 +99,10 @@ class Training:
         place: list[list[int]] = [[0, 0] for _ in range(rows)]
         for step in range(steps):
             for row in range(rows):
-                if place[row][0] + length + 1 >= place[row][1] or float(torch.rand((), generator=draw)) < RESTART:
+                if (
+                    place[row][0] + length + 1 >= place[row][1]
+                    or float(torch.rand((), generator=draw)) < RESTART
+                ):
                     book = int(torch.multinomial(sizes, 1, generator=draw))
                     at = int(torch.randint(0, len(books[book]) - length - 2, (1,), generator=draw))
                     place[row] = [ends[book] - len(books[book]) + at, ends[book]]
@@ -101,7 +117,9 @@ class Training:
         ]
         self.rate = torch.zeros((), device=device)
         on_gpu = device == "cuda"
-        self.optimizer = torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=self.rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu
+        )
         with torch.no_grad():
             self.state = model.start(rows).clone()
         self.at, self.fresh = self.plan[0].clone(), self.new[0].clone()
@@ -155,13 +173,21 @@ def measure(model: Model, x: torch.Tensor, device: str, piece: int) -> dict[str,
         at, out = torch.zeros((), dtype=torch.long, device=device), torch.zeros(rows, size, device=device)
 
         def step(
-            mode: str = mode, size: int = size, state: Any = state, nothing: Any = nothing, at: Any = at, out: Any = out
+            mode: str = mode,
+            size: int = size,
+            state: Any = state,
+            nothing: Any = nothing,
+            at: Any = at,
+            out: Any = out,
         ) -> None:
             here = x[:, at + torch.arange(size + 1, device=device)].long()
             begun = state
             if mode == "fresh":  # the convolutions go on
                 begun = state._replace(
-                    blocks=tuple(new._replace(conv=old.conv) for new, old in zip(nothing.blocks, state.blocks, strict=True))
+                    blocks=tuple(
+                        new._replace(conv=old.conv)
+                        for new, old in zip(nothing.blocks, state.blocks, strict=True)
+                    )
                 )
             with torch.autocast(device, torch.bfloat16, cache_enabled=False):
                 logits, after = model(here[:, :-1], begun)
@@ -183,7 +209,9 @@ def measure(model: Model, x: torch.Tensor, device: str, piece: int) -> dict[str,
         last = min(length, max(1024, 2 * first))
         on, fresh = (bits[mode][:, first:last].double().mean(1) for mode in ("on", "fresh"))
         gap = on - fresh
-        table[last] = [round(v.item(), 4) for v in (on.mean(), fresh.mean(), gap.mean(), gap.std() / math.sqrt(rows))]
+        table[last] = [
+            round(v.item(), 4) for v in (on.mean(), fresh.mean(), gap.mean(), gap.std() / math.sqrt(rows))
+        ]
         first = last
     return table
 
@@ -193,12 +221,16 @@ def one(name: str, lr: float, seed: int, args: argparse.Namespace, device: str) 
     dim, depth = (128, 2) if small else (512, 6)
     rows, length = args.rows or (8 if small else 16), args.piece or (256 if small else 2048)
     torch.manual_seed(seed)
-    base = ModelConfig(vocabulary=256, dim=dim, depth=depth, heads=dim // 64, pattern=("lmm",), segment=SEGMENT, persistent=0)
+    base = ModelConfig(
+        vocabulary=256, dim=dim, depth=depth, heads=dim // 64, pattern=("lmm",), segment=SEGMENT, persistent=0
+    )
     memory = {"head_dim": 64, **RUNS[name]}
     config = matched(ModelConfig(**{**base.to_dict(), "memory": memory}))
     model = knows_borders(Model(config).to(device))
     began = time.time()
-    losses, norms = Training(model, load(args.books, "train"), rows, length, args.steps, lr, seed, device).run()
+    losses, norms = Training(
+        model, load(args.books, "train"), rows, length, args.steps, lr, seed, device
+    ).run()
     took = time.time() - began
     held = leashed()
     reset_leashed()
@@ -233,7 +265,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             places = [int(place) for place in mine[0]["positions"][split]]
             table = torch.tensor([[row["positions"][split][str(p)] for p in places] for row in mine]).mean(0)
             axes.plot(places, table[:, 0].tolist(), color=f"C{color}", marker="o", label=f"{name}, on")
-            axes.plot(places, table[:, 1].tolist(), color=f"C{color}", ls="--", alpha=0.6, label=f"{name}, fresh")
+            axes.plot(
+                places, table[:, 1].tolist(), color=f"C{color}", ls="--", alpha=0.6, label=f"{name}, fresh"
+            )
             axes.set(xscale="log", xlabel="position, up to", ylabel="bits per byte", title=f"{split} books")
     left.set(xlabel="step", ylabel="bits per byte", title="training", ylim=(1.35, 2.4))
     left.legend(frameon=False)
@@ -242,7 +276,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("books")
     parser.add_argument("--runs", nargs="+", default=["deep", "gated_delta"], choices=list(RUNS))
     parser.add_argument("--lrs", nargs="+", type=float, default=[2e-3])
@@ -272,7 +308,11 @@ def main() -> None:
                 row = one(name, lr, seed, args, device)
                 rows.append(row)
                 args.out.write_text(json.dumps(rows, indent=1))
-                shown = {key: value for key, value in row.items() if key not in ("curve", "positions", "bytes", "streams")}
+                shown = {
+                    key: value
+                    for key, value in row.items()
+                    if key not in ("curve", "positions", "bytes", "streams")
+                }
                 print(
                     json.dumps(shown),
                     json.dumps({s: [v[:3] for v in t.values()] for s, t in row["positions"].items()}),

@@ -65,14 +65,23 @@ def operator_jobs() -> list[Row]:
     }
     rest = {f"{name} (chunked)": {**fields, "backend": "chunked"} for name, fields in one.items()}
     rest["hidden 128, chunk 64 (chunked)"] = {**base, "backend": "chunked"}
-    rest |= {f"depth {depth} (chunked)": {**base, "net": {"depth": depth}, "backend": "chunked"} for depth in (3, 4)}
+    rest |= {
+        f"depth {depth} (chunked)": {**base, "net": {"depth": depth}, "backend": "chunked"}
+        for depth in (3, 4)
+    }
     rest["4 heads of 256 (chunked)"] = {**base, "hidden": 512, "width": 256, "heads": 4, "backend": "chunked"}
     groups = {"operator": deep, "operator, one layer": one, "operator, without kernels": rest}
     return [job("a", name, "operator", list(cases), settings=cases) for name, cases in groups.items()]
 
 
 def layer_jobs(tiny: bool) -> list[Row]:
-    shapes = {"8x4K": (8, 4096), "1x32K": (1, 32768), "16x2K": (16, 2048), "1x128K": (1, 131072), "8x32K": (8, 32768)}
+    shapes = {
+        "8x4K": (8, 4096),
+        "1x32K": (1, 32768),
+        "16x2K": (16, 2048),
+        "1x128K": (1, 131072),
+        "8x32K": (8, 32768),
+    }
     if tiny:
         shapes = {"2x128": (2, 128), "1x192": (1, 192)}
     claimed = (OURS, MATRIX, DEFAULT, "remanence, linear, token-exact, momentum")
@@ -88,10 +97,18 @@ def layer_jobs(tiny: bool) -> list[Row]:
         "LaCT, torch.compile",
         "LaCT, its authors' kernels",
     )
-    some = {"remanence, chunk 16": 1, "LaCT, torch.compile": 2, "LaCT, its authors' kernels": 2}  # these build for every shape
+    some = {
+        "remanence, chunk 16": 1,
+        "LaCT, torch.compile": 2,
+        "LaCT, its authors' kernels": 2,
+    }  # these build for every shape
     made = [job("b", name, "layer", list(shapes)[:2], True, name=name, shapes=shapes) for name in claimed]
-    made += [job("b", name, "layer", list(shapes)[2:], name=name, shapes=shapes) for name in claimed if shapes]
-    return made + [job("b", name, "layer", list(shapes)[: some.get(name)], name=name, shapes=shapes) for name in others]
+    made += [
+        job("b", name, "layer", list(shapes)[2:], name=name, shapes=shapes) for name in claimed if shapes
+    ]
+    return made + [
+        job("b", name, "layer", list(shapes)[: some.get(name)], name=name, shapes=shapes) for name in others
+    ]
 
 
 def train_jobs(tiny: bool) -> list[Row]:
@@ -109,8 +126,15 @@ def train_jobs(tiny: bool) -> list[Row]:
 
 def decode_jobs(tiny: bool) -> list[Row]:
     batches, contexts = ((1, 2), {"64": 64, "1M": 2**20}) if tiny else ((1, 64), {"1K": 1024, "1M": 2**20})
-    settings = {f"batch {batch}, context {name}": (batch, size) for batch in batches for name, size in contexts.items()}
-    return [job("d", name, "decode", list(settings), variant=name, settings=settings) for name in ("lmm", "mag", "mal", "mac")]
+    settings = {
+        f"batch {batch}, context {name}": (batch, size)
+        for batch in batches
+        for name, size in contexts.items()
+    }
+    return [
+        job("d", name, "decode", list(settings), variant=name, settings=settings)
+        for name in ("lmm", "mag", "mal", "mac")
+    ]
 
 
 def carried_jobs() -> list[Row]:
@@ -122,7 +146,8 @@ def carried_jobs() -> list[Row]:
 def read_jobs(tiny: bool) -> list[Row]:
     before = {"from 0 to 128": 0, "at 128": 128} if tiny else {"from 0 to 64K": 0, "at 64K": 65536}
     return [
-        job("f", name, "read", list(before), True, variant=name, before=before) for name in (TRANSFORMER, "lmm", "mag", "mac")
+        job("f", name, "read", list(before), True, variant=name, before=before)
+        for name in (TRANSFORMER, "lmm", "mag", "mac")
     ]
 
 
@@ -132,8 +157,17 @@ def job(part: str, title: str, what: str, cases: list[str], first: bool = False,
 
 
 class Bench:
-    def __init__(self, out: Path, rows: list[Row], deadline: float, limit: float, tiny: bool, only: str) -> None:
-        self.out, self.rows, self.deadline, self.limit, self.tiny, self.only = out, rows, deadline, limit, tiny, only
+    def __init__(
+        self, out: Path, rows: list[Row], deadline: float, limit: float, tiny: bool, only: str
+    ) -> None:
+        self.out, self.rows, self.deadline, self.limit, self.tiny, self.only = (
+            out,
+            rows,
+            deadline,
+            limit,
+            tiny,
+            only,
+        )
         self.about: Row = {}
         self.waiting: Child | None = None
 
@@ -149,7 +183,9 @@ class Bench:
                 self.waiting.end(0)
 
     def chosen(self, todo: Row) -> list[str]:
-        return [case for case in todo["fields"]["cases"] if self.only in f"{todo['part']} {todo['title']} {case}"]
+        return [
+            case for case in todo["fields"]["cases"] if self.only in f"{todo['part']} {todo['title']} {case}"
+        ]
 
     def run(self, todo: Row, after: Row | None = None) -> None:
         """All cases of a job, in as many processes as it takes; a case that ends its process is a row that says so."""
@@ -204,7 +240,11 @@ class Bench:
         self.rows[:] = [old for old in self.rows if not same(old)] + [whole]
         compare(self.rows)
         self.write()
-        told = [f"{key} {whole[key]:,}" for key in ("forward_ms", "ms", "tokens_per_s", "peak_gib") if whole.get(key) is not None]
+        told = [
+            f"{key} {whole[key]:,}"
+            for key in ("forward_ms", "ms", "tokens_per_s", "peak_gib")
+            if whole.get(key) is not None
+        ]
         print(f"[{time.perf_counter() - BEGIN:4.0f} s]", f"({whole['part']})", whole["what"], "|", whole["case"], "|",
               ", ".join([*told, *filter(None, [whole.get("note")])]), flush=True)  # fmt: skip
 
@@ -243,9 +283,17 @@ class Child:
 
 
 def begin(fields: Row, errors: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("gpu_rows.py")), json.dumps(fields)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).with_name("gpu_rows.py")),
+        json.dumps(fields),
+    ]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True
+    )
 
 
 def forward(running: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
@@ -264,10 +312,17 @@ def compare(rows: list[Row]) -> None:
         if part == "a":
             row["ratio"] = float(f"{row['ms'] / row['floor_ms']:.4g}")
             continue
-        against = {"b": (OURS, case), "c": (TRANSFORMER, case), "e": (what, RESET), "f": (TRANSFORMER, case)}.get(part)
+        against = {
+            "b": (OURS, case),
+            "c": (TRANSFORMER, case),
+            "e": (what, RESET),
+            "f": (TRANSFORMER, case),
+        }.get(part)
         if part == "d":
             batch = case.split(",")[0]
-            against = next(key[1:] for key in speeds if key[:2] == (part, what) and key[2].split(",")[0] == batch)
+            against = next(
+                key[1:] for key in speeds if key[:2] == (part, what) and key[2].split(",")[0] == batch
+            )
         ratio = lambda other, row=row: float(f"{row['tokens_per_s'] / speeds[other]:.4g}")
         if (part, *against) in speeds:
             row["ratio"] = ratio((part, *against))
@@ -288,13 +343,23 @@ MEANS = {
 def table(rows: list[Row], about: Row) -> Table:
     made = Table(title=", ".join(f"{key} {value}" for key, value in about.items()))
     for column in ("", "what", "case", "forward ms", "ms", "tokens/s", "ratio", "peak GiB", "by", "note"):
-        made.add_column(column, justify="left" if column in ("", "what", "case", "by", "note") else "right", overflow="fold")
+        made.add_column(
+            column,
+            justify="left" if column in ("", "what", "case", "by", "note") else "right",
+            overflow="fold",
+        )
     for part in sorted({row["part"] for row in rows}):
         for row in [row for row in rows if row["part"] == part]:
             figure = lambda key, form, row=row: format(row[key], form) if row.get(key) is not None else ""
             ratio = f"{row['ratio']:.3g} {MEANS[part]}" if row.get("ratio") else ""
             ratio += f", {row['ratio_matrix']:.3g} x {MATRIX}" if row.get("ratio_matrix") else ""
-            figures = [figure("forward_ms", ",.3f"), figure("ms", ",.3f"), speed(row), ratio, figure("peak_gib", ".1f")]
+            figures = [
+                figure("forward_ms", ",.3f"),
+                figure("ms", ",.3f"),
+                speed(row),
+                ratio,
+                figure("peak_gib", ".1f"),
+            ]
             made.add_row(part, row["what"], row["case"], *figures, row.get("backend", ""), note(row))
         made.add_section()
     return made
@@ -310,7 +375,10 @@ def note(row: Row) -> str:
     if row.get("floor_ms"):
         said.append(f"floor {row['floor_forward_ms']:.3g} / {row['floor_ms']:.3g} ms")
     if row.get("kernels"):
-        said.append("registers+spilled bytes: " + ", ".join(f"{name} {a}+{b}" for name, (a, b) in row["kernels"].items()))
+        said.append(
+            "registers+spilled bytes: "
+            + ", ".join(f"{name} {a}+{b}" for name, (a, b) in row["kernels"].items())
+        )
     return "; ".join(filter(None, said))
 
 
@@ -326,7 +394,8 @@ def prepare(bench: Bench, parts: list[str]) -> None:
     running += [
         Child({**todo["fields"], "cases": ["8x4K"], "tiny": False})
         for todo in layer_jobs(False)
-        if todo["title"] == DEFAULT or ("b" in parts and (todo["first"] or todo["title"] in ("fla DeltaNet", MOMENTUM)))
+        if todo["title"] == DEFAULT
+        or ("b" in parts and (todo["first"] or todo["title"] in ("fla DeltaNet", MOMENTUM)))
     ]
     try:
         for each in running:
@@ -345,12 +414,16 @@ def prepare(bench: Bench, parts: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", default=list("befcda"), choices=list("abcdef"))
     parser.add_argument("--only", default="", help="only rows whose part, name and case contain this")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which everything is ended")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds of one process")
-    parser.add_argument("--no-build", action="store_true", help="build kernels as rows need them, not all of them beforehand")
+    parser.add_argument(
+        "--no-build", action="store_true", help="build kernels as rows need them, not all of them beforehand"
+    )
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
     parser.add_argument("--add", action="store_true", help="keep the file's other rows")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "gpu.json")

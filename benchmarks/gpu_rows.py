@@ -99,7 +99,12 @@ def autocast() -> contextlib.AbstractContextManager[Any]:
 
 def backend() -> str:
     """What the operator has chosen so far in this process."""
-    return "+".join(name for name in operator.BACKENDS if any(f"backend {name}" in said for said in dispatch._logged)) or "?"
+    return (
+        "+".join(
+            name for name in operator.BACKENDS if any(f"backend {name}" in said for said in dispatch._logged)
+        )
+        or "?"
+    )
 
 
 # (a) the operator alone
@@ -124,7 +129,9 @@ def operator_rows(cases: list[str], settings: dict[str, Row], tiny: bool) -> Ite
         yield {"case": case, **attempt(lambda case=case: one_operator(tiny=tiny, **settings[case]))}
 
 
-def one_operator(net: Row, rule: Row, hidden: int, chunk: int, width: int, heads: int, backend: str, tiny: bool) -> Row:
+def one_operator(
+    net: Row, rule: Row, hidden: int, chunk: int, width: int, heads: int, backend: str, tiny: bool
+) -> Row:
     interpreted = launch.interpreted()
     if tiny:
         width, heads, hidden, chunk = 16, 1, 16 * max(1, hidden // width), min(chunk, 16)
@@ -182,7 +189,11 @@ class Flash(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.heads, self.qkv, self.out = (
+            heads,
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -208,7 +219,9 @@ def gated_delta_net(width: int, heads: int) -> nn.Module:
     known = importlib.import_module("fla.utils")
     if getattr(known, "IS_NVIDIA_HOPPER", False) and not getattr(known, "TRITON_ABOVE_3_7_1", True):
         importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
-        layer.remark = "fla refuses this Triton on Hopper, its gradients being wrong there; timed without that check"
+        layer.remark = (
+            "fla refuses this Triton on Hopper, its gradients being wrong there; timed without that check"
+        )
     return layer
 
 
@@ -276,7 +289,9 @@ def lact(width: int, fused: bool) -> nn.Module:
         net._init_weights()
     if DEVICE == "cpu":
         raise SkipError("needs a GPU")
-    layer.remark = f"4 heads of {width // 4}, chunks of 2,048, without its window attention, parameters in bfloat16"
+    layer.remark = (
+        f"4 heads of {width // 4}, chunks of 2,048, without its window attention, parameters in bfloat16"
+    )
     return layer.to(torch.bfloat16)
 
 
@@ -285,11 +300,15 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "remanence, as it comes": lambda w, h: NeuralMemory(dim=w),
     "remanence, chunk 16": lambda w, h: ours(w, h, chunk=16),
     "remanence, expansion 1": lambda w, h: ours(w, h, expansion=1.0),
-    "remanence, linear, token-exact, momentum": lambda w, h: ours(w, h, net="linear", rule="titans", expansion=None),
+    "remanence, linear, token-exact, momentum": lambda w, h: ours(
+        w, h, net="linear", rule="titans", expansion=None
+    ),
     "flash attention (SDPA)": Flash,
     "fla DeltaNet": lambda w, h: fla("DeltaNet", w, h),
     "fla GatedDeltaNet": gated_delta_net,
-    "fla MomentumDeltaNet, its reference path": lambda w, h: fla("MomentumDeltaNet", w, h, head_dim=w // h, expand_v=1.0),
+    "fla MomentumDeltaNet, its reference path": lambda w, h: fla(
+        "MomentumDeltaNet", w, h, head_dim=w // h, expand_v=1.0
+    ),
     "MomentumDeltaNet, its authors' kernels": momentum_delta_net,
     "LaCT, torch.compile": lambda w, h: lact(w, False),
     "LaCT, its authors' kernels": lambda w, h: lact(w, True),
@@ -339,7 +358,9 @@ def config(variant: str, tiny: bool, memory: Row | None = None) -> Any:
     return matched(preset("tiny" if tiny else "340m", variant, memory=memory or {}))
 
 
-def train_rows(cases: list[str], variant: str, lengths: dict[str, int], tiny: bool, memory: Row | None = None) -> Iterator[Row]:
+def train_rows(
+    cases: list[str], variant: str, lengths: dict[str, int], tiny: bool, memory: Row | None = None
+) -> Iterator[Row]:
     made = config(variant, tiny, memory)
     with torch.device(DEVICE):
         model = Model(made).train()
@@ -352,7 +373,9 @@ def train_rows(cases: list[str], variant: str, lengths: dict[str, int], tiny: bo
             optimizer.zero_grad(set_to_none=True)
             model.checkpointing = True
             row = attempt(lambda batch=batch, length=length: one_training(model, optimizer, batch, length))
-            row["note"] = ", ".join(["checkpointing on, without it out of memory", *filter(None, [row.get("note")])])
+            row["note"] = ", ".join(
+                ["checkpointing on, without it out of memory", *filter(None, [row.get("note")])]
+            )
             row["checkpointing"], model.checkpointing = True, False
         about = {"variant": variant, "length": length, "net": made.memory.net, "chunk": made.memory.chunk}
         about["captured"] = DEVICE == "cuda"
@@ -376,7 +399,13 @@ def one_training(model: Model, optimizer: torch.optim.Optimizer, batch: int, len
     ms = median_ms(step, seconds=2.0, most=4)
     count = sum(parameter.numel() for parameter in model.parameters())
     said = {"backend": backend()} if model.has_memory else {}
-    return {"ms": ms, "tokens_per_s": 1e3 * batch * length / ms, "peak_gib": peak_gib(), "parameters": count, **said}
+    return {
+        "ms": ms,
+        "tokens_per_s": 1e3 * batch * length / ms,
+        "peak_gib": peak_gib(),
+        "parameters": count,
+        **said,
+    }
 
 
 # (d) decoding
@@ -403,7 +432,10 @@ def decode_rows(cases: list[str], variant: str, settings: dict[str, list[int]], 
         model = Model(made).to(dtype).eval()
     for case in cases:
         batch, context = settings[case]
-        yield {"case": case, **attempt(lambda batch=batch, context=context: one_decoding(model, batch, context, tiny))}
+        yield {
+            "case": case,
+            **attempt(lambda batch=batch, context=context: one_decoding(model, batch, context, tiny)),
+        }
 
 
 @torch.no_grad()
@@ -470,7 +502,9 @@ def one_carried(model: Model, optimizer: torch.optim.Optimizer, settings: TrainC
         here = read._replace(begins=begins)
         graph = graphs.of([here], carried)
         state = carry_in(model, carried, here) if settings.carry and graph is None else None
-        seen = engine.take_step(model, optimizer, settings, [here], state, number, graph=graph, carried=carried).trace
+        seen = engine.take_step(
+            model, optimizer, settings, [here], state, number, graph=graph, carried=carried
+        ).trace
         carried, number = seen.state.detach() if settings.carry else None, number + 1
 
     for _ in range(Graphs.EAGER):
@@ -516,7 +550,13 @@ def one_reading(model: Model, piece: int, start: int, until: int) -> Row:
         timed, ms = until, median_ms(lambda: some(model.start(1), until), seconds=4.0, most=3)
     said = {"backend": backend()} if model.has_memory else {}
     note = f"pieces of {piece:,}, read {min(reader.piece_of(model), piece):,} tokens at a time"
-    return {"ms": ms * piece / timed, "tokens_per_s": 1e3 * timed / ms, "peak_gib": peak_gib(), "note": note, **said}
+    return {
+        "ms": ms * piece / timed,
+        "tokens_per_s": 1e3 * timed / ms,
+        "peak_gib": peak_gib(),
+        "note": note,
+        **said,
+    }
 
 
 # the process
@@ -529,7 +569,9 @@ def build_rows(cases: list[str], hidden: int, chunk: int, tiny: bool) -> Iterato
         return
     plan = plan_of(MLP(expansion=hidden / 64), RULES["titans"], 64, 64, 16, chunk)
     begin = time.perf_counter()
-    said = [dispatch.chip_reason(plan, torch.bfloat16, torch.device("cuda", 0), train) for train in (True, False)]
+    said = [
+        dispatch.chip_reason(plan, torch.bfloat16, torch.device("cuda", 0), train) for train in (True, False)
+    ]
     yield {"case": cases[0], "seconds": time.perf_counter() - begin, "note": next((x for x in said if x), "")}
 
 
@@ -569,7 +611,10 @@ def about() -> Row:
     for name in ("triton", "flash-linear-attention", "titans-pytorch"):
         with contextlib.suppress(Exception):
             versions[name] = importlib.import_module("importlib.metadata").version(name)
-    return {"device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or "cpu", **versions}
+    return {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or "cpu",
+        **versions,
+    }
 
 
 WHATS = {
@@ -590,7 +635,10 @@ def main() -> None:
     torch.manual_seed(0)
     print("ABOUT " + json.dumps(about()), flush=True)
     for row in WHATS[job.pop("what")](**job):
-        print("ROW " + json.dumps({key: value for key, value in row.items() if key not in ("oom", "lost")}), flush=True)
+        print(
+            "ROW " + json.dumps({key: value for key, value in row.items() if key not in ("oom", "lost")}),
+            flush=True,
+        )
         if row.get("lost"):
             sys.exit(LOST)
 

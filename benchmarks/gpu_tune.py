@@ -38,7 +38,9 @@ WIDTH = 64
 BEGIN = time.perf_counter()
 
 
-def inputs(batch: int, heads: int, tokens: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+def inputs(
+    batch: int, heads: int, tokens: int, hidden: int, dtype: torch.dtype, seed: int = 0
+) -> list[torch.Tensor]:
     """q, k, v, log gates, initial weights: gates as the layer's at the start of training."""
     width, generator = WIDTH, torch.Generator(DEVICE).manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, device=DEVICE)
@@ -59,7 +61,13 @@ def call(leaves: list[torch.Tensor], hidden: int, chunk: int, backend: str) -> t
     return y, surprise, *new.layers
 
 
-NAMES = ["y", "surprise", "state 1", "state 2", *[f"d{x}" for x in ("q", "k", "v", "step", "momentum", "keep", "W1", "W2")]]
+NAMES = [
+    "y",
+    "surprise",
+    "state 1",
+    "state 2",
+    *[f"d{x}" for x in ("q", "k", "v", "step", "momentum", "keep", "W1", "W2")],
+]
 
 
 def results(
@@ -167,7 +175,9 @@ def kernel_times(run: Callable[[], Any], rounds: int) -> dict[str, float]:
     return {name: sorted(times)[len(times) // 2] for name, times in found.items()}
 
 
-def clock(hidden: int, chunk: int, tiny: bool, dtype: torch.dtype, backend: str = "triton", rounds: int = 7) -> None:
+def clock(
+    hidden: int, chunk: int, tiny: bool, dtype: torch.dtype, backend: str = "triton", rounds: int = 7
+) -> None:
     name = "bf16" if dtype == torch.bfloat16 else "fp32"
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
@@ -181,7 +191,12 @@ def clock(hidden: int, chunk: int, tiny: bool, dtype: torch.dtype, backend: str 
     if DEVICE == "cuda" and backend == "triton":
         parts = kernel_times(both, 3)
         rest = b - sum(parts.values())
-        print("         " + "  ".join(f"{n} {t:.3f}" for n, t in parts.items()) + f"  torch and gaps {rest:.3f}", flush=True)
+        print(
+            "         "
+            + "  ".join(f"{n} {t:.3f}" for n, t in parts.items())
+            + f"  torch and gaps {rest:.3f}",
+            flush=True,
+        )
 
 
 def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[Any]]) -> None:
@@ -199,7 +214,11 @@ def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[An
         synchronize()
     (grid, tensors, constants), kernel, ready, line = found[0], getattr(kernels(), name), [], []
     for warps, block, stages, apart in settings:
-        told = " ".join(f"{x}{int(y)}" for x, y in (("w", warps), ("b", block), ("s", stages), ("a", apart)) if y is not None)
+        told = " ".join(
+            f"{x}{int(y)}"
+            for x, y in (("w", warps), ("b", block), ("s", stages), ("a", apart))
+            if y is not None
+        )
         fields = {**constants, "num_warps": warps, "num_stages": stages or 1}
         fields |= {} if block is None else {"BH": block}
         fields |= {} if apart is None else {"APART": apart}
@@ -212,7 +231,9 @@ def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[An
     with alone():
         for told, fields in ready:
             try:
-                line.append(f"{told} {median_ms(lambda fields=fields: kernel[grid](*tensors, **fields), 5):.3f}")
+                line.append(
+                    f"{told} {median_ms(lambda fields=fields: kernel[grid](*tensors, **fields), 5):.3f}"
+                )
             except Exception as error:  # after an illegal access nothing works here any more
                 line.append(f"{told} {type(error).__name__}: {str(error).splitlines()[0][:80]}")
                 break
@@ -241,7 +262,9 @@ def named_launches() -> None:
             launch(name, *args, **constants)
             synchronize()
         except Exception as error:
-            raise RuntimeError(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}") from error
+            raise RuntimeError(
+                f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            ) from error
 
     fused._launch = waiting
 
@@ -279,7 +302,11 @@ class Jobs:
                 command = [sys.executable, "-W", "ignore", __file__, "--job", json.dumps(fields)]
                 out = tempfile.TemporaryFile("w+")  # noqa: SIM115, read when the job ends
                 process = subprocess.Popen(
-                    command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
+                    command,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **env},
+                    start_new_session=True,
                 )
                 running.append((index, process, out, title))
             for entry in list(running):
@@ -306,7 +333,13 @@ class Jobs:
 def settings_of(name: str) -> list[list[Any]]:
     """Warps, block, stages, products apart or not, to try."""
     if name in ("state_kernel", "carry_kernel"):
-        return [[8, None, 1, True], [8, None, 2, False], [8, None, 1, False], [4, None, 2, False], [4, None, 1, True]]
+        return [
+            [8, None, 1, True],
+            [8, None, 2, False],
+            [8, None, 1, False],
+            [4, None, 2, False],
+            [4, None, 1, True],
+        ]
     if name.startswith("coef"):
         return [[warps, None, None, None] for warps in (2, 4, 8, 16)]
     apart = [True, False] if name in fused.APART else [None]
@@ -319,13 +352,25 @@ def rescues() -> list[tuple[dict[str, Any], dict[str, str], str]]:
 
     folder = Path(tempfile.gettempdir()) / "remanence-triton"
     ways: list[tuple[dict[str, Any], dict[str, str], str]] = []
-    found = [Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell", *Path("/usr/local").glob("cuda-1*/bin/ptxas")]
+    found = [
+        Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell",
+        *Path("/usr/local").glob("cuda-1*/bin/ptxas"),
+    ]
     for ptxas in found:
         if ptxas.exists():
             ways.append(
-                ({}, {"TRITON_PTXAS_PATH": str(ptxas), "TRITON_CACHE_DIR": f"{folder}-{ptxas.parent.parent.name}"}, str(ptxas))
+                (
+                    {},
+                    {
+                        "TRITON_PTXAS_PATH": str(ptxas),
+                        "TRITON_CACHE_DIR": f"{folder}-{ptxas.parent.parent.name}",
+                    },
+                    str(ptxas),
+                )
             )
-    ways.append(({}, {"DISABLE_PTXAS_OPT": "1", "TRITON_CACHE_DIR": f"{folder}-plain"}, "ptxas without optimiser"))
+    ways.append(
+        ({}, {"DISABLE_PTXAS_OPT": "1", "TRITON_CACHE_DIR": f"{folder}-plain"}, "ptxas without optimiser")
+    )
     ways.append(({"warps": dict.fromkeys(fused.WARPS, 4)}, {}, "4 warps everywhere"))
     parallel = ("read_kernel", "read_backward", "blend_backward", "keys_backward")
     ways.append(({"warps": dict.fromkeys(parallel, 2)}, {}, "2 warps (no wgmma) in the parallel kernels"))
@@ -333,7 +378,9 @@ def rescues() -> list[tuple[dict[str, Any], dict[str, str], str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
     parser.add_argument("--parts", nargs="+", default=None, choices=["check", "time", "sweep"])
     parser.add_argument("--sweep", action="store_true", help="the sweep alone")
@@ -363,23 +410,39 @@ def main() -> None:
         codes = jobs.run([({**fields, "dtype": dtype}, {}, "") for fields in checks], several)
         failed = [fields for fields, code in zip(checks, codes, strict=True) if code not in (0, 124)]
         again = [
-            ({**fields, "dtype": dtype, **way}, env, f"with {name}: ") for fields in failed[:2] for way, env, name in rescues()
+            ({**fields, "dtype": dtype, **way}, env, f"with {name}: ")
+            for fields in failed[:2]
+            for way, env, name in rescues()
         ]
         if not tiny:
             jobs.run(again, several)
     if "time" in parts:
         print("B{} H{} T{}".format(*sizes(tiny)), flush=True)
         timed = [{"what": "time", "hidden": h, "chunk": c, **size} for h, c in rows if True]
-        timed += [{"what": "time", "hidden": h, "chunk": 64, "backend": "chunked", "rounds": 2, **size} for h in []]
+        timed += [
+            {"what": "time", "hidden": h, "chunk": 64, "backend": "chunked", "rounds": 2, **size} for h in []
+        ]
         jobs.run([({**fields, "dtype": "fp32" if tiny else "bf16"}, {}, "") for fields in timed], 1)
     rest: list[tuple[dict[str, Any], dict[str, str], str]] = []
     if "sweep" in parts:
         for hidden in hiddens[:1] if tiny else hiddens[:2]:
             kind = "kernel" if hidden <= fused.REGISTERS else "stream"
-            names = [f"carry_{kind}", f"state_{kind}", "read_backward", "read_kernel", "keys_backward", "blend_backward"]
+            names = [
+                f"carry_{kind}",
+                f"state_{kind}",
+                "read_backward",
+                "read_kernel",
+                "keys_backward",
+                "blend_backward",
+            ]
             names += ["coef_kernel", "coef_backward"] if hidden == hiddens[0] else []
             for name in options.only or names:
-                fields = {"name": name, "hidden": hidden, "chunk": options.chunk[0], "settings": settings_of(name)}
+                fields = {
+                    "name": name,
+                    "hidden": hidden,
+                    "chunk": options.chunk[0],
+                    "settings": settings_of(name),
+                }
                 rest.append(({"what": "sweep", **fields, **size}, {}, ""))
     if "check" in parts and not tiny:
         rest += [({**fields, "dtype": "fp32"}, {}, "") for fields in sorted(checks, key=lambda x: x["chunk"])]

@@ -19,7 +19,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=[90])
     parser.add_argument("--width", type=int, nargs="+", default=[64])
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256])
@@ -31,15 +33,23 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=0, help="instead of the kernel's own")
     given = parser.parse_args()
     print(f"{'kernel':14} sm  d   h    chunk dtype warps  registers spilled shared(KiB) compile")
-    for arch, width, hidden, chunk, dtype in itertools.product(given.arch, given.width, given.hidden, given.chunk, given.dtype):
-        plan = fused.Plan(width, hidden, chunk, 1, True, True, True, True, True, os.environ.get("PRECISION", PRECISION))
+    for arch, width, hidden, chunk, dtype in itertools.product(
+        given.arch, given.width, given.hidden, given.chunk, given.dtype
+    ):
+        plan = fused.Plan(
+            width, hidden, chunk, 1, True, True, True, True, True, os.environ.get("PRECISION", PRECISION)
+        )
         for launch, warps in itertools.product(fused.launches(plan, DTYPES[dtype], arch), given.warps):
             if given.kernel and launch.name not in given.kernel:
                 continue
             if given.block and "BH" in launch.constants:
                 launch.constants["BH"] = given.block
             launch = launch._replace(warps=warps or launch.warps, stages=given.stages or launch.stages)
-            row(launch, arch, f"{launch.name:14} {arch}  {width:<3} {hidden:<4} {chunk:<5} {dtype}  {launch.warps:<5}")
+            row(
+                launch,
+                arch,
+                f"{launch.name:14} {arch}  {width:<3} {hidden:<4} {chunk:<5} {dtype}  {launch.warps:<5}",
+            )
 
 
 def row(launch: Launch, arch: int, head: str) -> None:
@@ -47,10 +57,18 @@ def row(launch: Launch, arch: int, head: str) -> None:
         need = build(kernels(), launch, arch)
         registers, spilled = assembled(need.ptx, arch)
     except Exception as error:
-        print(head, f"failed: {type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}", flush=True)
+        print(
+            head,
+            f"failed: {type(error).__name__}: {str(error).splitlines()[-1] if str(error) else ''}",
+            flush=True,
+        )
         return
     full = "" if need.shared <= SHARED[arch] * 1024 else "  TOO MUCH SHARED MEMORY"
-    print(head, f"{registers:>9} {spilled:>7} {need.shared / 1024:>10.1f} {need.seconds:>6.1f}s" + full, flush=True)
+    print(
+        head,
+        f"{registers:>9} {spilled:>7} {need.shared / 1024:>10.1f} {need.seconds:>6.1f}s" + full,
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

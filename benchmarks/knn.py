@@ -41,7 +41,9 @@ PEER_KEYS = 2**19
 class Contestant:
     """What is timed: a search, an add, and how long its index took to make."""
 
-    def __init__(self, search: Callable[[], torch.Tensor | None], add: Callable[[], object], build: float = 0.0) -> None:
+    def __init__(
+        self, search: Callable[[], torch.Tensor | None], add: Callable[[], object], build: float = 0.0
+    ) -> None:
         self.search, self.add, self.build = search, add, build
 
 
@@ -61,7 +63,11 @@ def problem(size: int, heads: int) -> tuple[torch.Tensor, StoreState, tuple[torc
 
 def ours(name: str) -> Callable[..., Contestant]:
     def make(q: torch.Tensor, state: StoreState, new: tuple[torch.Tensor, ...]) -> Contestant:
-        store, limit, scale = Store(state.size, *q.shape[2:]), torch.full(q.shape[:2], state.size), torch.ones(q.shape[2])
+        store, limit, scale = (
+            Store(state.size, *q.shape[2:]),
+            torch.full(q.shape[:2], state.size),
+            torch.ones(q.shape[2]),
+        )
         find = SEARCHES[name]()
         start = time.perf_counter()
         if name == "ivf":
@@ -84,7 +90,11 @@ def ours(name: str) -> Callable[..., Contestant]:
 
 def keeping(q: torch.Tensor, state: StoreState, new: tuple[torch.Tensor, ...]) -> Contestant:
     """Searched and attended to, with a new state for each add while the old one stays."""
-    limit, scale, store = torch.full(q.shape[:2], state.size), torch.ones(q.shape[2]), Store(state.size, *q.shape[2:])
+    limit, scale, store = (
+        torch.full(q.shape[:2], state.size),
+        torch.ones(q.shape[2]),
+        Store(state.size, *q.shape[2:]),
+    )
 
     @torch.no_grad()
     def search() -> torch.Tensor:
@@ -99,7 +109,9 @@ def flat(q: torch.Tensor, state: StoreState, new: tuple[torch.Tensor, ...]) -> C
     import faiss
 
     faiss.omp_set_num_threads(1)
-    asked, keys, more = ([x[0, :, head].contiguous().numpy() for head in range(x.shape[2])] for x in (q, state.k, new[0]))
+    asked, keys, more = (
+        [x[0, :, head].contiguous().numpy() for head in range(x.shape[2])] for x in (q, state.k, new[0])
+    )
     indices = [faiss.IndexFlatIP(WIDTH) for _ in keys]
     for index, key in zip(indices, keys, strict=True):
         index.add(key)
@@ -196,7 +208,15 @@ def compare(size: int, heads: int, rounds: int) -> list[dict]:
 def opening(entries: int) -> dict:
     """A large store in a memory file: written, then opened."""
     config = ModelConfig(
-        vocabulary=16, dim=8 * WIDTH, depth=1, heads=8, pattern=("knn",), ffn=8, window=512, persistent=0, knn={"size": entries}
+        vocabulary=16,
+        dim=8 * WIDTH,
+        depth=1,
+        heads=8,
+        pattern=("knn",),
+        ffn=8,
+        window=512,
+        persistent=0,
+        knn={"size": entries},
     )
     model = Model(config).bfloat16()
     with tempfile.TemporaryDirectory() as folder:
@@ -204,20 +224,38 @@ def opening(entries: int) -> dict:
         write = timed(lambda: memfile.save(path, model, model.start(1)))
         size = path.stat().st_size
         opened = timed(lambda: memfile.load(path, model))
-    return {"entries": entries, "gib": round(size / 2**30, 2), "save_ms": round(write), "open_ms": round(opened, 1)}
+    return {
+        "entries": entries,
+        "gib": round(size / 2**30, 2),
+        "save_ms": round(write),
+        "open_ms": round(opened, 1),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one to warm up")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8192, 65536, 262144])
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--file", type=int, default=2**20, help="entries of the store that is opened from disk")
+    parser.add_argument(
+        "--file", type=int, default=2**20, help="entries of the store that is opened from disk"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "knn.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     table = Table(title=f"{QUERIES} queries, top {NEAREST}, {WIDTH} wide, one core")
-    for column in ("entries", "heads", "implementation", "search ms", "add ms", "build s", "recall", "peak MiB"):
+    for column in (
+        "entries",
+        "heads",
+        "implementation",
+        "search ms",
+        "add ms",
+        "build s",
+        "recall",
+        "peak MiB",
+    ):
         table.add_column(column, justify="left" if column == "implementation" else "right")
     rows = []
     for heads in options.heads:
@@ -229,17 +267,29 @@ def main() -> None:
                     table.add_row(*case, row["note"])
                     continue
                 shown = [row["search_ms"], row["add_ms"], row["build_s"], row["recall"], row["peak_mib"]]
-                table.add_row(*case, *("" if x is None else f"{x:,.{n}f}" for x, n in zip(shown, (1, 2, 1, 3, 0), strict=True)))
+                table.add_row(
+                    *case,
+                    *(
+                        "" if x is None else f"{x:,.{n}f}"
+                        for x, n in zip(shown, (1, 2, 1, 3, 0), strict=True)
+                    ),
+                )
             table.add_section()
             Console(stderr=True).print(f"{size:,} entries, {heads} heads: done")
     file = opening(options.file)
     Console().print(table)
     what = f"{file['entries']:,} pairs x 8 heads x {WIDTH} as a file of {file['gib']} GiB"
     print(f"{what}: saved in {file['save_ms']} ms, opened in {file['open_ms']} ms")
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = options.out.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"rounds": options.rounds, **versions, "rows": rows, "file": file}, indent=1))
+    temporary.write_text(
+        json.dumps({"rounds": options.rounds, **versions, "rows": rows, "file": file}, indent=1)
+    )
     os.replace(temporary, options.out)
     print(f"written: {options.out}")
 

@@ -64,16 +64,22 @@ Call = Callable[[], Any]
 class Case:
     """A store full of keys that lie in clusters, as a model's do, and queries near them."""
 
-    def __init__(self, size: int, queries: int, heads: int, width: int, k: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, size: int, queries: int, heads: int, width: int, k: int, dtype: torch.dtype, device: str
+    ) -> None:
         torch.manual_seed(0)
         centres = torch.randn(CLUSTERS, width, device=device)
 
         def clustered(count: int) -> torch.Tensor:
             noise = torch.randn(1, count, heads, width, device=device)
-            return unit(noise.mul_(0.5).add_(centres[torch.randint(CLUSTERS, (1, count, heads), device=device)])).to(dtype)
+            return unit(
+                noise.mul_(0.5).add_(centres[torch.randint(CLUSTERS, (1, count, heads), device=device)])
+            ).to(dtype)
 
         store, keys = Store(size, heads, width), clustered(size)
-        self.state: StoreState = store.add(store.start(1, keys), keys, keys, torch.arange(size, device=device)[None], reuse=True)
+        self.state: StoreState = store.add(
+            store.start(1, keys), keys, keys, torch.arange(size, device=device)[None], reuse=True
+        )
         self.q, self.k = clustered(queries), k
         self.limit = torch.full((1, queries), size, device=device)
 
@@ -114,7 +120,9 @@ def without_kernels() -> Iterator[None]:
 def settings(changes: dict[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as changed:
         for name, value in changes.items():
-            changed.enter_context(mock.patch.object(nearest if hasattr(nearest, name) else launch, name, value))
+            changed.enter_context(
+                mock.patch.object(nearest if hasattr(nearest, name) else launch, name, value)
+            )
         yield
 
 
@@ -228,15 +236,20 @@ def row_of(fields: dict[str, Any]) -> list[str]:
         *(f"{ms[name] / ms[KERNELS]:.2f}" for name in names[1:]),
         " / ".join(graphs),
         " / ".join(f"{mib[name]:,.0f}" for name in names),
-        f"{fields['largest_difference']:.0e}, {fields['same_slots']:.4f}" + ("" if fields["right"] else "  WRONG"),
+        f"{fields['largest_difference']:.0e}, {fields['same_slots']:.4f}"
+        + ("" if fields["right"] else "  WRONG"),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[2**13, 2**16, 2**18, 2**20])
     parser.add_argument("--queries", type=int, nargs="+", default=[512, 1])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"]
+    )
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--nearest", type=int, default=32)
@@ -248,7 +261,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny:
         os.environ["TRITON_INTERPRET"], launch.INTERPRETED = "1", True  # before the kernels are imported
-        options.sizes, options.queries, options.heads, options.width, options.nearest, options.rounds = [300], [3, 1], 2, 16, 4, 1
+        options.sizes, options.queries, options.heads, options.width, options.nearest, options.rounds = (
+            [300],
+            [3, 1],
+            2,
+            16,
+            4,
+            1,
+        )
     elif not torch.cuda.is_available():
         sys.exit("needs a GPU; --tiny runs without one")
     device = "cpu" if options.tiny else "cuda"
@@ -256,8 +276,19 @@ def main() -> None:
         sys.exit("needs Triton: pip install 'remanence[triton]'")
     about = {"torch": torch.__version__, "device": "cpu" if options.tiny else torch.cuda.get_device_name()}
     about |= {name: getattr(options, name) for name in ("heads", "width", "nearest", "rounds")}
-    table = Table(title=f"the {options.nearest} nearest, {options.heads} heads of {options.width}, {about['device']}, ms")
-    for column in ("keys", "queries", "dtype", KERNELS, PLAIN, MATMUL, f"{PLAIN} / {KERNELS}", f"{MATMUL} / {KERNELS}"):
+    table = Table(
+        title=f"the {options.nearest} nearest, {options.heads} heads of {options.width}, {about['device']}, ms"
+    )
+    for column in (
+        "keys",
+        "queries",
+        "dtype",
+        KERNELS,
+        PLAIN,
+        MATMUL,
+        f"{PLAIN} / {KERNELS}",
+        f"{MATMUL} / {KERNELS}",
+    ):
         table.add_column(column, justify="right")
     for column in ("graph: each", "MiB: each", "score off, same slots"):
         table.add_column(column, justify="right")
@@ -266,7 +297,15 @@ def main() -> None:
     for size in options.sizes:
         for queries in options.queries:
             for dtype in options.dtypes:
-                case = Case(size, queries, options.heads, options.width, options.nearest, getattr(torch, dtype), device)
+                case = Case(
+                    size,
+                    queries,
+                    options.heads,
+                    options.width,
+                    options.nearest,
+                    getattr(torch, dtype),
+                    device,
+                )
                 fields = {"keys": size, "queries": queries, "dtype": dtype, **measure(case, options.rounds)}
                 fields["right"] = fields["largest_difference"] <= TOLERANCE and fields["same_slots"] >= 0.999
                 if options.tune:
@@ -274,7 +313,11 @@ def main() -> None:
                 rows.append(fields)
                 print(*row_of(fields), sep="  ", file=sys.stderr, flush=True)
                 for name, ms in fields.get("tune", {}).items():
-                    print(f"    {ms if isinstance(ms, str) else f'{ms:8.3f}'}  {name}", file=sys.stderr, flush=True)
+                    print(
+                        f"    {ms if isinstance(ms, str) else f'{ms:8.3f}'}  {name}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 if options.profile:
                     print(profile(case), flush=True)
                 table.add_row(*row_of(fields))

@@ -29,7 +29,9 @@ SHORT, MIDDLE = 1_000, 100_000
 def text(tokens: int) -> Iterator[bytes]:
     """Words of a small vocabulary in random order."""
     chance = random.Random(0)
-    words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(2, 9))) for _ in range(2000)]
+    words = [
+        "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(2, 9))) for _ in range(2000)
+    ]
     while tokens > 0:
         piece = (" ".join(chance.choices(words, k=2000)) + "\n").encode()[:tokens]
         tokens -= len(piece)
@@ -84,7 +86,9 @@ def measure(variant: str, name: str, tokens: int, rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2_000_000)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--variants", nargs="+", default=["lmm", "mac", "mag", "mal"])
@@ -100,9 +104,22 @@ def main() -> None:
     for variant in options.variants:  # a process each: peak memory is the process's own
         command = [sys.executable, __file__, "--one", "--variants", variant, "--preset", options.preset]
         command += ["--tokens", str(options.tokens), "--rounds", str(options.rounds)]
-        rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]))
+        rows.append(
+            json.loads(
+                subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+            )
+        )
     table = Table(title=f"{options.preset}, {options.tokens:,} tokens, {torch.get_num_threads()} threads")
-    for column in ("variant", "tokens/s", "peak MiB at 100K", "at the end", "growth", "ms/token at 1K", "halfway", "ratio"):
+    for column in (
+        "variant",
+        "tokens/s",
+        "peak MiB at 100K",
+        "at the end",
+        "growth",
+        "ms/token at 1K",
+        "halfway",
+        "ratio",
+    ):
         table.add_column(column, justify="left" if column == "variant" else "right")
     for row in rows:
         table.add_row(
@@ -117,7 +134,9 @@ def main() -> None:
         )
     Console().print(table)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}, indent=1))
+    options.out.write_text(
+        json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}, indent=1)
+    )
     print(f"written: {options.out}")
     return None
 

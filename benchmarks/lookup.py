@@ -67,7 +67,9 @@ def right(model: Model, batches: list[Batch], mode: str = "on") -> float:
     found = []
     for batch in batches:
         asked = batch.targets != -100
-        found.append((model(batch.tokens, memory=mode)[0].argmax(-1)[asked] == batch.targets[asked]).float().mean())
+        found.append(
+            (model(batch.tokens, memory=mode)[0].argmax(-1)[asked] == batch.targets[asked]).float().mean()
+        )
     return float(torch.stack(found).mean())
 
 
@@ -104,7 +106,9 @@ def names(tokens: int, seed: int, count: int) -> list[Batch]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fuse", nargs="+", choices=("gate", "joint"), default=["gate", "joint"])
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -112,10 +116,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "lookup.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    reach = Table(title=f"right answers, {options.batches * ROWS * PAIRS:,} questions each; 1 in 32 is chance")
+    reach = Table(
+        title=f"right answers, {options.batches * ROWS * PAIRS:,} questions each; 1 in 32 is chance"
+    )
     for column in ("fuse", "seed", "store", *[f"{times} x" for times in TIMES], "training s"):
         reach.add_column(column, justify="right")
-    small = Table(title="rare names in 512 tokens of frequent filler, by what a store of so many entries keeps")
+    small = Table(
+        title="rare names in 512 tokens of frequent filler, by what a store of so many entries keeps"
+    )
     for column in ("fuse", "seed", "policy", *[f"{size:,}" for size in STORES]):
         small.add_column(column, justify="right")
     rows = []
@@ -129,18 +137,24 @@ def main() -> None:
                 tasks = [told(times * WINDOW, 999) for times in TIMES]
                 found = [right(model, [task.step(i) for i in range(options.batches)], mode) for task in tasks]
                 rows.append({**case, "store": mode, "right": dict(zip(map(str, TIMES), found, strict=True))})
-                reach.add_row(fuse, str(seed), mode, *[f"{x:.1%}" for x in found], f"{took:.0f}" if mode == "on" else "")
+                reach.add_row(
+                    fuse, str(seed), mode, *[f"{x:.1%}" for x in found], f"{took:.0f}" if mode == "on" else ""
+                )
             texts = names(512, 7, options.batches)
             table = unigrams((batch.tokens for batch in names(512, 8, 4)), model.config.vocabulary)
             for policy in ("all", "random", "rare"):
                 found = [right(kept_by(model, policy, size, table), texts) for size in STORES]
-                rows.append({**case, "policy": policy, "right": dict(zip(map(str, STORES), found, strict=True))})
+                rows.append(
+                    {**case, "policy": policy, "right": dict(zip(map(str, STORES), found, strict=True))}
+                )
                 small.add_row(fuse, str(seed), policy, *[f"{x:.1%}" for x in found])
     console = Console(width=120)
     console.print(reach)
     console.print(small)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.out, {"torch": torch.__version__, "window": WINDOW, "rows": json.loads(json.dumps(rows))})
+    write_json(
+        options.out, {"torch": torch.__version__, "window": WINDOW, "rows": json.loads(json.dumps(rows))}
+    )
 
 
 if __name__ == "__main__":

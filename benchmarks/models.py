@@ -61,7 +61,9 @@ def medians(steps: dict[str, Callable[[], None]], rounds: int, what: str) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -71,7 +73,9 @@ def main() -> None:
     torch.manual_seed(0)
     models = {variant: Model(matched(preset(options.preset, variant))) for variant in VARIANTS}
     tokens = torch.randint(257, (options.batch, options.tokens + 1))
-    trained = medians({name: train_step(model, tokens) for name, model in models.items()}, options.rounds, "training")
+    trained = medians(
+        {name: train_step(model, tokens) for name, model in models.items()}, options.rounds, "training"
+    )
     contexts = {name: decode_step(model.eval(), tokens[:1, :-1]) for name, model in models.items()}
     decoded = medians(contexts, options.rounds, "decoding")
     rows = []
@@ -87,7 +91,9 @@ def main() -> None:
                 "decode_ratio": round(decoded[BASELINE] / decoded[name], 3),
             }
         )
-    table = Table(title=f"{rows[0]['case']}: forward + backward; decoding one sequence after {options.tokens} tokens")
+    table = Table(
+        title=f"{rows[0]['case']}: forward + backward; decoding one sequence after {options.tokens} tokens"
+    )
     for column in ("variant", "parameters", "train tokens/s", "ratio", "decode tokens/s", "ratio"):
         table.add_column(column, justify="left" if column == "variant" else "right")
     for row in rows:
@@ -95,7 +101,11 @@ def main() -> None:
         figures += [f"{row['decode_tokens_per_s']:,.0f}", f"{row['decode_ratio']:.2f} x"]
         table.add_row(row["variant"], f"{row['parameters']:,}", *figures)
     Console().print(table)
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = options.out.with_suffix(".tmp")
     temporary.write_text(json.dumps({"rounds": options.rounds, **versions, "rows": rows}, indent=1))

@@ -37,7 +37,9 @@ def measured(name: str, variant: str, length: int, rounds: int) -> list[float]:
     torch.manual_seed(0)
     model = Model(preset(name, variant)).eval()
     subject = Subject(torch.device("cpu"), network=model, tokens=ByteTokenizer(), source=Path(variant))
-    task = TASKS["niah"](subject, configured(TASKS["niah"], {"kinds": "pk", "lengths": str(length), "depths": "0.5"}))
+    task = TASKS["niah"](
+        subject, configured(TASKS["niah"], {"kinds": "pk", "lengths": str(length), "depths": "0.5"})
+    )
     ((unit, *_),) = task.units()
     sample = task.sample(unit)  # type: ignore[attr-defined]
     read = [*sample.text.tolist(), *subject.tokenizer.encode(sample.prompt)]
@@ -55,7 +57,9 @@ def measured(name: str, variant: str, length: int, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--variants", nargs="+", default=["lmm", "mag", "mac"])
     parser.add_argument("--length", type=int, default=65536)

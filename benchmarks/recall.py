@@ -36,7 +36,9 @@ def right(logits: Tensor, targets: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variant", default="mac")
     parser.add_argument("--forget", type=float, default=-10.0, help="bias of the forget gate")
     parser.add_argument("--steps", type=int, default=700)
@@ -47,7 +49,15 @@ def main() -> None:
     torch.set_default_device(resolve(options.device))
     torch.manual_seed(options.seed)
     memory = {"net": "titans", "heads": 2, "expansion": 2.0, "forget_bias": options.forget}
-    shape = {"vocabulary": 2 * KEYS + NOISE, "dim": 64, "depth": 2, "heads": 2, "window": 16, "segment": 16, "persistent": 4}
+    shape = {
+        "vocabulary": 2 * KEYS + NOISE,
+        "dim": 64,
+        "depth": 2,
+        "heads": 2,
+        "window": 16,
+        "segment": 16,
+        "persistent": 4,
+    }
     model = Model(ModelConfig(pattern=(options.variant,), memory=memory, **shape))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01)
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
@@ -71,7 +81,10 @@ def main() -> None:
         }
     share = ", ".join(f"{value:.2f} at {length}" for length, value in found.items())
     took = time.perf_counter() - start
-    print(f"{options.variant} forget {options.forget:g} seed {options.seed}: 90 % after {learnt} steps; {share}; ", end="")
+    print(
+        f"{options.variant} forget {options.forget:g} seed {options.seed}: 90 % after {learnt} steps; {share}; ",
+        end="",
+    )
     print(f"largest gradient {largest:.1f}; {took:.0f} s")
 
 

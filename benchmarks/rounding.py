@@ -19,7 +19,11 @@ from remanence import Model, preset
 def error(variant: str, depth: int, tokens: int, seed: int, **memory: float) -> float:
     """Spread of the difference over the last hundred tokens, relative to the spread of the logits."""
     torch.manual_seed(seed)
-    exact = Model(preset("small", variant, depth=depth, memory={"net": "titans", "expansion": 2.0, **memory})).double().eval()
+    exact = (
+        Model(preset("small", variant, depth=depth, memory={"net": "titans", "expansion": 2.0, **memory}))
+        .double()
+        .eval()
+    )
     text = torch.randint(257, (1, tokens))
     truth, _ = exact(text)
     rounded, _ = copy.deepcopy(exact).float()(text)
@@ -27,7 +31,9 @@ def error(variant: str, depth: int, tokens: int, seed: int, **memory: float) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variants", nargs="+", default=["lmm", "mag", "mac"])
     parser.add_argument("--forget", nargs="+", type=float, default=[-3, -5, -8, -10, -12])
     parser.add_argument("--depth", type=int, default=6)
@@ -35,11 +41,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     options = parser.parse_args()
     table = Table(
-        "forget_bias", *options.variants, title=f"float32 against float64, {options.depth} layers, {options.tokens} tokens"
+        "forget_bias",
+        *options.variants,
+        title=f"float32 against float64, {options.depth} layers, {options.tokens} tokens",
     )
     for bias in track(options.forget, "running"):
         cells = [
-            " ".join(f"{error(v, options.depth, options.tokens, s, forget_bias=bias):.0e}" for s in range(options.seeds))
+            " ".join(
+                f"{error(v, options.depth, options.tokens, s, forget_bias=bias):.0e}"
+                for s in range(options.seeds)
+            )
             for v in options.variants
         ]
         table.add_row(f"{bias:g}", *cells)

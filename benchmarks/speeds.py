@@ -26,7 +26,9 @@ def speeds(measured: Row, before: Row, origin: str | None = None) -> Row:
     if gpu is None:
         raise ValueError(f"device: expected one whose peak is known ({', '.join(PEAKS)}), got {device}")
     if before.get("rows") and before["gpu"] != gpu:
-        raise ValueError(f"device: expected the table's {before['gpu']}, got {device}; begin a new one with --anew")
+        raise ValueError(
+            f"device: expected the table's {before['gpu']}, got {device}; begin a new one with --anew"
+        )
     origin = origin or "python benchmarks/gpu.py --parts c, " + ", ".join(
         f"{name} {measured[name]}" for name in ("torch", "triton") if name in measured
     )
@@ -43,7 +45,13 @@ def speeds(measured: Row, before: Row, origin: str | None = None) -> Row:
     replaced = {kind(row) for row in new}
     rows = [row for row in before.get("rows", []) if kind(row) not in replaced] + new
     rows.sort(
-        key=lambda row: (row["variant"], row.get("net") or "", -(row.get("chunk") or 0), not row.get("captured"), row["length"])
+        key=lambda row: (
+            row["variant"],
+            row.get("net") or "",
+            -(row.get("chunk") or 0),
+            not row.get("captured"),
+            row["length"],
+        )
     )
     return {"gpu": gpu, "preset": "340m", "rows": rows}
 
@@ -53,7 +61,9 @@ def share(row: Row, peak: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("measured", type=Path, nargs="?", default=Path(__file__).parent / "out" / "gpu.json")
     parser.add_argument("--origin", help="what the rows are said to come from")
     parser.add_argument("--anew", action="store_true", help="keep nothing of the table")

@@ -51,7 +51,9 @@ def setting(
     )
     return TrainConfig(
         model=model,
-        data=DataConfig(kind="packed", path=data, length=length) if data else DataConfig(kind="recall", length=length, pairs=32),
+        data=DataConfig(kind="packed", path=data, length=length)
+        if data
+        else DataConfig(kind="recall", length=length, pairs=32),
         optimizer=OptimizerConfig(lr=3e-3, warmup=20, schedule="constant"),
         steps=steps,
         batch=2,
@@ -100,7 +102,9 @@ def told(out: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--precision", nargs="+", default=["float32"])
@@ -114,11 +118,21 @@ def main() -> None:
     given = parser.parse_args()
     runs = {}
     for variant, depth, precision in product(given.variants, given.depths, given.precision):
-        config = setting(variant, depth, precision, steps=given.steps, length=given.length, data=given.data, device=given.device)
+        config = setting(
+            variant,
+            depth,
+            precision,
+            steps=given.steps,
+            length=given.length,
+            data=given.data,
+            device=given.device,
+        )
         runs[given.out / f"{variant}-{depth}-{precision}"] = config
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     work(runs, given.jobs, time.monotonic() + 60 * given.minutes)
-    table = Table("run", "steps", "skipped", "loss, first 20", "loss, last 20", "largest gradient", "tokens/s")
+    table = Table(
+        "run", "steps", "skipped", "loss, first 20", "loss, last 20", "largest gradient", "tokens/s"
+    )
     for out in runs:
         if (out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").stat().st_size:
             row = told(out)

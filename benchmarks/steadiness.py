@@ -43,11 +43,20 @@ KEYS, NOISE = 16, 16
 
 def lmm(dim: int, vocabulary: int, memory: Row, seed: int) -> Model:
     torch.manual_seed(seed)
-    shape: Row = {"vocabulary": vocabulary, "dim": dim, "depth": 2, "heads": 2, "segment": memory["chunk"], "persistent": 0}
+    shape: Row = {
+        "vocabulary": vocabulary,
+        "dim": dim,
+        "depth": 2,
+        "heads": 2,
+        "segment": memory["chunk"],
+        "persistent": 0,
+    }
     return Model(ModelConfig(pattern=("lmm",), memory={"heads": 2, **memory}, **shape))
 
 
-def fit(model: Model, batch_of: Callable[[int], Batch], steps: int, rate: float, begin: Any = None) -> tuple[float, float]:
+def fit(
+    model: Model, batch_of: Callable[[int], Batch], steps: int, rate: float, begin: Any = None
+) -> tuple[float, float]:
     """The last steps' mean loss, and the largest gradient norm."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     losses, largest = [], 0.0
@@ -133,7 +142,14 @@ def twins(args: argparse.Namespace, keep: Callable[[Row], None]) -> None:
         draw(model, drawn, text)
         model = model.double()
         state, largest, holds = None, 0.0, True
-        row: Row = {"memory": name, "depth": depth, "chunk": chunk, "forget": forget, "drawn": drawn, "seed": args.seed}
+        row: Row = {
+            "memory": name,
+            "depth": depth,
+            "chunk": chunk,
+            "forget": forget,
+            "drawn": drawn,
+            "seed": args.seed,
+        }
         with torch.no_grad():
             for at in range(0, marks[-1] + 1024, 1024):  # the first piece is read alike
                 logits, state = model(text[at : at + 1024].expand(2, -1), state)
@@ -158,7 +174,9 @@ READING = ("noise", "repeated", "random")
 def reading(rows: int, length: int, vocabulary: int, chance: torch.Generator) -> Tensor:
     """`rows` rows of each kind: tokens of noise, one token again and again, any tokens."""
     noise = torch.randint(2 * KEYS, vocabulary, (rows, length), generator=chance)
-    fixed = torch.randint(0, vocabulary, (rows, 1), generator=torch.Generator().manual_seed(7)).expand(rows, length)
+    fixed = torch.randint(0, vocabulary, (rows, 1), generator=torch.Generator().manual_seed(7)).expand(
+        rows, length
+    )
     return torch.cat([noise, fixed, torch.randint(0, vocabulary, (rows, length), generator=chance)])
 
 
@@ -185,14 +203,22 @@ def after_reading(model: Model, task: Recall, marks: list[int], readings: int, s
             read += length
         for index, kind in enumerate(READING):
             own = state.rows(slice(index * readings, (index + 1) * readings))
-            sizes[f"{kind} {mark}"] = float(sum(w.square().sum() for m in memories(own) for w in m.weights) / readings) ** 0.5
-            shares[f"{kind} {mark}"] = right(model, task, mark, own.rows(torch.arange(task.batch) * readings // task.batch))
+            sizes[f"{kind} {mark}"] = (
+                float(sum(w.square().sum() for m in memories(own) for w in m.weights) / readings) ** 0.5
+            )
+            shares[f"{kind} {mark}"] = right(
+                model, task, mark, own.rows(torch.arange(task.batch) * readings // task.batch)
+            )
     return shares, sizes
 
 
 def plasticity(args: argparse.Namespace, keep: Callable[[Row], None]) -> None:
     for kind in args.kinds:
-        marks = [64, 128] if args.quick else [n for n in args.reading if n <= (32768 if kind == "titans" else args.reading[-1])]
+        marks = (
+            [64, 128]
+            if args.quick
+            else [n for n in args.reading if n <= (32768 if kind == "titans" else args.reading[-1])]
+        )
         for way in args.begins:
             fields = {**PLASTIC[kind], **({} if args.forget is None else {"forget_bias": args.forget})}
             task = Recall(64, 32, 8, 3, args.seed, keys=KEYS, noise=NOISE)
@@ -204,8 +230,21 @@ def plasticity(args: argparse.Namespace, keep: Callable[[Row], None]) -> None:
             fresh = right(model, test, 0, None)
             shares, sizes = after_reading(model, test, marks, 2 if args.quick else 4, args.seed)
             kept = {what: share / max(fresh, 1e-9) for what, share in shares.items()}
-            row: Row = {"memory": kind, "begin": way, "share": args.share * (way != "fresh"), "forget": fields["forget_bias"]}
-            row |= {"seed": args.seed, "steps": args.steps, "loss": loss, "norm": norm, "fresh": fresh, **kept, "size": sizes}
+            row: Row = {
+                "memory": kind,
+                "begin": way,
+                "share": args.share * (way != "fresh"),
+                "forget": fields["forget_bias"],
+            }
+            row |= {
+                "seed": args.seed,
+                "steps": args.steps,
+                "loss": loss,
+                "norm": norm,
+                "fresh": fresh,
+                **kept,
+                "size": sizes,
+            }
             keep({**row, "least": min(kept.values()), "holds": min(kept.values()) >= 0.95})
 
 
@@ -220,7 +259,9 @@ CAPACITY: list[tuple[str, Any, int, int, float]] = [
 
 
 @torch.no_grad()
-def written(net: MLP, keys: int, values: int, length: float, pairs: int, shared: bool, seed: int) -> tuple[float, int]:
+def written(
+    net: MLP, keys: int, values: int, length: float, pairs: int, shared: bool, seed: int
+) -> tuple[float, int]:
     """Share of pairs whose nearest value is their own, and bytes of one head's state. As many trials as heads."""
     heads, chance = 32, torch.Generator().manual_seed(seed + pairs)
     k = torch.randn(1, pairs, heads, keys, generator=chance)
@@ -240,7 +281,9 @@ def written(net: MLP, keys: int, values: int, length: float, pairs: int, shared:
     _, state, _ = memorize(k, k, v, gates, state, net=net, rule=rule, chunk=32)
     y = recall(k, state, net=net, rule=rule)
     near = torch.einsum("bihe,bjhe->bhij", F.normalize(y, dim=-1), F.normalize(v, dim=-1)).argmax(-1)
-    return float((near == torch.arange(pairs)).float().mean()), sum(layer.nbytes for layer in state.layers) // heads
+    return float((near == torch.arange(pairs)).float().mean()), sum(
+        layer.nbytes for layer in state.layers
+    ) // heads
 
 
 def capacity(args: argparse.Namespace, keep: Callable[[Row], None]) -> None:
@@ -260,16 +303,30 @@ NAMES = ("memory", "depth", "chunk", "forget", "drawn", "begin", "share", "steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="+", choices=[*PARTS, "all"])
     paper = Path(__file__).parent.parent / "docs/paper.md"
     parser.add_argument("--text", type=Path, default=paper, help="what twins read (.xz too)")
-    parser.add_argument("--kinds", nargs="+", default=list(PLASTIC), choices=list(PLASTIC), help="memories, for plasticity")
-    parser.add_argument("--begins", nargs="+", default=["fresh", "passed"], choices=["fresh", "passed", "noise"])
-    parser.add_argument("--share", type=float, default=0.5, help="of the rows, those that do not begin afresh")
+    parser.add_argument(
+        "--kinds", nargs="+", default=list(PLASTIC), choices=list(PLASTIC), help="memories, for plasticity"
+    )
+    parser.add_argument(
+        "--begins", nargs="+", default=["fresh", "passed"], choices=["fresh", "passed", "noise"]
+    )
+    parser.add_argument(
+        "--share", type=float, default=0.5, help="of the rows, those that do not begin afresh"
+    )
     parser.add_argument("--forget", type=float, help="another forget bias, for plasticity")
     parser.add_argument("--steps", type=int, default=400, help="of training, for plasticity")
-    parser.add_argument("--reading", nargs="+", type=int, default=[1024, 8192, 32768, 1048576], help="tokens (titans: to 32,768)")
+    parser.add_argument(
+        "--reading",
+        nargs="+",
+        type=int,
+        default=[1024, 8192, 32768, 1048576],
+        help="tokens (titans: to 32,768)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a run of seconds, whose figures mean nothing")
     parser.add_argument("--out", type=Path, default=Path("steadiness.json"))
@@ -281,11 +338,17 @@ def main() -> None:
 
         def keep(row: Row, part: str = part, header: list[str] = header) -> None:
             row = json.loads(json.dumps(row), parse_float=lambda x: float(f"{float(x):.4g}"))
-            old = [other for other in results.get(part, []) if any(other.get(name) != row.get(name) for name in NAMES)]
+            old = [
+                other
+                for other in results.get(part, [])
+                if any(other.get(name) != row.get(name) for name in NAMES)
+            ]
             results[part] = [*old, row]
             args.out.write_text(json.dumps(results).replace('{"memory"', '\n{"memory"') + "\n")
             cells = {
-                name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in row.items() if name != "size"
+                name: f"{value:.3g}" if isinstance(value, float) else str(value)
+                for name, value in row.items()
+                if name != "size"
             }
             if not header:
                 header += cells

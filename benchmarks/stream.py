@@ -47,7 +47,14 @@ def stream(rule: str, device: torch.device, seed: int) -> list[tuple[float, floa
     """One memory, round by round: mean surprise while reading it, and the share of pairs recalled after it."""
     torch.manual_seed(seed)
     memory = NeuralMemory(
-        dim=2 * WIDTH, heads=1, head_dim=WIDTH, conv=0, net="titans", rule=rule, step_bias=STEP_BIAS, forget_bias=FORGET_BIAS
+        dim=2 * WIDTH,
+        heads=1,
+        head_dim=WIDTH,
+        conv=0,
+        net="titans",
+        rule=rule,
+        step_bias=STEP_BIAS,
+        forget_bias=FORGET_BIAS,
     )
     memory = see_through(memory).to(device)
     keys, *values = (torch.randn(PAIRS, WIDTH).to(device) for _ in range(3))
@@ -71,7 +78,9 @@ def recalled(memory: NeuralMemory, state: MemoryState, keys: Tensor, values: Ten
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()

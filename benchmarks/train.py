@@ -64,7 +64,9 @@ def now(device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variant", nargs="+", default=["attention", "lmm", "mac"])
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--length", type=int, default=512)

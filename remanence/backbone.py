@@ -52,7 +52,9 @@ class State(_State, TensorTuple):
     def crop(self, tokens: int) -> State:
         """The state before the last `tokens` tokens, which must lie in the memories' open chunk and have been written to them."""
         if tokens < 0 or bool((self.position < tokens).any()):
-            raise ValueError(f"tokens: expected at most the {int(self.position.min())} tokens read, got {tokens}")
+            raise ValueError(
+                f"tokens: expected at most the {int(self.position.min())} tokens read, got {tokens}"
+            )
         for memory in memories(self):
             if tokens and not torch.equal(memory.position, self.position):
                 raise ValueError(
@@ -82,7 +84,9 @@ class Trace(NamedTuple):
     def join(cls, pieces: Sequence[Trace]) -> Trace:
         """Of a call that was read in pieces, one behind the other."""
         depth = len(pieces[0].traces)
-        traces = wavefront.Later(depth, lambda layer: MemoryTrace.join([piece.traces[layer] for piece in pieces]))
+        traces = wavefront.Later(
+            depth, lambda layer: MemoryTrace.join([piece.traces[layer] for piece in pieces])
+        )
         layers = wavefront.Later(depth, lambda layer: torch.cat([piece.layers[layer] for piece in pieces], 1))
         return cls(torch.cat([piece.hidden for piece in pieces], 1), pieces[-1].state, traces, layers)
 
@@ -179,7 +183,9 @@ class Backbone(nn.Module):
     def check_mode(self, mode: Mode) -> Mode:
         known("memory", mode, MODES)
         if mode != "on" and not self.has_memory:
-            raise ValueError(f"memory: expected 'on', as the blocks {self.config.pattern} have no memory, got {mode!r}")
+            raise ValueError(
+                f"memory: expected 'on', as the blocks {self.config.pattern} have no memory, got {mode!r}"
+            )
         return mode
 
     def start(self, rows: int) -> State:
@@ -231,7 +237,9 @@ class Backbone(nn.Module):
         if mask is not None and not bool(mask.all()):
             return self._trace_masked(x, state, mask, mode, keep, text)
         rows = x.shape[0] if offsets is None else documents(offsets)
-        borders = check_offsets(offsets, x.shape[0], x.shape[1], rows if state is None else len(state.position))
+        borders = check_offsets(
+            offsets, x.shape[0], x.shape[1], rows if state is None else len(state.position)
+        )
         if x.shape[1] == 0:
             return Trace(x, state or self.start(rows), (None,) * len(self.blocks), (x,) * len(self.blocks))
         ctx = Context(self._nothing(rows) if state is None else state.position, borders, mode, text, {})
@@ -268,8 +276,12 @@ class Backbone(nn.Module):
             ends.append(end)
             traces.append(trace)
         tokens = layers[0].shape[1]
-        counts = tokens if ctx.offsets is None else torch.tensor(ctx.offsets, device=ctx.position.device).diff()
-        return Trace(self.norm(x), State(tuple(ends), advanced(ctx.position, counts)), tuple(traces), tuple(layers))
+        counts = (
+            tokens if ctx.offsets is None else torch.tensor(ctx.offsets, device=ctx.position.device).diff()
+        )
+        return Trace(
+            self.norm(x), State(tuple(ends), advanced(ctx.position, counts)), tuple(traces), tuple(layers)
+        )
 
     def _call(self, block: nn.Module, x: Tensor, state: Any, ctx: Context) -> MixerOutput:
         if self._checkpoints:
@@ -309,7 +321,9 @@ class Backbone(nn.Module):
         there, back, begins = (index.to(x.device) for index in wavefront.lanes(borders, self.config.segment))
         start = self.start(len(there)).blocks
         lanes = pick(x[0], there)
-        passage = wavefront.read(list(self.blocks), lanes, start, begins=begins, checkpointing=self._checkpoints)
+        passage = wavefront.read(
+            list(self.blocks), lanes, start, begins=begins, checkpointing=self._checkpoints
+        )
         packed = lambda rows: rows.flatten(0, 1).index_select(0, back).unsqueeze(0)
         depth = len(self.blocks)
         traces = wavefront.Later(depth, lambda layer: MemoryTrace.mapped(passage.traces[layer], packed))
@@ -336,13 +350,17 @@ class Backbone(nn.Module):
         joined = tuple(split.join(list(column)) for column in zip(*layers, strict=True))
         return Trace(split.join(pieces), state, columns, joined)
 
-    def _trace_masked(self, x: Tensor, state: State | None, mask: Tensor, mode: Mode, keep: bool, text: Text | None) -> Trace:
+    def _trace_masked(
+        self, x: Tensor, state: State | None, mask: Tensor, mode: Mode, keep: bool, text: Text | None
+    ) -> Trace:
         """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or window."""
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
         packed = lambda full: full[mask].unsqueeze(0)
         text = text and text._replace(tokens=packed(text.tokens))
         inside = self.trace(packed(x), state, offsets=borders, memory=mode, keep=keep, text=text)
-        traces = tuple(MemoryTrace.mapped(trace, lambda tensor: repad(tensor, mask)) for trace in inside.traces)
+        traces = tuple(
+            MemoryTrace.mapped(trace, lambda tensor: repad(tensor, mask)) for trace in inside.traces
+        )
         layers = tuple(repad(layer, mask) for layer in inside.layers)
         return Trace(repad(inside.hidden, mask), inside.state, traces, layers)
 
@@ -358,16 +376,22 @@ class Backbone(nn.Module):
         self.check_state(state)
         if mask is not None:
             if offsets is not None:
-                raise ValueError("offsets: expected None beside a mask, got both; a mask already says where each document lies")
+                raise ValueError(
+                    "offsets: expected None beside a mask, got both; a mask already says where each document lies"
+                )
             if not isinstance(mask, Tensor) or mask.shape != x.shape[:2] or mask.dtype != torch.bool:
                 got = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
-                raise ValueError(f"mask: expected booleans of shape {list(x.shape[:2])}, true where a token counts, got {got}")
+                raise ValueError(
+                    f"mask: expected booleans of shape {list(x.shape[:2])}, true where a token counts, got {got}"
+                )
 
     def check_state(self, state: object) -> None:
         """Refuse what is not a state of this model; None is one."""
         if state is None:
             return
         if not isinstance(state, State) or len(state.blocks) != len(self.blocks):
-            raise ValueError(f"state: expected the State this model returned, or None, got {type(state).__name__}")
+            raise ValueError(
+                f"state: expected the State this model returned, or None, got {type(state).__name__}"
+            )
         for mixer, part in zip(self.mixers, state.blocks, strict=True):
             mixer.check(part)

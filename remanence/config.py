@@ -112,7 +112,9 @@ class MemoryConfig:
         _whole(1, dim=self.dim, heads=self.heads, head_dim=self.head_dim, chunk=self.chunk, depth=self.depth)
         _whole(0, conv=self.conv)
         if self.heads is not None and self.head_dim is None and self.dim % self.heads:
-            raise ValueError(f"heads: expected a divisor of dim={self.dim}, got {self.heads} (or give head_dim too)")
+            raise ValueError(
+                f"heads: expected a divisor of dim={self.dim}, got {self.heads} (or give head_dim too)"
+            )
         if self.anchor not in (None, "chunk", "token"):
             raise ValueError(f"anchor: expected 'chunk', 'token' or None, got {self.anchor!r}")
         if self.activation not in (None, "gelu", "silu"):
@@ -184,7 +186,9 @@ class KnnConfig:
         if not _number(self.fraction) or not 0 < self.fraction <= 1:
             raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {self.fraction!r}")
         if self.half_life is not None and not (_number(self.half_life) and self.half_life > 0):
-            raise ValueError(f"knn.half_life: expected a number of tokens above 0, or None, got {self.half_life!r}")
+            raise ValueError(
+                f"knn.half_life: expected a number of tokens above 0, or None, got {self.half_life!r}"
+            )
         if not isinstance(self.shared, bool):
             raise ValueError(f"knn.shared: expected True or False, got {self.shared!r}")
 
@@ -228,9 +232,17 @@ class ModelConfig:
         _whole(1, window=self.window, segment=self.segment)
         _whole(0, persistent=self.persistent)
         if self.dim % self.heads or self.dim // self.heads % 2:
-            raise ValueError(f"heads: expected a divisor of dim={self.dim} that leaves heads of even width, got {self.heads}")
-        if not isinstance(self.pattern, (tuple, list)) or not self.pattern or not all(isinstance(x, str) for x in self.pattern):
-            raise ValueError(f"pattern: expected names of blocks, as ('mac',) or ('lmm', 'window'), got {self.pattern!r}")
+            raise ValueError(
+                f"heads: expected a divisor of dim={self.dim} that leaves heads of even width, got {self.heads}"
+            )
+        if (
+            not isinstance(self.pattern, (tuple, list))
+            or not self.pattern
+            or not all(isinstance(x, str) for x in self.pattern)
+        ):
+            raise ValueError(
+                f"pattern: expected names of blocks, as ('mac',) or ('lmm', 'window'), got {self.pattern!r}"
+            )
         if not _number(self.rotary) or self.rotary <= 0:
             raise ValueError(f"rotary: expected a base above 0, got {self.rotary!r}")
         if not isinstance(self.tie, bool):
@@ -242,11 +254,15 @@ class ModelConfig:
                 own["chunk"] = gcd(DEEP["chunk"], self.segment)  # token-exact: any is the same function
             memory = build(MemoryConfig, own)
         if not isinstance(memory, MemoryConfig):
-            raise ValueError(f"memory: expected a MemoryConfig, or its fields in a dict, got {type(memory).__name__}")
+            raise ValueError(
+                f"memory: expected a MemoryConfig, or its fields in a dict, got {type(memory).__name__}"
+            )
         if memory.dim != self.dim:
             raise ValueError(f"memory.dim: expected the model's dim={self.dim}, got {memory.dim}")
         if self.segment % memory.chunk:
-            raise ValueError(f"segment: expected a multiple of the memory's chunk ({memory.chunk}), got {self.segment}")
+            raise ValueError(
+                f"segment: expected a multiple of the memory's chunk ({memory.chunk}), got {self.segment}"
+            )
         knn = build(KnnConfig, self.knn) if isinstance(self.knn, Mapping) else self.knn
         if not isinstance(knn, KnnConfig):
             raise ValueError(f"knn: expected a KnnConfig, or its fields in a dict, got {type(knn).__name__}")

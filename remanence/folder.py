@@ -25,7 +25,9 @@ def save_model(model: Model, folder: str | Path) -> None:
     write_json(folder / "config.json", describe(model.config, model.embed.weight.dtype))
 
 
-def load_model(folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Model:
+def load_model(
+    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Model:
     """`Model.load`."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -41,10 +43,14 @@ def load_model(folder: str | Path, *, device: torch.device | str = "cpu", dtype:
             came, expected = list(found[name].shape), list(parameter.shape)
             raise ValueError(f"{folder / 'model.safetensors'}: {name}: expected shape {expected}, got {came}")
         if not found[name].is_floating_point():
-            raise ValueError(f"{folder / 'model.safetensors'}: {name}: expected real numbers, got {found[name].dtype}")
+            raise ValueError(
+                f"{folder / 'model.safetensors'}: {name}: expected real numbers, got {found[name].dtype}"
+            )
     for name in found:
         if name not in wanted:
-            raise ValueError(f"{folder / 'model.safetensors'}: a tensor {name!r} that a model of this configuration has not")
+            raise ValueError(
+                f"{folder / 'model.safetensors'}: a tensor {name!r} that a model of this configuration has not"
+            )
     model = model.to_empty(device="cpu")
     found = {name: aligned(tensor.to(device, dtype or tensor.dtype)) for name, tensor in found.items()}
     model.load_state_dict(found, strict=False, assign=True)
@@ -62,7 +68,11 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ValueError(f"{index}: expected a weight_map from tensors to files, got {type(places).__name__}")
     names = {Path(name).name for name in places.values()}
-    return {name: tensor for part in sorted(names) for name, tensor in read_tensors(folder / part, mapped=0).tensors.items()}
+    return {
+        name: tensor
+        for part in sorted(names)
+        for name, tensor in read_tensors(folder / part, mapped=0).tensors.items()
+    }
 
 
 def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -83,5 +93,7 @@ def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 def read_config(folder: Path) -> ModelConfig:
     data = read_json(folder / "config.json")
     if data.get("model_type") != "remanence" or not isinstance(data.get("remanence"), dict):
-        raise ValueError(f"{folder / 'config.json'}: expected model_type 'remanence', got {data.get('model_type')!r}")
+        raise ValueError(
+            f"{folder / 'config.json'}: expected model_type 'remanence', got {data.get('model_type')!r}"
+        )
     return ModelConfig.from_dict(data["remanence"])

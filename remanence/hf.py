@@ -58,14 +58,20 @@ class RemanenceConfig(PreTrainedConfig):
         native = ModelConfig.from_dict(self.remanence or {})
         for name, value in _names(native).items():
             if getattr(self, name) != value:
-                raise ValueError(f"{name}: expected {value}, as its entry 'remanence' says, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name}: expected {value}, as its entry 'remanence' says, got {getattr(self, name)!r}"
+                )
         return native
 
 
 def _names(native: ModelConfig) -> dict[str, Any]:
     """What transformers calls a configuration's fields."""
     described = describe(native, torch.float32)
-    return {name: described[name] for name in described if name not in ("architectures", "model_type", "dtype", "remanence")}
+    return {
+        name: described[name]
+        for name in described
+        if name not in ("architectures", "model_type", "dtype", "remanence")
+    }
 
 
 class RemanenceCache(Cache):
@@ -79,7 +85,9 @@ class RemanenceCache(Cache):
         super().__init__(layers=[])
         self.state = state
         self.length = 0 if state is None else int(state.position.max())
-        self.unpadded = self.length  # columns since the last one with padding: as many tokens can be counted back
+        self.unpadded = (
+            self.length
+        )  # columns since the last one with padding: as many tokens can be counted back
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self.length}, batch_size={self.batch_size})"
@@ -120,7 +128,9 @@ class RemanenceCache(Cache):
         """Take back the last tokens, whose number transformers gives below zero. They must lie in the memories' open chunk."""
         tokens = -tokens_to_remove
         if not 0 <= tokens <= self.unpadded:
-            raise ValueError(f"tokens_to_remove: expected 0 to {-self.unpadded} (tokens since padding), got {tokens_to_remove}")
+            raise ValueError(
+                f"tokens_to_remove: expected 0 to {-self.unpadded} (tokens since padding), got {tokens_to_remove}"
+            )
         if self.state is not None:
             self.state = self.state.crop(tokens)
         self.length -= tokens
@@ -195,9 +205,15 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None:
             raise ValueError("input_ids: expected tokens, got None")
         if past_key_values is not None and not isinstance(past_key_values, RemanenceCache):
-            raise ValueError(f"past_key_values: expected a RemanenceCache or None, got {type(past_key_values).__name__}")
+            raise ValueError(
+                f"past_key_values: expected a RemanenceCache or None, got {type(past_key_values).__name__}"
+            )
         cache = RemanenceCache() if past_key_values is None else past_key_values
-        mask = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
+        mask = (
+            None
+            if attention_mask is None
+            else attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
+        )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         trace, layers = self._trace(input_ids, cache.state, mask, output_hidden_states)
@@ -207,7 +223,9 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             if mask is not None:  # what follows padding is predicted from nothing
                 labels = labels.masked_fill(~mask.roll(1, 1), -100)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         if use_cache is None:
             use_cache = past_key_values is not None or not self.training
         if use_cache:
@@ -216,7 +234,9 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=cache if use_cache else None, hidden_states=layers
         )
 
-    def _trace(self, tokens: Tensor, state: State | None, mask: Tensor | None, every_layer: bool | None) -> tuple[Trace, Any]:
+    def _trace(
+        self, tokens: Tensor, state: State | None, mask: Tensor | None, every_layer: bool | None
+    ) -> tuple[Trace, Any]:
         """The native model's trace and, if wanted, what went into each layer, with the last one's normalised output."""
         trace = self.model.trace(tokens, state, mask=mask)
         return trace, (*trace.layers, trace.hidden) if every_layer else None
@@ -226,7 +246,9 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
-            raise ValueError("attention_mask: expected padding on the left only (padding_side='left'), got a row that ends in it")
+            raise ValueError(
+                "attention_mask: expected padding on the left only (padding_side='left'), got a row that ends in it"
+            )
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -260,7 +282,9 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         if self.model.head is None:
             came = type(new_embeddings).__name__
-            raise ValueError(f"new_embeddings: expected none, as the logits use the input's (tie), got {came}")
+            raise ValueError(
+                f"new_embeddings: expected none, as the logits use the input's (tie), got {came}"
+            )
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
@@ -271,7 +295,9 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         table = self.model.log_unigrams
         if table is not None:  # what is new has not been counted: it is as rare as the rarest
             more = table.detach().min().expand(max(0, embed.num_embeddings - len(table)))
-            self.model.log_unigrams = nn.Parameter(torch.cat([table.detach()[: embed.num_embeddings], more]), requires_grad=False)
+            self.model.log_unigrams = nn.Parameter(
+                torch.cat([table.detach()[: embed.num_embeddings], more]), requires_grad=False
+            )
         return embed
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -283,7 +309,9 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
     def initialize_weights(self) -> None:
         """Give every parameter that no constructor and no checkpoint has set the value it has in a new native model."""
         missing = {
-            name: weight for name, weight in self.model.named_parameters() if not getattr(weight, "_is_hf_initialized", False)
+            name: weight
+            for name, weight in self.model.named_parameters()
+            if not getattr(weight, "_is_hf_initialized", False)
         }
         if missing:
             new = dict(Model(self.model.config).named_parameters())
@@ -302,11 +330,17 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         """As of every model, but a tensor that is missing, left over or of a wrong shape is an error, never a random weight."""
         kwargs.setdefault("key_mapping", {f"^model.{old}": f"model.{new}" for old, new in TENSORS.items()})
         loaded: Any = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            pretrained_model_name_or_path,
+            *args,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **kwargs,
         )
         (model, found), where = loaded, pretrained_model_name_or_path
         for parameter in model.parameters():  # which transformers leaves in the file, too
-            if type(parameter.data) is Tensor:  # others, as quantised or sharded ones, see to themselves where they lie
+            if (
+                type(parameter.data) is Tensor
+            ):  # others, as quantised or sharded ones, see to themselves where they lie
                 parameter.data = aligned(parameter.data)
         if model.model.log_unigrams is not None:  # transformers trains all that it loads
             model.model.log_unigrams.requires_grad_(False)

@@ -133,14 +133,24 @@ class Model(nn.Module):
         return self.backbone.trace(self.embed(tokens), state, text=text, **settings)
 
     def _check(self, tokens: Tensor) -> None:
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            got = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        if (
+            not isinstance(tokens, Tensor)
+            or tokens.dim() != 2
+            or tokens.dtype not in (torch.int64, torch.int32)
+        ):
+            got = (
+                f"{list(tokens.shape)} {tokens.dtype}"
+                if isinstance(tokens, Tensor)
+                else type(tokens).__name__
+            )
             raise ValueError(f"tokens: expected whole numbers [batch, tokens], got {got}")
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = (int(x) for x in tokens.aminmax())
             if low < 0 or high >= self.config.vocabulary:
                 wrong = low if low < 0 else high
-                raise ValueError(f"tokens: expected numbers from 0 to {self.config.vocabulary - 1} (the vocabulary), got {wrong}")
+                raise ValueError(
+                    f"tokens: expected numbers from 0 to {self.config.vocabulary - 1} (the vocabulary), got {wrong}"
+                )
 
     def save(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors``; a tokenizer is saved by itself, `remanence.core.tokens`."""
@@ -149,7 +159,9 @@ class Model(nn.Module):
         save_model(self, folder)
 
     @classmethod
-    def load(cls, folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Model:
+    def load(
+        cls, folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> Model:
         """The model that `save` (or ``save_pretrained`` of `remanence.hf`) wrote, in the dtype it was saved in or another: in the
         same one it computes the same to the last bit.
         """
@@ -176,5 +188,7 @@ def matched(config: ModelConfig, target: int | None = None) -> ModelConfig:
     rest = parameters(config) - per_unit * config.hidden
     ffn = 16 * round((target - rest) / per_unit / 16)
     if ffn < 16:
-        raise ValueError(f"target: expected more than {rest:,}, what this model has without a feed-forward, got {target:,}")
+        raise ValueError(
+            f"target: expected more than {rest:,}, what this model has without a feed-forward, got {target:,}"
+        )
     return change(config, {"ffn": ffn})

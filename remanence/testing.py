@@ -72,7 +72,9 @@ def assert_causal(step: Step, x: Tensor, positions: Iterable[int] | None = None)
         others = x.flatten()[x.flatten() != x[:, t].flatten()[0]]
         changed[:, t] = torch.randn_like(changed[:, t]) if x.is_floating_point() else others[0]
         after, _ = step(changed, None)
-        differ = (before[:, :t] != after[:, :t]).transpose(0, 1).reshape(t, -1) if t else before.new_zeros(0, 1)
+        differ = (
+            (before[:, :t] != after[:, :t]).transpose(0, 1).reshape(t, -1) if t else before.new_zeros(0, 1)
+        )
         moved = differ.any(-1).nonzero().flatten().tolist()
         if moved:
             raise AssertionError(f"not causal: changing token {t} moved the outputs at {moved[:8]}")
@@ -108,7 +110,9 @@ def assert_split(step: Step, x: Tensor, sizes: Sequence[int], tolerance: float =
     assert_close(state, end, tolerance, f"state after calls {list(sizes)} against the whole")
 
 
-def assert_packed(module: Callable[..., tuple[Tensor, Any]], documents: Sequence[Tensor], tolerance: float = 1e-10) -> None:
+def assert_packed(
+    module: Callable[..., tuple[Tensor, Any]], documents: Sequence[Tensor], tolerance: float = 1e-10
+) -> None:
     """Documents ``[t ...]`` packed into one row with ``offsets=`` equal each document read alone."""
     offsets = [0]
     for document in documents:
@@ -118,13 +122,20 @@ def assert_packed(module: Callable[..., tuple[Tensor, Any]], documents: Sequence
         if document.shape[0] == 0:
             continue
         alone, end = module(document.unsqueeze(0), None)
-        assert_close(together[:, offsets[index] : offsets[index + 1]], alone, tolerance, f"packed document {index}")
         assert_close(
-            [tensor[index : index + 1] for tensor in tensors(state)], end, tolerance, f"state of packed document {index}"
+            together[:, offsets[index] : offsets[index + 1]], alone, tolerance, f"packed document {index}"
+        )
+        assert_close(
+            [tensor[index : index + 1] for tensor in tensors(state)],
+            end,
+            tolerance,
+            f"state of packed document {index}",
         )
 
 
-def assert_padding_inert(module: Callable[..., tuple[Tensor, Any]], x: Tensor, mask: Tensor, tolerance: float = 1e-10) -> None:
+def assert_padding_inert(
+    module: Callable[..., tuple[Tensor, Any]], x: Tensor, mask: Tensor, tolerance: float = 1e-10
+) -> None:
     """With ``mask=``, what stands in the padding changes nothing, bit for bit, and each row equals its tokens read alone."""
     first, state = module(x, None, mask=mask)
     noise = torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, _other(x))
@@ -137,7 +148,9 @@ def assert_padding_inert(module: Callable[..., tuple[Tensor, Any]], x: Tensor, m
             continue
         alone, end = module(x[row][mask[row]].unsqueeze(0), None)
         assert_close(first[row][mask[row]], alone[0], tolerance, f"padded row {row} against its tokens alone")
-        assert_close([tensor[row : row + 1] for tensor in tensors(state)], end, tolerance, f"state of padded row {row}")
+        assert_close(
+            [tensor[row : row + 1] for tensor in tensors(state)], end, tolerance, f"state of padded row {row}"
+        )
 
 
 def assert_pure(module: nn.Module, x: Tensor) -> None:
@@ -188,9 +201,15 @@ def assert_same_function(
     weights = [torch.randn_like(x) if x.is_floating_point() else None for x in left]
     gradients = []
     for outputs in (left, right):
-        parts = [(x * w).sum() for x, w in zip(outputs, weights, strict=True) if w is not None and x.requires_grad]
+        parts = [
+            (x * w).sum() for x, w in zip(outputs, weights, strict=True) if w is not None and x.requires_grad
+        ]
         if not parts:
-            raise AssertionError("no output depends on an input that wants a gradient: the law was not tested")
+            raise AssertionError(
+                "no output depends on an input that wants a gradient: the law was not tested"
+            )
         found = torch.autograd.grad(torch.stack(parts).sum(), list(inputs), allow_unused=True)
-        gradients.append([torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)])
+        gradients.append(
+            [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)]
+        )
     assert_close(gradients[0], gradients[1], tolerance, "gradients of the inputs")

@@ -55,7 +55,13 @@ class Browser:
         for domain in ("Page", "Runtime", "Network"):
             self.send(f"{domain}.enable")
         width, height = self.size
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if self.dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.requests = []
@@ -85,7 +91,10 @@ class Browser:
     def send(self, method, **parameters):
         self.count += 1
         message = {"id": self.count, "method": method, "params": parameters}
-        os.write(self.writer, json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
+        os.write(
+            self.writer,
+            json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0",
+        )
         while True:
             answer = self._next()
             if answer.get("id") == self.count:
@@ -116,7 +125,9 @@ class Browser:
 
     def settle(self):
         """Two frames: what was asked for is drawn."""
-        self("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))))")
+        self(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))))"
+        )
 
     def picture(self, path):
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))

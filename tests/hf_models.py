@@ -8,7 +8,18 @@ transformers = pytest.importorskip("transformers")
 
 from remanence.hf import RemanenceConfig, RemanenceForCausalLM  # noqa: E402
 
-NAMES = ["mac", "mag", "mal", "lmm", "attention", "window", "hybrid", "knn", "both memories", "one store, rare tokens"]
+NAMES = [
+    "mac",
+    "mag",
+    "mal",
+    "lmm",
+    "attention",
+    "window",
+    "hybrid",
+    "knn",
+    "both memories",
+    "one store, rare tokens",
+]
 
 
 def wrapped(variant="mac", dtype=torch.float32, **fields):

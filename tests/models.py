@@ -15,7 +15,13 @@ VARIANTS = {name: (name,) for name in BLOCKS} | {
 STORES = {
     "knn": {},
     "both memories": {"write": "random", "fraction": 0.5, "neighbours": 1},
-    "one store, rare tokens": {"shared": True, "fuse": "joint", "write": "rare", "fraction": 0.6, "evict": "importance"},
+    "one store, rare tokens": {
+        "shared": True,
+        "fuse": "joint",
+        "write": "rare",
+        "fraction": 0.6,
+        "evict": "importance",
+    },
     "surprising tokens": {"write": "surprise", "fraction": 0.4, "search": "dense"},
 }
 """The variants with kNN layers, and what is special about their stores, which hold 12 pairs."""
@@ -26,7 +32,15 @@ MEMORIES = {name: pattern for name, pattern in VARIANTS.items() if name not in (
 def config(variant="mac", **fields):
     memory = {"heads": 2, "chunk": 4, "expansion": 2.0, **fields.pop("memory", {})}
     depth = max(2, len(VARIANTS[variant]))
-    own = {"vocabulary": 11, "dim": 16, "depth": depth, "heads": 2, "window": 5, "segment": 8, "persistent": 3}
+    own = {
+        "vocabulary": 11,
+        "dim": 16,
+        "depth": depth,
+        "heads": 2,
+        "window": 5,
+        "segment": 8,
+        "persistent": 3,
+    }
     knn = {"k": 3, "size": 12, **STORES.get(variant, {}), **fields.pop("knn", {})}
     return ModelConfig(**{**own, "pattern": VARIANTS[variant], "memory": memory, "knn": knn, **fields})
 

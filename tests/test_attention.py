@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from remanence.layers import Rotary
-from remanence.layers.attention import Attention, band_mask, causal_mask, full_attention, segment_mask, sliding_attention
+from remanence.layers.attention import (
+    Attention,
+    band_mask,
+    causal_mask,
+    full_attention,
+    segment_mask,
+    sliding_attention,
+)
 from remanence.testing import assert_close
 
 
@@ -58,7 +65,9 @@ def test_sliding_attention_is_softmax_over_a_window(window, queries, slack):
     k, v = torch.randn(2, 3, cached + queries, 2, 4, dtype=torch.float64)
     prefix = (torch.randn(2, 2, 4, dtype=torch.float64), torch.randn(2, 2, 4, dtype=torch.float64))
     position = torch.tensor([0, min(2, window - 1), 1000])
-    assert_close(sliding_attention(q, k, v, prefix, window, position), plain(q, k, v, prefix, window, position), 1e-12)
+    assert_close(
+        sliding_attention(q, k, v, prefix, window, position), plain(q, k, v, prefix, window, position), 1e-12
+    )
     new = k[:, cached:], v[:, cached:]
     expected = plain(q, *new, prefix, window, torch.zeros(3, dtype=torch.int64))
     assert_close(sliding_attention(q, *new, prefix, window, None), expected, 1e-12)
@@ -112,4 +121,6 @@ def test_flexible_attention_is_the_same(width):
     before = flexible_attention(q, k, v, prefix, 200)
     assert_close(before, blocks, 1e-3)
     changed = [torch.cat([x[:, :333], torch.randn_like(x[:, 333:])], 1) for x in (q, k, v)]
-    assert torch.equal(flexible_attention(*changed, prefix, 200)[:, :333], before[:, :333]), "causal to the bit"
+    assert torch.equal(flexible_attention(*changed, prefix, 200)[:, :333], before[:, :333]), (
+        "causal to the bit"
+    )

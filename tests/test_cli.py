@@ -50,12 +50,16 @@ def test_reading_saving_and_asking_is_what_a_session_does(run, home, tmp_path):
     session = Session(home / "m")
     session.read(TEXT * 2)
     assert_close(memfile.load(path, session.model), session.state, 0.0)
-    answer = run("generate", "m", "--memory", path, "--prompt", "And so", "--max-tokens", 12, "--device", "cpu")
+    answer = run(
+        "generate", "m", "--memory", path, "--prompt", "And so", "--max-tokens", 12, "--device", "cpu"
+    )
     assert answer == session.generate("And so", max_tokens=12) + "\n"
     assert f"[{2 * len(TEXT)}]" in run("inspect", path)
     facts = json.loads(run("inspect", path, "--json"))
     assert facts["tokens"] == [2 * len(TEXT)] and len(facts["layers"]) == 2
-    assert json.loads(run("inspect", "m", "--json"))["parameters"] == sum(p.numel() for p in session.model.parameters())
+    assert json.loads(run("inspect", "m", "--json"))["parameters"] == sum(
+        p.numel() for p in session.model.parameters()
+    )
 
 
 def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
@@ -71,11 +75,15 @@ def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(home)
     assert len(TEXT) < memfile.peek(resumed)[0]["tokens"][0] < 2 * len(TEXT)
-    assert "expected the files that" in run("read", "m", "m/config.json", "--save", resumed, "--resume", code=2)
+    assert "expected the files that" in run(
+        "read", "m", "m/config.json", "--save", resumed, "--resume", code=2
+    )
     run("read", "m", "t.txt", "--save", resumed, "--resume")
     subject = Session(home / "m").model
     assert_close(memfile.load(resumed, subject), memfile.load(both, subject), 0.0)
-    assert " 0 tokens read" in run("read", "m", "t.txt", "--save", resumed, "--resume"), "nothing is left to read"
+    assert " 0 tokens read" in run("read", "m", "t.txt", "--save", resumed, "--resume"), (
+        "nothing is left to read"
+    )
     # Adding to a memory in place, interrupted and resumed, is the same again.
     monkeypatch.setattr(progress.Bar, "update", interrupt)
     run("read", "m", "t.txt", "--memory", first, "--save", first, code=130)
@@ -90,7 +98,9 @@ def interrupt(*_):
 
 
 def test_several_prompts_are_lines_of_json(run, home):
-    out = run("generate", "m", "--prompt", "a", "And then he", "--max-tokens", 5, "--temperature", 1, "--seed", 4)
+    out = run(
+        "generate", "m", "--prompt", "a", "And then he", "--max-tokens", 5, "--temperature", 1, "--seed", 4
+    )
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["prompt"] for row in rows] == ["a", "And then he"]
     alone = Session(home / "m").generate("And then he", max_tokens=5, temperature=1.0, seed=5)
@@ -135,7 +145,8 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
         after,
     )
     written = {
-        name: memfile.peek(path)[1]["blocks.0.memory.memory.position"].item() for name, path in (("1", first), ("2", after))
+        name: memfile.peek(path)[1]["blocks.0.memory.memory.position"].item()
+        for name, path in (("1", first), ("2", after))
     }
     assert written["1"] == written["2"] == len(TEXT)
     run(
@@ -255,14 +266,18 @@ def test_training_by_a_recipe(run, tmp_path):
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
     assert Model.load(out / "model").config.depth == 1
     assert "out: expected a new or empty folder" in run("train", recipe, "--out", out, *small, code=2)
-    assert "expected no changes beside --resume" in run("train", recipe, "--out", out, "--resume", "--steps=4", code=2)
+    assert "expected no changes beside --resume" in run(
+        "train", recipe, "--out", out, "--resume", "--steps=4", code=2
+    )
     run("train", recipe, "--out", out, "--resume")
     run("export", out, tmp_path / "exported")
     x = torch.randint(80, (1, 30))
     assert torch.equal(Model.load(tmp_path / "exported")(x)[0], Model.load(out / "model")(x)[0])
     assert "out: expected a new or empty folder" in run("export", out, tmp_path / "exported", code=2)
     assert "out: expected a run, with its config" in run("export", "m/nowhere", tmp_path / "y", code=2)
-    assert "did you mean 'optimizer'" in run("train", recipe, "--out", tmp_path / "x", "--optimiser.lr=1", code=2)
+    assert "did you mean 'optimizer'" in run(
+        "train", recipe, "--out", tmp_path / "x", "--optimiser.lr=1", code=2
+    )
     assert "recipe: expected a Python file" in run("train", "nowhere.py", "--out", tmp_path / "x", code=2)
     assert not (tmp_path / "x").exists()
 
@@ -301,7 +316,9 @@ def test_the_names_of_recipes_are_listed(run, tmp_path):
     for wrong in ("recal", "recipes/recal.py", "elsewhere/recall.py", "recall.json"):
         error = run("train", wrong, "--out", tmp_path / "x", code=2)
         assert error.endswith(f"recipe: expected a Python file or one of {', '.join(NAMES)}, got {wrong}\n")
-    assert f"one of {', '.join(NAMES)}, got recal" in run("eval", "recal", "ablate", "--json", tmp_path / "r.json", code=2)
+    assert f"one of {', '.join(NAMES)}, got recal" in run(
+        "eval", "recal", "ablate", "--json", tmp_path / "r.json", code=2
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -348,7 +365,9 @@ def test_ctrl_c_saves_what_was_read(home, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "REMANENCE_AUTOSAVE": "0"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a background job's children ignore Ctrl-C
     )
     while not (tmp_path / "a.mem").exists():
         assert process.poll() is None
@@ -377,7 +396,9 @@ class TestPresets:
             target = parameters(preset(name, "attention"))
             for variant in BLOCKS:
                 count = parameters(matched(preset(name, variant)))
-                assert abs(count / target - 1) < 0.02, f"{name} {variant}: {count / target:.3f} of the Transformer's"
+                assert abs(count / target - 1) < 0.02, (
+                    f"{name} {variant}: {count / target:.3f} of the Transformer's"
+                )
 
     def test_the_papers_sizes(self):
         sizes = {name: (c.depth, c.dim, c.heads) for name in PRESETS for c in [preset(name)]}
@@ -388,7 +409,9 @@ class TestPresets:
             assert (config.window, config.segment, config.persistent) == (2048, 512, 128)
             assert (config.memory.net, config.memory.chunk, config.memory.shape[1]) == ("deep", 64, 128)
             paper = preset(name, memory={"net": "titans"}).memory
-            assert (paper.rule, paper.chunk, paper.shape[1]) == ("titans", 16, 64), "one field for the paper's own"
+            assert (paper.rule, paper.chunk, paper.shape[1]) == ("titans", 16, 64), (
+                "one field for the paper's own"
+            )
 
     def test_changes_and_unknown_fields(self):
         config = preset("small", ("lmm", "window"), window=64, memory={"chunk": 32})
@@ -400,7 +423,9 @@ class TestPresets:
         )
         kept = Model(preset("tiny"), memory={"chunk": 8}).config.memory
         assert (kept.chunk, kept.head_dim) == (8, 32), "other fields stay as they were"
-        with pytest.raises(ValueError, match=r"ModelConfig field: expected one of .* got 'windw'; did you mean 'window'"):
+        with pytest.raises(
+            ValueError, match=r"ModelConfig field: expected one of .* got 'windw'; did you mean 'window'"
+        ):
             preset("small", windw=3)
 
 

@@ -18,7 +18,9 @@ from remanence.ops.triton import dispatch
 from remanence.testing import assert_close
 
 DEVICE = os.environ.get("REMANENCE_TEST_DEVICE", "cpu")
-VARIANTS = {name: pattern for name, pattern in VARIANTS.items() if name not in STORES}  # stores are not decoded in place
+VARIANTS = {
+    name: pattern for name, pattern in VARIANTS.items() if name not in STORES
+}  # stores are not decoded in place
 MEMORIES = {name: pattern for name, pattern in MEMORIES.items() if name not in STORES}
 READ = [[3], [13], [8]]  # inside a chunk of 4, inside a segment of 8 and past a window of 5, and at a border
 
@@ -37,7 +39,17 @@ def nothing_waits(monkeypatch):
         raise AssertionError("a step looked at a value")
 
     with monkeypatch.context() as patched:
-        for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu", "nonzero"):
+        for name in (
+            "tolist",
+            "item",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "numpy",
+            "cpu",
+            "nonzero",
+        ):
             patched.setattr(Tensor, name, refuse)
         yield
 
@@ -143,7 +155,10 @@ def test_with_kernels(variant, monkeypatch):
 @torch.no_grad()
 def test_matrices_asked_by_segments(monkeypatch):
     subject = model("mac", memory={"net": "linear", "depth": None, "expansion": None})
-    assert all(step.memory.running.step == step.memory.running._fused for step in Decoder(subject, begun(subject)).steps)
+    assert all(
+        step.memory.running.step == step.memory.running._fused
+        for step in Decoder(subject, begun(subject)).steps
+    )
     walk(subject, begun(subject), monkeypatch, steps=9, waits=True)
 
 
@@ -158,15 +173,22 @@ def test_kernels_are_launched_without_waiting(variant, monkeypatch):
     decoder = Decoder(subject, subject.start(2), graph=False)
     with nothing_waits(monkeypatch):
         decoder.step(tokens(2, 1)[:, 0])
-    memory = "decode_kernel" if variant == "ttt" else "decode_linear_kernel"  # on a GPU norms and others are kernels, too
-    assert [name for name in names if name in ("convolve_kernel", memory)] == ["convolve_kernel", memory] * len(subject.blocks)
+    memory = (
+        "decode_kernel" if variant == "ttt" else "decode_linear_kernel"
+    )  # on a GPU norms and others are kernels, too
+    assert [name for name in names if name in ("convolve_kernel", memory)] == [
+        "convolve_kernel",
+        memory,
+    ] * len(subject.blocks)
 
 
 def test_what_cannot_be_decoded_is_said():
     subject = model("mac")
     assert unsupported(subject) is None
     assert "begin anew" in unsupported(subject, "fresh")
-    with pytest.raises(ValueError, match="model: expected one that can be decoded in place, but memories that begin anew"):
+    with pytest.raises(
+        ValueError, match="model: expected one that can be decoded in place, but memories that begin anew"
+    ):
         Decoder(subject, subject.start(1), "fresh")
     with pytest.raises(ValueError, match="have no memory, got 'frozen'"):
         Decoder(model("window"), model("window").start(1), "frozen")
@@ -182,7 +204,9 @@ def test_what_cannot_be_decoded_is_said():
 def test_arguments_are_checked():
     subject = model("lmm")
     decoder = Decoder(subject, subject.start(2))
-    with pytest.raises(ValueError, match=r"tokens: expected torch.int64 of shape \[2\], one per row, got \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"tokens: expected torch.int64 of shape \[2\], one per row, got \[3\]"
+    ):
         decoder.step(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"active: expected torch.bool of shape \[2\]"):
         decoder.step(torch.zeros(2, dtype=torch.int64), torch.ones(2))
@@ -202,7 +226,13 @@ def test_arguments_are_checked():
 def test_a_graph_is_its_steps(variant, dtype, tolerance):
     """300 steps, over many chunks and segments; the eager step against the model as well, as long as rounding has not spread."""
     with torch.device("cuda"):
-        fields = {"dim": 64, "vocabulary": 64, "window": 64, "segment": 64, "memory": {"chunk": 16, "expansion": 4.0}}
+        fields = {
+            "dim": 64,
+            "vocabulary": 64,
+            "window": 64,
+            "segment": 64,
+            "memory": {"chunk": 16, "expansion": 4.0},
+        }
         subject = model(variant, dtype, **fields)
         _, state = subject(tokens(3, 21, 64))
         given, before = state, state.clone()
@@ -227,7 +257,9 @@ def test_generating_in_place_says_the_same(variant, write, monkeypatch):
     found = []
     for kinds in ({"cuda"}, {"cpu", "cuda"}):
         monkeypatch.setattr(generate, "IN_PLACE", kinds)
-        made = Generation(subject, prompts, Sampling(max_tokens=14, temperature=1.0, stop=("e", "5"), seed=5), write=write).run()
+        made = Generation(
+            subject, prompts, Sampling(max_tokens=14, temperature=1.0, stop=("e", "5"), seed=5), write=write
+        ).run()
         left = Generation(subject, prompts, Sampling(max_tokens=14), write=write)
         for count, _ in enumerate(left):
             if count == 7:

@@ -27,7 +27,9 @@ def start(*arguments):
         text=True,
         cwd=ROOT,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a background job's children ignore Ctrl-C
     )
 
 
@@ -58,7 +60,8 @@ def test_it_writes_what_it_says(tmp_path):
     facts = json.loads((folder / "recall.json").read_text())
     assert set(facts["accuracy"]) == {"window", "lmm", "mac"}
     assert all(
-        len(row) == len(facts["distances"]) and all(0 <= share <= 1 for share in row) for row in facts["accuracy"].values()
+        len(row) == len(facts["distances"]) and all(0 <= share <= 1 for share in row)
+        for row in facts["accuracy"].values()
     )
     models = {name: Model.load(folder / name / "model") for name in facts["accuracy"]}
     state = memfile.load(folder / "pairs.mem", models["mac"])
@@ -72,14 +75,18 @@ def test_it_writes_what_it_says(tmp_path):
 def test_memories_win_beyond_the_window(tmp_path):
     run("--out", tmp_path / "demo")
     facts = json.loads((tmp_path / "demo" / "recall.json").read_text())
-    beyond = [index for index, distance in enumerate(facts["distances"]) if distance - 14 > facts["window_reach"]]
+    beyond = [
+        index for index, distance in enumerate(facts["distances"]) if distance - 14 > facts["window_reach"]
+    ]
     assert len(beyond) >= 5
     for index in beyond:
         assert facts["accuracy"]["window"][index] < 0.15, "guessing is 1 in 16"
         assert facts["accuracy"]["lmm"][index] >= 0.9
         assert facts["accuracy"]["mac"][index] >= 0.9
     recalled = facts["memory_file"]
-    right = [sum(map(str.__eq__, recalled[name], recalled["told"])) for name in ("from_the_file", "without_it")]
+    right = [
+        sum(map(str.__eq__, recalled[name], recalled["told"])) for name in ("from_the_file", "without_it")
+    ]
     assert right[0] >= 7 and right[1] <= 3
 
 
@@ -133,7 +140,9 @@ def test_a_model_that_cannot_be_trained_ends_the_others(tmp_path):
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["--steps", "0"], "steps: expected"), (["--seed", "-1"], "seed: expected")])
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--steps", "0"], "steps: expected"), (["--seed", "-1"], "seed: expected")]
+)
 def test_wrong_arguments_are_one_line(tmp_path, arguments, message):
     process = start("--out", tmp_path / "demo", *arguments)
     _, err = process.communicate(timeout=60)

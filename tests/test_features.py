@@ -59,11 +59,17 @@ def test_untrained_they_are_the_keys():
     assert distance(x, y) < 1e-10
     upstream = torch.randn_like(y)
     found = dict(
-        zip(["x", *dict(features.named_parameters())], torch.autograd.grad(y, [x, *features.parameters()], upstream), strict=True)
+        zip(
+            ["x", *dict(features.named_parameters())],
+            torch.autograd.grad(y, [x, *features.parameters()], upstream),
+            strict=True,
+        )
     )
     along = (upstream * x).sum(-1, keepdim=True)
     assert distance(upstream - along * x, found["x"]) < 1e-10
-    assert all(bool(found[f"down{layer}"].any()) and not bool(found[f"up{layer}"].any()) for layer in range(2))
+    assert all(
+        bool(found[f"down{layer}"].any()) and not bool(found[f"up{layer}"].any()) for layer in range(2)
+    )
 
 
 def test_keys_of_nothing_keep_a_gradient():

@@ -14,11 +14,16 @@ from remanence.data import Documents, Packed, Tokens
 from remanence.inference import memfile
 from remanence.train import export, fit
 
-pytestmark = pytest.mark.skipif(os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+)
 
 GENERATIONS = sorted((Path(__file__).parent / "fixtures").glob("v*"))
 VARIANTS = {
-    f"{path.parent.name}/{path.name}": path for each in GENERATIONS for path in sorted(each.iterdir()) if (path / "run").is_dir()
+    f"{path.parent.name}/{path.name}": path
+    for each in GENERATIONS
+    for path in sorted(each.iterdir())
+    if (path / "run").is_dir()
 }
 
 
@@ -42,8 +47,19 @@ def agree(came, wanted, **tolerance):
 
 
 def test_nothing_is_missing():
-    assert {"v1/mac", "v1/mag", "v1/mal", "v1/lmm", "v1/gated_delta", "v1/ttt", "v1/knn", "v1/explicit"} <= VARIANTS.keys()
-    assert sum(path.stat().st_size for each in GENERATIONS for path in each.rglob("*") if path.is_file()) < 2**20
+    assert {
+        "v1/mac",
+        "v1/mag",
+        "v1/mal",
+        "v1/lmm",
+        "v1/gated_delta",
+        "v1/ttt",
+        "v1/knn",
+        "v1/explicit",
+    } <= VARIANTS.keys()
+    assert (
+        sum(path.stat().st_size for each in GENERATIONS for path in each.rglob("*") if path.is_file()) < 2**20
+    )
 
 
 @torch.no_grad()
@@ -60,7 +76,9 @@ def test_a_model_keeps_its_configuration(folder):
     now = Model.load(folder / "model").config.to_dict()
     parts = [(written, now), *((written[name], now[name]) for name in ("memory", "knn"))]
     for then, today in parts:
-        given = {name: value for name, value in then.items() if value is not None and not isinstance(value, dict)}
+        given = {
+            name: value for name, value in then.items() if value is not None and not isinstance(value, dict)
+        }
         assert given == {name: today[name] for name in given}
 
 
@@ -105,9 +123,13 @@ def taken_along(folder, tmp_path):
 
 def test_a_run_goes_on(folder, tmp_path):
     run, wanted = taken_along(folder, tmp_path), expected(folder)["losses"]
-    before = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    before = [
+        json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     fit(None, run, resume=True)
-    after = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    after = [
+        json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert after[: len(before)] == before, "the log goes on, too"
     agree(torch.tensor(after[len(before) :], dtype=torch.float64), wanted)
     assert Model.load(run / "model").config == Model.load(folder / "model").config

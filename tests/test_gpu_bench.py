@@ -60,7 +60,13 @@ def test_the_floor_is_that_of_the_design(gpu):
 
 
 def test_rows_are_compared_with_what_their_part_says(gpu):
-    row = lambda part, what, case, speed: {"part": part, "what": what, "case": case, "ms": 1.0, "tokens_per_s": speed}
+    row = lambda part, what, case, speed: {
+        "part": part,
+        "what": what,
+        "case": case,
+        "ms": 1.0,
+        "tokens_per_s": speed,
+    }
     rows = [
         row("b", gpu.OURS, "8x4K", 2.0),
         row("b", gpu.MATRIX, "8x4K", 4.0),
@@ -77,7 +83,21 @@ def test_rows_are_compared_with_what_their_part_says(gpu):
         row("f", "mag", "at 64K", 12.0),
     ]
     gpu.compare(rows)
-    assert [row.get("ratio") for row in rows] == [1.0, 2.0, 1.5, None, 0.5, 1.0, 1.0, 0.9, 0.95, 1.0, 1.0, 1.0, 1.5]
+    assert [row.get("ratio") for row in rows] == [
+        1.0,
+        2.0,
+        1.5,
+        None,
+        0.5,
+        1.0,
+        1.0,
+        0.9,
+        0.95,
+        1.0,
+        1.0,
+        1.0,
+        1.5,
+    ]
     assert [row.get("ratio_matrix") for row in rows[:4]] == [0.5, None, 0.75, None]
 
 
@@ -134,7 +154,12 @@ def test_the_search_s_runs_in_small(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=BENCH.parent, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     rows = json.loads(out.read_text())["rows"]
-    assert {(row["queries"], row["dtype"]) for row in rows} == {(3, "bfloat16"), (3, "float32"), (1, "bfloat16"), (1, "float32")}
+    assert {(row["queries"], row["dtype"]) for row in rows} == {
+        (3, "bfloat16"),
+        (3, "float32"),
+        (1, "bfloat16"),
+        (1, "float32"),
+    }
     assert all(row["right"] and row["same_slots"] == 1.0 for row in rows)
 
 

@@ -16,7 +16,8 @@ from remanence.ops.triton import dispatch
 from remanence.train.graphed import Graphed
 
 on_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="needs a GPU, not under the interpreter"
+    not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="needs a GPU, not under the interpreter",
 )
 VARIANTS = ["lmm", "mag", "mal", "mac", "window"]
 
@@ -36,7 +37,9 @@ def model(variant, **fields):
 
 def test_why_nothing_is_captured():
     assert unsupported(model("lmm").cpu(), 512, True) == "only CUDA has graphs"
-    with pytest.raises(ValueError, match="model: expected one whose step can be captured, but only CUDA has graphs"):
+    with pytest.raises(
+        ValueError, match="model: expected one whose step can be captured, but only CUDA has graphs"
+    ):
         Graphed(model("lmm").cpu())(*torch.zeros(2, 1, 4, dtype=torch.int64, device="cpu"))
 
 
@@ -89,7 +92,10 @@ def gradients(subject, tokens, dtype, *, fused=True, schedule="wavefront"):
 
 
 def apart(true, x):
-    error = float((true.double() - x.double()).square().mean().sqrt() / true.double().square().mean().sqrt().clamp_min(1e-30))
+    error = float(
+        (true.double() - x.double()).square().mean().sqrt()
+        / true.double().square().mean().sqrt().clamp_min(1e-30)
+    )
     return error if error == error else float("inf")
 
 
@@ -106,7 +112,9 @@ def test_whole_models_on_their_own_kernels(variant, width, schedule):
     first, second = (gradients(subject, tokens, torch.bfloat16, schedule=schedule) for _ in range(2))
     names = ["y", *dict(subject.named_parameters())]
     assert all(torch.equal(ours, again) for ours, again in zip(first, second, strict=True))
-    alike = lambda name: re.sub(r"\d+", "*", name)  # of all layers together: a bias of four numbers can be off by luck
+    alike = lambda name: re.sub(
+        r"\d+", "*", name
+    )  # of all layers together: a bias of four numbers can be off by luck
     for kind in {alike(name) for name in names}:
         exact, plain, ours = (torch.cat([x.flatten() for x, name in zip(each, names, strict=True) if alike(name) == kind])
                               for each in (true, usual, first))  # fmt: skip
@@ -118,7 +126,11 @@ def test_whole_models_on_their_own_kernels(variant, width, schedule):
 def test_captured_steps_are_steps(variant):
     """Rows that begin, go on, and begin again beside others that go on."""
     subject = model(variant).cuda().train()
-    parameters, graphed, state = list(subject.parameters()), Graphed(subject, torch.bfloat16), subject.start(3).detach()
+    parameters, graphed, state = (
+        list(subject.parameters()),
+        Graphed(subject, torch.bfloat16),
+        subject.start(3).detach(),
+    )
     for step in range(5):
         tokens, begins = torch.randint(256, (3, 513), device="cuda"), [step == 3, False, False]
         loss, seen = graphed(tokens[:, :-1], tokens[:, 1:], state, torch.tensor(begins))
@@ -126,7 +138,9 @@ def test_captured_steps_are_steps(variant):
         after, said = seen.state.clone(), float(loss)
         with torch.autocast("cuda", torch.bfloat16):
             plain = subject.trace(tokens[:, :-1], where(begins, subject.start(3), state))
-            truth = F.cross_entropy(subject.logits(plain.hidden).flatten(0, 1).float(), tokens[:, 1:].flatten())
+            truth = F.cross_entropy(
+                subject.logits(plain.hidden).flatten(0, 1).float(), tokens[:, 1:].flatten()
+            )
         assert said == pytest.approx(float(truth), abs=1e-6)
         for a, b in zip(torch.autograd.grad(truth, parameters, allow_unused=True), found, strict=True):
             assert a is None or torch.equal(a, b)
@@ -148,5 +162,7 @@ def test_captured_pieces_are_pieces(variant, monkeypatch):
     monkeypatch.setattr(reader, "PATIENCE", 10**9)
     launched = reader.read(subject, tokens)
     assert torch.equal(captured.last, launched.last) and captured.surprise == launched.surprise
-    assert all(torch.equal(a, b) for a, b in zip(captured.state.tensors(), launched.state.tensors(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(captured.state.tensors(), launched.state.tensors(), strict=True)
+    )
     assert places(captured.state.position) == [512 * 7 + 100]

@@ -17,7 +17,9 @@ from remanence.core.tokens import ByteTokenizer, load_tokenizer
 from remanence.hf import RemanenceCache, RemanenceConfig, RemanenceForCausalLM
 from remanence.testing import assert_close
 
-pytestmark = pytest.mark.skipif(os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+)
 AutoModel = transformers.AutoModelForCausalLM
 
 
@@ -36,7 +38,9 @@ def test_a_folder_is_both(variant, dtype, tie, tmp_path):
     assert again.config == native.config
     for other in (outer.model, again, AutoModel.from_pretrained(tmp_path / "hf").model):
         assert_close(dict(other.named_parameters()), dict(native.named_parameters()), 0.0)
-        assert {name: p.dtype for name, p in other.named_parameters()} == {name: p.dtype for name, p in native.named_parameters()}
+        assert {name: p.dtype for name, p in other.named_parameters()} == {
+            name: p.dtype for name, p in native.named_parameters()
+        }
 
 
 @pytest.mark.parametrize("variant", NAMES)
@@ -105,7 +109,9 @@ def test_the_loss_is_that_of_the_next_token():
     labels = x.clone()
     labels[0, :9] = -100
     logits = outer.model(x)[0]
-    each = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="none")
+    each = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="none"
+    )
     assert_close(outer(x, labels=labels).loss, each.sum() / (labels[:, 1:] != -100).sum(), 1e-6)
     assert_close(outer(x, labels=labels, num_items_in_batch=torch.tensor(77)).loss, each.sum() / 77, 1e-6)
 
@@ -168,8 +174,14 @@ class TestWeights:
                 lambda found: found.pop("model.blocks.1.mixer.memory.layer.initial.layer0"),
                 "expected a tensor .*initial.layer0.*missing",
             ),
-            (lambda found: found.pop("model.embed.weight"), "expected a tensor 'model.embed.weight', which is missing"),
-            (lambda found: found.update({"model.head.weight": torch.ones(11, 16)}), "a tensor 'model.head.weight' that a model"),
+            (
+                lambda found: found.pop("model.embed.weight"),
+                "expected a tensor 'model.embed.weight', which is missing",
+            ),
+            (
+                lambda found: found.update({"model.head.weight": torch.ones(11, 16)}),
+                "a tensor 'model.head.weight' that a model",
+            ),
             (
                 lambda found: found.update({"model.backbone.norm.weight": torch.ones(4)}),
                 r"model.backbone.norm.weight: expected shape \[16\], got \[4\]",
@@ -206,7 +218,10 @@ def test_the_vocabulary_can_grow_and_shrink(tie, mean, tmp_path):
     assert outer(torch.tensor([[3, 210]])).logits.shape[-1] == 211
     assert outer(x, labels=x).loss.isfinite()
     if not mean:
-        for weight in {outer.get_input_embeddings().weight, (outer.get_output_embeddings() or outer.model.embed).weight}:
+        for weight in {
+            outer.get_input_embeddings().weight,
+            (outer.get_output_embeddings() or outer.model.embed).weight,
+        }:
             assert 0.9 < weight[11:].std() * outer.config.hidden_size**0.5 < 1.1
     outer.save_pretrained(tmp_path)
     assert torch.equal(Model.load(tmp_path)(x)[0], outer(x).logits)
@@ -233,7 +248,9 @@ def test_embeddings_are_the_native_ones():
     before = free(x).logits
     free.set_output_embeddings(double)
     assert_close(free(x).logits, 2 * before, 1e-6)
-    with pytest.raises(ValueError, match=r"new_embeddings: expected none, as the logits use the input's \(tie\), got Linear"):
+    with pytest.raises(
+        ValueError, match=r"new_embeddings: expected none, as the logits use the input's \(tie\), got Linear"
+    ):
         tied.set_output_embeddings(double)
 
 
@@ -250,9 +267,13 @@ class TestConfig:
 
     def test_names_that_contradict_it_are_refused(self, tmp_path):
         model().save(tmp_path)
-        with pytest.raises(ValueError, match="vocab_size: expected 11, as its entry 'remanence' says, got 300"):
+        with pytest.raises(
+            ValueError, match="vocab_size: expected 11, as its entry 'remanence' says, got 300"
+        ):
             AutoModel.from_pretrained(tmp_path, vocab_size=300)
-        with pytest.raises(ValueError, match="tie_word_embeddings: expected True, as its entry 'remanence' says, got False"):
+        with pytest.raises(
+            ValueError, match="tie_word_embeddings: expected True, as its entry 'remanence' says, got False"
+        ):
             RemanenceForCausalLM(RemanenceConfig(config(), tie_word_embeddings=False))
         with pytest.raises(ValueError, match="did you mean 'pattern'"):
             RemanenceConfig({**config().to_dict(), "patern": ["mac"]})
@@ -261,8 +282,14 @@ class TestConfig:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"position_ids": torch.arange(3)[None]}, "position_ids: expected None, as tokens are read in the order they stand"),
-        ({"output_attentions": True}, "output_attentions: expected None, as attention weights are never laid out, got bool"),
+        (
+            {"position_ids": torch.arange(3)[None]},
+            "position_ids: expected None, as tokens are read in the order they stand",
+        ),
+        (
+            {"output_attentions": True},
+            "output_attentions: expected None, as attention weights are never laid out, got bool",
+        ),
         ({"input_ids": None}, "input_ids: expected tokens, got None"),
         ({"attention_mask": torch.ones(1, 2)}, r"mask: expected booleans of shape \[1, 3\]"),
         ({"past_key_values": ()}, "past_key_values: expected a RemanenceCache or None, got tuple"),
@@ -352,5 +379,7 @@ print([x["generated_token_ids"] for x in generator({text!r}, max_new_tokens=9, d
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "remanence.hf")
-    with pytest.raises(ImportError, match=r"remanence.hf needs the extra 'hf': pip install 'remanence\[hf\]'"):
+    with pytest.raises(
+        ImportError, match=r"remanence.hf needs the extra 'hf': pip install 'remanence\[hf\]'"
+    ):
         importlib.import_module("remanence.hf")

@@ -11,7 +11,9 @@ from models import tokens
 from remanence.hf import RemanenceCache
 from remanence.testing import assert_close
 
-pytestmark = pytest.mark.skipif(os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+)
 AutoModel = transformers.AutoModelForCausalLM
 
 
@@ -21,7 +23,9 @@ class TestGenerate:
         outer, x = wrapped(variant), tokens(2, 13)
         expected = greedy(outer.model, x, 6)
         for fields in ({}, {"use_cache": False}, {"prefill_chunk_size": 5}):
-            assert torch.equal(outer.generate(x, max_new_tokens=6, do_sample=False, **fields), expected), fields
+            assert torch.equal(outer.generate(x, max_new_tokens=6, do_sample=False, **fields), expected), (
+                fields
+            )
 
     def test_a_padded_batch_is_each_prompt_alone(self, variant):
         outer, (x, mask, prompts) = wrapped(variant), padded()
@@ -37,7 +41,9 @@ class TestGenerate:
         half = outer.generate(x, attention_mask=mask, max_new_tokens=3, **fields)
         longer = torch.cat([mask, torch.ones(3, 3, dtype=torch.int64)], 1)
         cache = half.past_key_values
-        rest = outer.generate(half.sequences, attention_mask=longer, max_new_tokens=5, past_key_values=cache, **fields)
+        rest = outer.generate(
+            half.sequences, attention_mask=longer, max_new_tokens=5, past_key_values=cache, **fields
+        )
         assert torch.equal(rest.sequences, whole.sequences)
         assert_close(rest.past_key_values.state, whole.past_key_values.state, 1e-5)
 
@@ -66,7 +72,11 @@ def test_sampling_does_not_depend_on_the_cache():
     found = []
     for fields in ({}, {"use_cache": False}, {"use_cache": False}):
         torch.manual_seed(len(found) // 2)
-        found.append(outer.generate(x, attention_mask=mask, max_new_tokens=6, do_sample=True, num_return_sequences=3, **fields))
+        found.append(
+            outer.generate(
+                x, attention_mask=mask, max_new_tokens=6, do_sample=True, num_return_sequences=3, **fields
+            )
+        )
     assert found[0].shape[0] == 9
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[1], found[2]), "another seed samples another text"
@@ -84,11 +94,17 @@ def test_what_generation_refuses():
     outer, x = wrapped(), tokens(1, 13)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         outer.generate(x, prompt_lookup_num_tokens=2, max_new_tokens=3)
-    with pytest.raises(ValueError, match="past_key_values: expected a RemanenceCache or None, got DynamicCache"):
+    with pytest.raises(
+        ValueError, match="past_key_values: expected a RemanenceCache or None, got DynamicCache"
+    ):
         outer.generate(x, past_key_values=transformers.DynamicCache(), max_new_tokens=3)
-    with pytest.raises(ValueError, match=r"attention_mask: expected padding on the left only \(padding_side='left'\)"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask: expected padding on the left only \(padding_side='left'\)"
+    ):
         outer.generate(x, attention_mask=torch.arange(13)[None] < 11, max_new_tokens=3)
-    with pytest.raises(ValueError, match="inputs_embeds: expected None, as the model reads tokens, got Tensor"):
+    with pytest.raises(
+        ValueError, match="inputs_embeds: expected None, as the model reads tokens, got Tensor"
+    ):
         outer.generate(inputs_embeds=outer.get_input_embeddings()(x), max_new_tokens=3)
 
 
@@ -123,14 +139,21 @@ class TestCache:
     def test_crop_refuses_what_it_cannot_take_back(self):
         outer, x = wrapped(), tokens(2, 22)
         cache = outer(x[:, :14]).past_key_values
-        with pytest.raises(ValueError, match="tokens: expected at most 2, what has been read since the last full chunk, got 3"):
+        with pytest.raises(
+            ValueError,
+            match="tokens: expected at most 2, what has been read since the last full chunk, got 3",
+        ):
             cache.crop(-3)
-        with pytest.raises(ValueError, match=r"tokens_to_remove: expected 0 to -14 \(tokens since padding\), got 12"):
+        with pytest.raises(
+            ValueError, match=r"tokens_to_remove: expected 0 to -14 \(tokens since padding\), got 12"
+        ):
             cache.crop(12)
         mask = torch.ones(2, 8, dtype=torch.int64)
         mask[1, 6] = 0
         outer(x[:, 14:], attention_mask=mask, past_key_values=cache)
-        with pytest.raises(ValueError, match=r"tokens_to_remove: expected 0 to -1 \(tokens since padding\), got -2"):
+        with pytest.raises(
+            ValueError, match=r"tokens_to_remove: expected 0 to -1 \(tokens since padding\), got -2"
+        ):
             cache.crop(-2)
         assert cache.get_seq_length() == 22, "what is refused changes nothing"
         cache.crop(-1)

@@ -28,7 +28,19 @@ ROOMS = {
     "tasks": {"core", "data", "config"},
     "hf": {"core", "folder", "model", "config"},
     "lens": {"core", "ops", "layers", "memory", "mixers", "model", "inference"},
-    "train": {"", "core", "ops", "memory", "mixers", "folder", "model", "inference", "data", "tasks", "config"},
+    "train": {
+        "",
+        "core",
+        "ops",
+        "memory",
+        "mixers",
+        "folder",
+        "model",
+        "inference",
+        "data",
+        "tasks",
+        "config",
+    },
     "recipes": {"config", "train"},
     "evaluate": {"", "core", "ops", "model", "inference", "data", "tasks", "train", "hf", "config"},
     "report": {"", "core", "model", "config"},
@@ -73,13 +85,13 @@ def test_imports_point_one_way():
 
 
 def run(*arguments, **options):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT, **options)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT, **options
+    )
 
 
 def test_the_command_line_and_the_package_load_without_torch():
-    code = (
-        "import sys, remanence.cli, remanence.config; assert 'torch' not in sys.modules; assert 'matplotlib' not in sys.modules"
-    )
+    code = "import sys, remanence.cli, remanence.config; assert 'torch' not in sys.modules; assert 'matplotlib' not in sys.modules"
     assert run("-c", code).returncode == 0
 
 
@@ -136,7 +148,8 @@ def test_a_device_that_is_not_there_is_one_line():
     done = run("-m", "remanence.cli", "demo", "--device", "cuda")
     assert done.returncode == 2
     assert (
-        done.stderr == "remanence: error: device: 'cuda' is not present on this machine (present: cpu); use --device auto\n"
+        done.stderr
+        == "remanence: error: device: 'cuda' is not present on this machine (present: cpu); use --device auto\n"
         or "mps" in done.stderr
     )
 
@@ -167,7 +180,19 @@ def test_annotated_shapes_are_true():
         memorize(q[0], k, v, gates, state)
     layer = NeuralMemory(dim=12, heads=2)
     models = [Model(preset("tiny", variant, segment=32, window=8)) for variant in ("mac", "mag", "attention")]
-    owners = (NeuralMemory, RMSNorm, ShortConv, GateProjection, SwiGLU, Attention, SegmentAttention, Block, Join, Backbone, Model)
+    owners = (
+        NeuralMemory,
+        RMSNorm,
+        ShortConv,
+        GateProjection,
+        SwiGLU,
+        Attention,
+        SegmentAttention,
+        Block,
+        Join,
+        Backbone,
+        Model,
+    )
     for owner in owners:
         owner.forward, owner._unchecked = checked(owner.forward), owner.forward
     try:

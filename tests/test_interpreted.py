@@ -26,10 +26,16 @@ COVERS = [
 @pytest.mark.parametrize(("file", "some"), COVERS)
 def test_under_the_interpreter(file, some):
     command = [sys.executable, "-m", "pytest", str(ROOT / file), "-x", "-p", "no:cacheprovider", "-k", some]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def test_every_file_is_among_them():
-    marked = {str(file.relative_to(ROOT)) for file in ROOT.rglob("test_*.py") if "mark.interpreted" in file.read_text()}
+    marked = {
+        str(file.relative_to(ROOT))
+        for file in ROOT.rglob("test_*.py")
+        if "mark.interpreted" in file.read_text()
+    }
     assert marked - {Path(__file__).name} == {file for file, _ in COVERS}

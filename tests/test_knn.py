@@ -54,7 +54,9 @@ def slow(subject, x, worth):
                 segment = range(p - w, p)
                 best = sorted(segment, key=lambda i: (-float(worth[row, i]), i))
                 count = w if c.write == "all" else max(1, -int(-(c.fraction * w - 1e-9) // 1))
-                chosen = {i + n for i in best[:count] for n in range(-c.neighbours, c.neighbours + 1)} & set(segment)
+                chosen = {i + n for i in best[:count] for n in range(-c.neighbours, c.neighbours + 1)} & set(
+                    segment
+                )
                 stored += sorted(chosen)
                 if c.evict == "importance":
                     stored = sorted(sorted(stored, key=lambda i: (-float(worth[row, i]), -i))[: c.size])
@@ -108,7 +110,9 @@ def test_a_store_of_nothing_is_the_window_alone():
     plain.attention.load_state_dict(subject.attention.state_dict())
     x = torch.randn(2, COUNT, 16, dtype=torch.float64)
     assert_close(subject(x, None, context(x))[0], plain(x, None, context(x))[0], 1e-12)
-    assert_close(layer()(x[:, :5], None, context(x))[0], plain(x[:, :5], None, context(x))[0], 1e-12)  # nothing stored yet
+    assert_close(
+        layer()(x[:, :5], None, context(x))[0], plain(x[:, :5], None, context(x))[0], 1e-12
+    )  # nothing stored yet
 
 
 @pytest.mark.parametrize("fuse", ["gate", "joint"])
@@ -118,8 +122,15 @@ def test_gate_queries_and_temperature_learn_and_the_store_does_not(fuse):
     _, state, _ = subject(past, None, context(past))
     assert not any(tensor.requires_grad for tensor in (*state.store, state.k, state.v))
     y, _, _ = subject(x, state, context(x))
-    wanted = [subject.log_scale, subject.attention.q_proj.weight, *([] if subject.gate is None else [subject.gate])]
-    assert all(bool(grad.abs().sum() > 0) for grad in torch.autograd.grad(y.square().sum(), wanted, retain_graph=True))
+    wanted = [
+        subject.log_scale,
+        subject.attention.q_proj.weight,
+        *([] if subject.gate is None else [subject.gate]),
+    ]
+    assert all(
+        bool(grad.abs().sum() > 0)
+        for grad in torch.autograd.grad(y.square().sum(), wanted, retain_graph=True)
+    )
     # What is far behind reaches y through the store only, and so has no gradient.
     (grad,) = torch.autograd.grad(y.square().sum(), past)
     assert bool((grad[:, :11] == 0).all())
@@ -152,7 +163,9 @@ def test_rare_tokens_are_the_table_s(tmp_path):
     _, state = subject(x)
     rare = -subject.log_unigrams[x[0]]
     held = state.blocks[0].store.position[0]
-    assert held[held >= 0].tolist() == [begin + int(rare[begin : begin + 5].argmax()) for begin in range(0, 25, 5)]
+    assert held[held >= 0].tolist() == [
+        begin + int(rare[begin : begin + 5].argmax()) for begin in range(0, 25, 5)
+    ]
     assert state.blocks[1].store.size == 0, "the second layer has none of its own"
     subject.save(tmp_path / "model")
     assert torch.equal(Model.load(tmp_path / "model").log_unigrams.cpu(), subject.log_unigrams.cpu())
@@ -176,7 +189,10 @@ def test_where_the_layer_stands():
         ({"half_life": -1}, "knn.half_life: expected a number of tokens above 0, or None, got -1"),
         ({"shared": 1}, "knn.shared: expected True or False, got 1"),
         ({"search": "exakt"}, "knn.search: expected one of exact, dense, triton, ivf.*did you mean 'exact'"),
-        ({"write": "rares"}, "knn.write: expected one of all, rare, surprise, random, got 'rares'; did you mean 'rare'"),
+        (
+            {"write": "rares"},
+            "knn.write: expected one of all, rare, surprise, random, got 'rares'; did you mean 'rare'",
+        ),
         ({"sizes": 3}, "KnnConfig field: expected one of k, size.*did you mean 'size'"),
     ],
 )
@@ -192,7 +208,11 @@ def test_bfloat16(fuse, autocast):
     x = tokens(2, COUNT)
     for size in (12, 0):
         exact = model("knn", torch.float32, knn={"fuse": fuse, "size": size, "search": "dense"})
-        other = exact if autocast else model("knn", torch.bfloat16, knn={"fuse": fuse, "size": size, "search": "dense"})
+        other = (
+            exact
+            if autocast
+            else model("knn", torch.bfloat16, knn={"fuse": fuse, "size": size, "search": "dense"})
+        )
         for mode in ("on", "off", "frozen"):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 rough, _ = other(x, memory=mode)
@@ -203,7 +223,10 @@ def test_bfloat16(fuse, autocast):
 def test_states_of_other_layers_are_refused():
     subject, x = model("knn"), tokens(1, 7)
     for fields, message in (
-        ({"knn": {"size": 24}}, r"state: expected a store of \[12\], as this model's kNN layers have, got \[24\]"),
+        (
+            {"knn": {"size": 24}},
+            r"state: expected a store of \[12\], as this model's kNN layers have, got \[24\]",
+        ),
         ({"window": 7}, r"state: expected a window of \[5\]"),
         ({"heads": 4}, r"state: expected a heads and their width of"),
         ({"knn": {"write": "surprise"}}, r"state: expected a last output of \[0\]"),
@@ -218,7 +241,9 @@ def test_states_of_other_layers_are_refused():
 def test_tokens_in_the_store_cannot_be_taken_back():
     subject = model("knn")
     _, state = subject(tokens(1, 11))
-    with pytest.raises(ValueError, match="tokens: expected at most 0, as earlier ones are in the store, got 1"):
+    with pytest.raises(
+        ValueError, match="tokens: expected at most 0, as earlier ones are in the store, got 1"
+    ):
         state.crop(1)
     _, state = subject(tokens(1, 3))
     assert_close(state.crop(3).blocks[0].store, subject.start(1).blocks[0].store, 0.0)
@@ -241,7 +266,10 @@ def test_a_file_tells_what_its_stores_hold(tmp_path, capsys):
     memfile.save(tmp_path / "a.mem", subject, subject(tokens(1, 29))[1])
     inspect(tmp_path / "a.mem", as_json=True)
     stores = json.loads(capsys.readouterr().out)["stores"]
-    assert stores[0] == {"name": "blocks.0.store", "entries": [12], "size": 12, "written": [25]} and len(stores) == 2
+    assert (
+        stores[0] == {"name": "blocks.0.store", "entries": [12], "size": 12, "written": [25]}
+        and len(stores) == 2
+    )
     inspect(tmp_path / "a.mem", as_json=False)
     assert "kNN stores" in capsys.readouterr().out
 
@@ -307,7 +335,9 @@ class TestLargeStores:
     def test_another_model_s(self, tmp_path):
         path = tmp_path / "a.mem"
         self.saved(path)
-        with pytest.raises(ValueError, match=r"another configuration: knn.size is 12 in the file, 13 in the model"):
+        with pytest.raises(
+            ValueError, match=r"another configuration: knn.size is 12 in the file, 13 in the model"
+        ):
             memfile.load(path, model("knn", knn={"size": 13}))
         torch.manual_seed(8)
         other = Model(config("knn")).double()
@@ -355,7 +385,9 @@ def test_approximate_search_in_a_model(monkeypatch):
     monkeypatch.setattr(ivf, "SMALLEST", 64)
     monkeypatch.setattr(ivf.InvertedFile.__init__, "__defaults__", (1.0,))  # every cell is looked into
     knn = {"k": 4, "size": 160}
-    exact, found = (model("knn", torch.float32, knn={**knn, "search": search}).eval() for search in ("exact", "ivf"))
+    exact, found = (
+        model("knn", torch.float32, knn={**knn, "search": search}).eval() for search in ("exact", "ivf")
+    )
     x = tokens(1, 300)
     a, b = exact(x)[0], found(x)[0]
     assert (a - b).std() < 0.02 * a.std()

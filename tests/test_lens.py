@@ -19,7 +19,10 @@ from remanence.lens.look import Past, watched
 from remanence.testing import assert_close
 
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. "
-ODD = "a <b>bold</b> </script><script>alert(1)</script> &amp; “naïve” 東京 🧲\u2028\r\n\x00 end <!-- {title} -->\n" * 3
+ODD = (
+    "a <b>bold</b> </script><script>alert(1)</script> &amp; “naïve” 東京 🧲\u2028\r\n\x00 end <!-- {title} -->\n"
+    * 3
+)
 
 
 def plainly(answers, values, reach, kept):
@@ -29,7 +32,8 @@ def plainly(answers, values, reach, kept):
     for head in range(answers.shape[0]):
         for t in range(answers.shape[1]):
             scores = [
-                (float(answers[head, t] @ values[head, i]), first + t - i) for i in range(max(0, first + t - reach), first + t)
+                (float(answers[head, t] @ values[head, i]), first + t - i)
+                for i in range(max(0, first + t - reach), first + t)
             ]
             best = sorted(scores, reverse=True)[:kept]
             found.append(best + [(0.0, 0)] * (kept - len(best)))
@@ -38,7 +42,8 @@ def plainly(answers, values, reach, kept):
 
 
 @pytest.mark.parametrize(
-    ("before", "count", "reach"), [(0, 1, 5), (0, 7, 100), (0, 200, 70), (300, 70, 64), (300, 70, 1000), (3, 200, 1)]
+    ("before", "count", "reach"),
+    [(0, 1, 5), (0, 7, 100), (0, 200, 70), (300, 70, 64), (300, 70, 1000), (3, 200, 1)],
 )
 def test_matches_are_those_of_a_plain_search(before, count, reach):
     values = torch.nn.functional.normalize(torch.randn(2, before + count, 8, dtype=torch.float64), dim=-1)
@@ -56,7 +61,9 @@ def test_the_past_does_not_grow():
         assert past.values.shape[1] <= 10
 
 
-@pytest.mark.parametrize("variant", [name for name, pattern in MEMORIES.items() if set(pattern) - {"knn", "window"}])
+@pytest.mark.parametrize(
+    "variant", [name for name, pattern in MEMORIES.items() if set(pattern) - {"knn", "window"}]
+)
 def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
     """Against one call over the whole text: gates, surprise, the norm at the end, and a plain search among all values."""
     subject = model(variant, vocabulary=257)
@@ -77,14 +84,24 @@ def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
         assert_close(signals[:, place, 0].double(), there.surprise[0].mean(-1), 1e-5)
         keep = there.gates.log_keep
         expected = torch.full_like(there.surprise, torch.nan) if keep is None else keep
-        assert_close(torch.cat([part.keep for part in seen])[:, place].double().nan_to_num(9), expected[0].nan_to_num(9), 1e-5)
-        gates = (there.gates.log_step, there.gates.log_momentum, None if keep is None else torch.log(-torch.expm1(keep)))
+        assert_close(
+            torch.cat([part.keep for part in seen])[:, place].double().nan_to_num(9),
+            expected[0].nan_to_num(9),
+            1e-5,
+        )
+        gates = (
+            there.gates.log_step,
+            there.gates.log_momentum,
+            None if keep is None else torch.log(-torch.expm1(keep)),
+        )
         for column, gate in enumerate(gates, 1):
             if gate is None:
                 assert signals[:, place, column].isnan().all()
             else:
                 assert_close(signals[:, place, column].double(), gate[0].exp().mean(-1), 1e-5)
-        values, answers = (torch.cat(parts, 1)[0].transpose(0, 1) for parts in zip(*shown[index], strict=True))
+        values, answers = (
+            torch.cat(parts, 1)[0].transpose(0, 1) for parts in zip(*shown[index], strict=True)
+        )
         values, answers = (torch.nn.functional.normalize(x, dim=-1) for x in (values, answers))
         expected = plainly(answers, values, 40, 3)
         assert_close(torch.cat([part.cosine for part in seen])[:, place].double(), expected[..., 0], 1e-4)
@@ -135,8 +152,12 @@ def test_the_page_holds_the_models_own_numbers(run, home, tmp_path):
     np.testing.assert_array_equal(page.keep, torch.cat([part.keep for part in seen]).numpy())
     np.testing.assert_allclose(-np.expm1(page.keep).mean(-1), page.signals[..., 3], rtol=1e-4)
     np.testing.assert_array_equal(page.distance, torch.cat([part.distance for part in seen]).numpy())
-    np.testing.assert_allclose(page.cosine, torch.cat([part.cosine for part in seen]).numpy(), atol=0.5 / 127 + 1e-6)
-    np.testing.assert_allclose(page.about["norms"], torch.stack([part.norm for part in seen]).numpy(), rtol=1e-6)
+    np.testing.assert_allclose(
+        page.cosine, torch.cat([part.cosine for part in seen]).numpy(), atol=0.5 / 127 + 1e-6
+    )
+    np.testing.assert_allclose(
+        page.about["norms"], torch.stack([part.norm for part in seen]).numpy(), rtol=1e-6
+    )
     whole = session.model.trace(torch.tensor([list((TEXT * 10).encode())]))
     np.testing.assert_allclose(page.signals[..., 0].mean(1), whole.surprise[0].detach().numpy(), rtol=2e-3)
     assert page.about["ends"][-1] == count
@@ -147,7 +168,9 @@ def test_a_text_is_shown_as_it_is_and_cannot_break_out(run, tmp_path):
     source = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert "<b>bold" not in source and "alert(1)</script>" not in source
     assert source.count("<script") == source.count("</script>")
-    assert not re.search(r"""(src|href)\s*=|@import|url\(|https?:""", source), "the page needs nothing from elsewhere"
+    assert not re.search(r"""(src|href)\s*=|@import|url\(|https?:""", source), (
+        "the page needs nothing from elsewhere"
+    )
     assert "".join(unpack(tmp_path / "p.html").tokens) == ODD
     run("m", "--text", "bytes.txt", "--out", tmp_path / "p.html")
     page = unpack(tmp_path / "p.html")
@@ -171,7 +194,9 @@ def test_tokens_of_a_tokenizer_and_half_precision(tmp_path):
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator([ODD, TEXT], tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    inner.train_from_iterator(
+        [ODD, TEXT], tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    )
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
     session = Session(model("mac", torch.bfloat16, vocabulary=300, memory={"net": "titans"}), tokenizer)
@@ -203,8 +228,14 @@ def test_reading_begins_from_a_memory(run, tmp_path):
         (["m", "--text", "empty.txt"], "expected at least one token, got none in empty.txt"),
         (["m", "--text", "missing.txt"], "--text: missing.txt: no such file"),
         (["m", "--text", "t.txt.xz"], "--text: expected a plain text, got one packed as xz; unpack it first"),
-        (["m", "--text", "t.txt.gz"], "--text: expected a plain text, got one packed as gzip; unpack it first"),
-        (["m", "--text", "t.txt.bz2"], "--text: expected a plain text, got one packed as bzip2; unpack it first"),
+        (
+            ["m", "--text", "t.txt.gz"],
+            "--text: expected a plain text, got one packed as gzip; unpack it first",
+        ),
+        (
+            ["m", "--text", "t.txt.bz2"],
+            "--text: expected a plain text, got one packed as bzip2; unpack it first",
+        ),
         (["m", "--text", "t.txt", "--out", "t.txt"], "--out: expected another file than --text"),
         (["m", "--text", "t.txt", "--out", "no/p.html"], "expected its folder to exist"),
         (["m", "--text", "t.txt", "--layers", "3"], "--layers: expected layers with a memory (1, 2), got 3"),
@@ -227,10 +258,14 @@ def test_a_failure_on_the_way_leaves_the_old_page(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr("remanence.lens.look", fails)
     assert "disk full" in run("m", "--text", "t.txt", "--out", tmp_path / "p.html", code=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["p.html"] and (tmp_path / "p.html").read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["p.html"] and (
+        tmp_path / "p.html"
+    ).read_text() == "before"
 
 
-needs_browser = pytest.mark.skipif(executable() is None, reason="needs Chromium or Chrome: installed, or named by $CHROMIUM")
+needs_browser = pytest.mark.skipif(
+    executable() is None, reason="needs Chromium or Chrome: installed, or named by $CHROMIUM"
+)
 
 
 @needs_browser
@@ -244,14 +279,21 @@ def test_a_click_on_a_token_tells_what_python_saw(run, tmp_path, width):
         assert browser("document.documentElement.scrollWidth") <= width
         for token in (321, 330):
             browser.click(f"#text span[data-t='{token}']")
-            assert browser("document.querySelector('#chosen').textContent") == f"token {token} of {len(page.tokens):,}"
+            assert (
+                browser("document.querySelector('#chosen').textContent")
+                == f"token {token} of {len(page.tokens):,}"
+            )
             assert browser("document.querySelector('#text .chosen').dataset.t") == str(token)
-            cells = browser("[...document.querySelectorAll('#values td[data-value]')].map(cell => +cell.dataset.value)")
+            cells = browser(
+                "[...document.querySelectorAll('#values td[data-value]')].map(cell => +cell.dataset.value)"
+            )
             cells = np.array(cells, dtype=float).reshape(2, 5)
             np.testing.assert_allclose(cells[:, :4], page.signals[token], rtol=1e-6)
             gone = (1 - np.exp(page.keep[token + 1 :].astype(np.float64).sum(0))).mean(-1)
             np.testing.assert_allclose(cells[:, 4], gone, rtol=1e-4)
-            told = browser("[...document.querySelectorAll('#matches button')].map(b => [+b.dataset.t, +b.dataset.cosine])")
+            told = browser(
+                "[...document.querySelectorAll('#matches button')].map(b => [+b.dataset.t, +b.dataset.cosine])"
+            )
             assert told == best(page, token)
             here = {t for t, _ in told}
             marked = browser("[...document.querySelectorAll('#text .match')].map(span => +span.dataset.t)")
@@ -272,7 +314,9 @@ def test_a_click_on_a_token_tells_what_python_saw(run, tmp_path, width):
 def best(page, token):
     """The list as the page should have it: earlier tokens by their best cosine, the newer first where they are level."""
     known = {}
-    for distance, cosine in zip(page.distance[token].ravel().tolist(), page.cosine[token].ravel().tolist(), strict=True):
+    for distance, cosine in zip(
+        page.distance[token].ravel().tolist(), page.cosine[token].ravel().tolist(), strict=True
+    ):
         if distance:
             known[token - distance] = max(cosine, known.get(token - distance, -2))
     rows = sorted(known.items(), key=lambda row: (-row[1], -row[0]))[:12]
@@ -294,7 +338,9 @@ def test_a_head_that_keeps_everything_forgets_nothing(tmp_path):
         browser.open(tmp_path / "p.html")
         for token in (0, 30, count - 1):
             browser.click(f"#text span[data-t='{token}']")
-            told = browser("[...document.querySelectorAll('#values tr')].slice(1).map(row => row.lastChild.dataset.value)")
+            told = browser(
+                "[...document.querySelectorAll('#values tr')].slice(1).map(row => row.lastChild.dataset.value)"
+            )
             later = count - 1 - token
             assert [float(value) for value in told] == pytest.approx(
                 [(1 - 0.5**later) / 2, 1 - 0.99**later, float("nan")], abs=1e-6, nan_ok=True
@@ -309,7 +355,10 @@ def test_a_single_token_is_a_page_too(run, home, tmp_path):
     with Browser(390, 800, dark=True) as browser:
         browser.open(tmp_path / "p.html")
         browser.click("#text span")
-        assert browser("document.querySelector('#explained').textContent") == "Nothing was told it before this token."
+        assert (
+            browser("document.querySelector('#explained').textContent")
+            == "Nothing was told it before this token."
+        )
         assert not browser.errors
 
 
@@ -332,7 +381,9 @@ def test_a_long_and_strange_text_is_drawn_in_part(run, home, tmp_path):
         browser(f"location.hash = '#{inside}'")
         browser.settle()
         assert browser("document.querySelector('#chosen').textContent").endswith("part of a character")
-        box = browser("(({top, bottom}) => [top, bottom])(document.querySelector('#text .chosen').getBoundingClientRect())")
+        box = browser(
+            "(({top, bottom}) => [top, bottom])(document.querySelector('#text .chosen').getBoundingClientRect())"
+        )
         assert 0 < box[0] < box[1] < 900, "it is on the screen"
         browser.send("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
         assert browser("location.hash") == f"#{inside + 1}"

@@ -15,7 +15,9 @@ pytest.importorskip("remanence.hf")
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-pytestmark = pytest.mark.skipif(os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+)
 CHOICES = {"choices": [" north", " south, of course", " é"]}
 DOCUMENTS = [
     {"text": "Which way did the needle point?", **CHOICES, "answer": 0},
@@ -33,13 +35,26 @@ def evaluated(tmp_path, request):
     (tmp_path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     common = {
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "documents.jsonl")}, "cache_dir": str(tmp_path / "cache")},
+        "dataset_kwargs": {
+            "data_files": {"test": str(tmp_path / "documents.jsonl")},
+            "cache_dir": str(tmp_path / "cache"),
+        },
         "test_split": "test",
         "doc_to_text": "{{text}}",
         "target_delimiter": "",
     }
-    choose = {"task": "choose", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
-    write = {"task": "write", "output_type": "generate_until", "doc_to_target": "", "metric_list": [{"metric": "exact_match"}]}
+    choose = {
+        "task": "choose",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+    }
+    write = {
+        "task": "write",
+        "output_type": "generate_until",
+        "doc_to_target": "",
+        "metric_list": [{"metric": "exact_match"}],
+    }
     write["generation_kwargs"] = {"max_gen_toks": 12, "until": ["\n\n"], "do_sample": False}
     results = lm_eval.simple_evaluate(
         HFLM(pretrained=str(tmp_path / "model"), device="cpu", batch_size=2),
@@ -55,7 +70,9 @@ def evaluated(tmp_path, request):
 def test_lm_eval_finds_what_the_native_model_says(evaluated):
     native, samples = evaluated
     tokenizer = ByteTokenizer()
-    for document, sample in zip(DOCUMENTS, sorted(samples["choose"], key=lambda sample: sample["doc_id"]), strict=True):
+    for document, sample in zip(
+        DOCUMENTS, sorted(samples["choose"], key=lambda sample: sample["doc_id"]), strict=True
+    ):
         prompt = tokenizer.encode(document["text"])
         for choice, ((found, is_greedy),) in zip(document["choices"], sample["resps"], strict=True):
             end = tokenizer.encode(choice)
@@ -66,7 +83,9 @@ def test_lm_eval_finds_what_the_native_model_says(evaluated):
                 logits, state = native(torch.tensor([[token]]), state)
             assert found == pytest.approx(expected, abs=1e-4)
             assert is_greedy == greedy
-    for document, sample in zip(DOCUMENTS, sorted(samples["write"], key=lambda sample: sample["doc_id"]), strict=True):
+    for document, sample in zip(
+        DOCUMENTS, sorted(samples["write"], key=lambda sample: sample["doc_id"]), strict=True
+    ):
         logits, state = native(torch.tensor([tokenizer.encode(document["text"])]))
         written = []
         for _ in range(12):

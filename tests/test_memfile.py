@@ -65,7 +65,10 @@ def test_a_file_says_what_it_is_and_holds_no_text(tmp_path):
 
 def test_fingerprint_does_not_depend_on_the_dtype():
     subject = model("mac", torch.float32)
-    prints = {memfile.fingerprint(subject.to(dtype)) for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16)}
+    prints = {
+        memfile.fingerprint(subject.to(dtype))
+        for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16)
+    }
     assert len(prints) == 1
     with torch.no_grad():
         subject.backbone.norm.weight[0] += 0.1
@@ -75,7 +78,10 @@ def test_fingerprint_does_not_depend_on_the_dtype():
 def test_a_memory_moves_to_a_model_of_another_dtype(tmp_path):
     subject, path = saved(tmp_path)
     rounded = Session(subject.model.bfloat16()).load(path)
-    assert {t.dtype for t in rounded.state.tensors() if t.is_floating_point()} == {torch.bfloat16, torch.float32}
+    assert {t.dtype for t in rounded.state.tensors() if t.is_floating_point()} == {
+        torch.bfloat16,
+        torch.float32,
+    }
     assert rounded.generate("a", max_tokens=3) is not None
 
 
@@ -83,7 +89,9 @@ def test_other_weights_need_force(tmp_path):
     subject, path = saved(tmp_path)
     torch.manual_seed(99)
     other = Session(Model(subject.model.config))
-    with pytest.raises(ValueError, match=r"a\.mem: made by the same configuration with other weights; --force"):
+    with pytest.raises(
+        ValueError, match=r"a\.mem: made by the same configuration with other weights; --force"
+    ):
         other.load(path)
     assert other.tokens == 0, "nothing is half loaded"
     assert other.load(path, force=True).tokens == len(TEXT)
@@ -91,7 +99,10 @@ def test_other_weights_need_force(tmp_path):
 
 def test_another_architecture_is_named(tmp_path):
     _, path = saved(tmp_path)
-    with pytest.raises(ValueError, match=r"another configuration: memory\.chunk is 4 in the file, 8 in the model; segment is 8"):
+    with pytest.raises(
+        ValueError,
+        match=r"another configuration: memory\.chunk is 4 in the file, 8 in the model; segment is 8",
+    ):
         session(memory={"chunk": 8}, segment=16).load(path)
     with pytest.raises(ValueError, match=r"pattern is \['mac'\] in the file, \['lmm'\] in the model"):
         session("lmm").load(path, force=True)
@@ -151,7 +162,8 @@ class TestDamage:
 
         rewrite(path, poison)
         with pytest.raises(
-            ValueError, match=r"blocks\.1\.memory\.memory\.layers\.0: expected finite numbers, got 1 infinite or NaN"
+            ValueError,
+            match=r"blocks\.1\.memory\.memory\.layers\.0: expected finite numbers, got 1 infinite or NaN",
         ):
             Session(subject.model).load(path)
 
@@ -178,10 +190,26 @@ class TestDamage:
         [
             ("position", None, "expected a tensor 'position', which is missing"),
             ("more", torch.zeros(1), "a tensor 'more', for which this model has no place"),
-            ("blocks.0.asked", torch.zeros(1, 3, 16), r"blocks\.0\.asked: expected shape \[1, 6, 16\], got \[1, 3, 16\]"),
-            ("blocks.0.segment.position", torch.tensor([1.0]), r"segment\.position: expected torch\.int64, got torch\.float32"),
-            ("blocks.0.segment.position", torch.tensor([9]), r"do not agree on the tokens read, .*\(SegmentState\)"),
-            ("blocks.1.memory.memory.position", torch.tensor([2**62]), r"do not agree on the tokens read, .*\(MemoryState\)"),
+            (
+                "blocks.0.asked",
+                torch.zeros(1, 3, 16),
+                r"blocks\.0\.asked: expected shape \[1, 6, 16\], got \[1, 3, 16\]",
+            ),
+            (
+                "blocks.0.segment.position",
+                torch.tensor([1.0]),
+                r"segment\.position: expected torch\.int64, got torch\.float32",
+            ),
+            (
+                "blocks.0.segment.position",
+                torch.tensor([9]),
+                r"do not agree on the tokens read, .*\(SegmentState\)",
+            ),
+            (
+                "blocks.1.memory.memory.position",
+                torch.tensor([2**62]),
+                r"do not agree on the tokens read, .*\(MemoryState\)",
+            ),
             ("blocks.1.memory.memory.diverged", torch.tensor([True]), r"or it has diverged \(MemoryState\)"),
             (
                 "blocks.0.asked",
@@ -189,7 +217,11 @@ class TestDamage:
                 r"asked: expected torch\.float32, got torch\.float8",
             ),
             ("position", torch.tensor(110), r"position: expected a count for each document, got shape \[\]"),
-            ("position", torch.arange(3000), r"blocks\.0\.asked: expected shape \[3000, 6, 16\], got \[1, 6, 16\]"),
+            (
+                "position",
+                torch.arange(3000),
+                r"blocks\.0\.asked: expected shape \[3000, 6, 16\], got \[1, 6, 16\]",
+            ),
             ("position", torch.tensor([-5]), r"do not agree on the tokens read"),
         ],
     )
@@ -201,7 +233,10 @@ class TestDamage:
                 del tensors[name]
             else:
                 tensors[name] = forged
-            return tensors, {**header, "state": json.dumps({key: memfile._describe(t) for key, t in tensors.items()})}
+            return tensors, {
+                **header,
+                "state": json.dumps({key: memfile._describe(t) for key, t in tensors.items()}),
+            }
 
         rewrite(path, forge)
         with pytest.raises(ValueError, match=message):
@@ -230,7 +265,10 @@ class TestDamage:
         def shorten(tensors, header):
             for name in ("blocks.0.k", "blocks.0.v"):
                 tensors[name] = tensors[name][:, 1:].contiguous()
-            return tensors, {**header, "state": json.dumps({key: memfile._describe(t) for key, t in tensors.items()})}
+            return tensors, {
+                **header,
+                "state": json.dumps({key: memfile._describe(t) for key, t in tensors.items()}),
+            }
 
         rewrite(path, shorten)
         with pytest.raises(ValueError, match="expected full attention to hold all 110 tokens, got fewer"):
@@ -242,7 +280,8 @@ class TestDamage:
     def test_a_state_of_another_model_is_not_saved(self, tmp_path):
         subject, _ = saved(tmp_path, "mac")
         with pytest.raises(
-            ValueError, match=r"state: expected a tensor 'blocks\.0\.memory\.memory\.layers\.0', which is missing"
+            ValueError,
+            match=r"state: expected a tensor 'blocks\.0\.memory\.memory\.layers\.0', which is missing",
         ):
             memfile.save(tmp_path / "b.mem", subject.model, session("window").state)
         assert not (tmp_path / "b.mem").exists()
@@ -260,7 +299,9 @@ class TestDamage:
     def test_other_files(self, tmp_path):
         subject, path = saved(tmp_path)
         save_file({"a": torch.zeros(2)}, tmp_path / "b.safetensors")
-        with pytest.raises(ValueError, match="expected a memory file, got a safetensors file of another kind"):
+        with pytest.raises(
+            ValueError, match="expected a memory file, got a safetensors file of another kind"
+        ):
             Session(subject.model).load(tmp_path / "b.safetensors")
         with pytest.raises(ValueError, match="nowhere: no such file"):
             Session(subject.model).load(tmp_path / "nowhere")
@@ -334,14 +375,19 @@ class TestModelFolders:
                 k: v for k, v in whole.items() if k != name
             },
             "blocks.0.ffn.up.weight: expected shape": {**whole, name: torch.zeros(2, 2)},
-            "a tensor 'other' that a model of this configuration has not": {**whole, "model.other": torch.zeros(2)},
+            "a tensor 'other' that a model of this configuration has not": {
+                **whole,
+                "model.other": torch.zeros(2),
+            },
         }
         for message, tensors in faults.items():
             save_file(tensors, path)
             with pytest.raises(ValueError, match=message):
                 Model.load(tmp_path)
         save_file({**whole, name: whole[name].to(torch.int64)}, path)
-        with pytest.raises(ValueError, match=r"blocks\.0\.ffn\.up\.weight: expected real numbers, got torch\.int64"):
+        with pytest.raises(
+            ValueError, match=r"blocks\.0\.ffn\.up\.weight: expected real numbers, got torch\.int64"
+        ):
             Model.load(tmp_path)
         path.write_bytes(b"")
         with pytest.raises(ValueError, match=r"model\.safetensors: damaged"):

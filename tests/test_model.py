@@ -103,7 +103,11 @@ class TestLaws:
         if subject.config.knn.write == "surprise":
             pytest.skip("such a state goes by the last token read")
         # Of a window of 5 that is open, or the last token of one that has just ended.
-        for read, back in ((14, 2), (19, 1), (15, 2), (10, 2)) if variant in STORES else ((11, 3), (19, 1), (15, 2), (10, 2)):
+        for read, back in (
+            ((14, 2), (19, 1), (15, 2), (10, 2))
+            if variant in STORES
+            else ((11, 3), (19, 1), (15, 2), (10, 2))
+        ):
             _, state = subject(x[:, :read])
             logits, _ = subject(x[:, read - back :], state.crop(back))
             whole, _ = subject(x)
@@ -173,12 +177,17 @@ class TestModes:
             return node
 
         changed = other(state)
-        assert torch.equal(subject(x[:, 14:], state, memory="off")[0], subject(x[:, 14:], changed, memory="off")[0])
+        assert torch.equal(
+            subject(x[:, 14:], state, memory="off")[0], subject(x[:, 14:], changed, memory="off")[0]
+        )
         assert not torch.equal(subject(x[:, 14:], state)[0], subject(x[:, 14:], changed)[0])
 
     def test_fresh_remembers_nothing_beyond_a_segment(self, variant):
         """The pure memory model: what stood in earlier segments changes nothing (but the convolution's few tokens)."""
-        subject, x = model(variant, depth=1, pattern=MEMORIES[variant][:1], window=2, knn={"size": 64}), tokens(1, 32)
+        subject, x = (
+            model(variant, depth=1, pattern=MEMORIES[variant][:1], window=2, knn={"size": 64}),
+            tokens(1, 32),
+        )
         other = x.clone()
         other[:, :8] = (x[:, :8] + 1) % 11
         near, far = (subject(y, memory="fresh")[0][:, 27:] for y in (x, other))
@@ -188,7 +197,10 @@ class TestModes:
 
 
 def test_modes_are_checked():
-    with pytest.raises(ValueError, match="memory: expected one of on, off, frozen, fresh, got 'frosen'; did you mean 'frozen'"):
+    with pytest.raises(
+        ValueError,
+        match="memory: expected one of on, off, frozen, fresh, got 'frosen'; did you mean 'frozen'",
+    ):
         model("lmm").memory = "frosen"
     for variant in ("attention", "window"):
         with pytest.raises(ValueError, match="have no memory, got 'off'"):
@@ -204,7 +216,11 @@ def test_taking_back_more_than_a_window_holds_is_refused():
     with pytest.raises(ValueError, match="tokens: expected at most 0, as the window is not longer, got 1"):
         state.crop(1)
     _, state = subject(x[:, :2], state)
-    assert_close(subject(x[:, 5:], state.crop(2))[0], subject(torch.cat([x[:, :-3], x[:, 5:]], 1))[0][:, COUNT - 3 :], 1e-9)
+    assert_close(
+        subject(x[:, 5:], state.crop(2))[0],
+        subject(torch.cat([x[:, :-3], x[:, 5:]], 1))[0][:, COUNT - 3 :],
+        1e-9,
+    )
     _, state = model("attention")(x)
     assert state.crop(20).position.tolist() == [COUNT - 20]
 
@@ -212,7 +228,9 @@ def test_taking_back_more_than_a_window_holds_is_refused():
 def test_a_state_holds_no_more_memory_than_it_says():
     for variant in ("window", "mac", "mag"):
         _, state = model(variant, torch.float32)(tokens(1, 200))
-        assert all(t.untyped_storage().nbytes() <= 2 * t.nbytes for t in state.detach().tensors() if t.nbytes > 64)
+        assert all(
+            t.untyped_storage().nbytes() <= 2 * t.nbytes for t in state.detach().tensors() if t.nbytes > 64
+        )
 
 
 @pytest.mark.parametrize("variant", ["attention", "window", "mac", "lmm"])
@@ -273,7 +291,9 @@ def test_gradients_are_tame_over_thousands_of_tokens(depth):
 def test_taking_back_too_much_is_refused():
     subject, x = model("mac"), tokens(2, COUNT)
     _, state = subject(x[:, :10])
-    with pytest.raises(ValueError, match="tokens: expected at most 2, what has been read since the last full chunk, got 3"):
+    with pytest.raises(
+        ValueError, match="tokens: expected at most 2, what has been read since the last full chunk, got 3"
+    ):
         state.crop(3)
     with pytest.raises(ValueError, match="tokens: expected at most the 10 tokens read, got 11"):
         state.crop(11)
@@ -288,8 +308,14 @@ class TestBadInput:
         [
             (torch.tensor([[0, 11]]), r"tokens: expected numbers from 0 to 10 \(the vocabulary\), got 11"),
             (torch.tensor([[0, -1]]), r"tokens: expected numbers from 0 to 10 \(the vocabulary\), got -1"),
-            (torch.zeros(1, 2), r"tokens: expected whole numbers \[batch, tokens\], got \[1, 2\] torch.float32"),
-            (torch.zeros(2, dtype=torch.int64), r"tokens: expected whole numbers \[batch, tokens\], got \[2\]"),
+            (
+                torch.zeros(1, 2),
+                r"tokens: expected whole numbers \[batch, tokens\], got \[1, 2\] torch.float32",
+            ),
+            (
+                torch.zeros(2, dtype=torch.int64),
+                r"tokens: expected whole numbers \[batch, tokens\], got \[2\]",
+            ),
             ([1, 2], "tokens: expected whole numbers .* got list"),
         ],
     )
@@ -300,10 +326,13 @@ class TestBadInput:
     def test_states_masks_and_offsets(self):
         subject, x = model(), tokens()
         _, state = subject(x)
-        with pytest.raises(ValueError, match="state: expected the State this model returned, or None, got AttentionState"):
+        with pytest.raises(
+            ValueError, match="state: expected the State this model returned, or None, got AttentionState"
+        ):
             subject(x, model("window").start(2).blocks[0])
         with pytest.raises(
-            ValueError, match=r"state: expected one of this model \(MACState\), got another's \(WindowAndMemoryState\)"
+            ValueError,
+            match=r"state: expected one of this model \(MACState\), got another's \(WindowAndMemoryState\)",
         ):
             subject(x, model("mag").start(2))
         with pytest.raises(ValueError, match="state: expected 3 rows, one for each row of the batch, got 2"):
@@ -316,13 +345,19 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"pattern": ("atention",)}, "pattern: expected one of mac, .* got 'atention'; did you mean 'attention'"),
+            (
+                {"pattern": ("atention",)},
+                "pattern: expected one of mac, .* got 'atention'; did you mean 'attention'",
+            ),
             ({"pattern": "mac"}, "pattern: expected names of blocks, as .* got 'mac'"),
             ({"heads": 3}, "heads: expected a divisor of dim=16"),
             ({"heads": 16}, "heads: expected a divisor of dim=16 that leaves heads of even width, got 16"),
             ({"segment": 6}, r"segment: expected a multiple of the memory's chunk \(4\), got 6"),
             ({"window": 0}, "window: expected a whole number of at least 1, got 0"),
-            ({"memory": {"chnk": 4}}, "MemoryConfig field: expected one of .*got 'chnk'; did you mean 'chunk'"),
+            (
+                {"memory": {"chnk": 4}},
+                "MemoryConfig field: expected one of .*got 'chnk'; did you mean 'chunk'",
+            ),
             ({"tie": 1}, "tie: expected True or False, got 1"),
             ({"memory": {"step_bias": "a"}}, "step_bias: expected a finite number, got 'a'"),
             ({"memory": {"expansion": "x"}}, "expansion: expected a number above 0, got 'x'"),

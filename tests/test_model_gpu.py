@@ -29,12 +29,17 @@ LINEAR = {
 
 def apart(true, x):
     """Root mean square of the difference, relative to the truth's; NaN counts as infinite."""
-    error = float((true.double() - x.double()).square().mean().sqrt() / true.double().square().mean().sqrt().clamp_min(1e-30))
+    error = float(
+        (true.double() - x.double()).square().mean().sqrt()
+        / true.double().square().mean().sqrt().clamp_min(1e-30)
+    )
     return error if error == error else float("inf")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize(("width", "values"), [(16, 16), (32, 32), (64, 64), (128, 128), (128, 64), (64, 32), (32, 96)])
+@pytest.mark.parametrize(
+    ("width", "values"), [(16, 16), (32, 32), (64, 64), (128, 128), (128, 64), (64, 32), (32, 96)]
+)
 @pytest.mark.parametrize("kind", LINEAR)
 def test_memories_of_one_layer(kind, width, values, dtype):
     net, rule = LINEAR[kind]
@@ -55,13 +60,19 @@ def test_memories_of_one_layer(kind, width, values, dtype):
         log = iter(wanted[3:-1])
         told = Gates(next(log), next(log) if rule.momentum else None, next(log) if rule.forget else None)
         state = start((wanted[-1],), 2, rule=rule, chunk=64, keys=width)
-        y, new, surprise = memorize(*wanted[:3], told, state, net=net, rule=rule, chunk=64, backend=backend, check=False)
+        y, new, surprise = memorize(
+            *wanted[:3], told, state, net=net, rule=rule, chunk=64, backend=backend, check=False
+        )
         outputs = (y, surprise, *new.layers)
         generator = torch.Generator("cuda").manual_seed(1)
-        upstream = [torch.randn(x.shape, generator=generator, device="cuda").bfloat16().to(x.dtype) for x in outputs]
+        upstream = [
+            torch.randn(x.shape, generator=generator, device="cuda").bfloat16().to(x.dtype) for x in outputs
+        ]
         return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, wanted, upstream))]
 
-    lacking = dispatch.chip_reason(plan_of(net, rule, width, values, 4, 64), dtype, torch.device("cuda", 0), True)
+    lacking = dispatch.chip_reason(
+        plan_of(net, rule, width, values, 4, 64), dtype, torch.device("cuda", 0), True
+    )
     if lacking is not None:
         assert "shared memory" in lacking
         assert all(x.isfinite().all() for x in results("auto")), "and it runs all the same"
@@ -71,7 +82,11 @@ def test_memories_of_one_layer(kind, width, values, dtype):
     plain = results("chunked")  # float32 arithmetic in both cases
     for index, (exact, ours, theirs) in enumerate(zip(true, first, plain, strict=True)):
         # Of wide heads float32 products are three for one. Besides, two units of float32's last place.
-        allowed = 0.03 if dtype == torch.bfloat16 else (2.0 if max(width, values) <= 64 else 4.0) * apart(exact, theirs) + 3e-7
+        allowed = (
+            0.03
+            if dtype == torch.bfloat16
+            else (2.0 if max(width, values) <= 64 else 4.0) * apart(exact, theirs) + 3e-7
+        )
         assert apart(exact, ours) <= allowed, f"result {index}"
 
 
@@ -92,7 +107,9 @@ def test_the_layers_own_kernels(dtype, net, monkeypatch):
         return [y, *torch.autograd.grad(y.float().square().mean(), [x, *memory.parameters()])]
 
     true, plain, ours = results(False, torch.float32), results(False), results(True)
-    for name, exact, usual, x_ in zip(["y", "x", *dict(memory.named_parameters())], true, plain, ours, strict=True):
+    for name, exact, usual, x_ in zip(
+        ["y", "x", *dict(memory.named_parameters())], true, plain, ours, strict=True
+    ):
         assert apart(exact, x_) <= 2.0 * apart(exact, usual) + 1e-5, name
 
 
@@ -110,7 +127,9 @@ class TestModels:
     def test_every_variant_runs_on_the_kernels(self, variant, monkeypatch):
         asked = []
         triton = operator.BACKENDS["triton"]
-        monkeypatch.setitem(operator.BACKENDS, "triton", lambda *args, **known: asked.append(1) or triton(*args, **known))
+        monkeypatch.setitem(
+            operator.BACKENDS, "triton", lambda *args, **known: asked.append(1) or triton(*args, **known)
+        )
         self.model(variant)(torch.randint(0, 256, (2, 50), device="cuda"))
         assert asked
 
@@ -133,10 +152,14 @@ class TestModels:
                 fully_shard(block)
             fully_shard(model)
             with torch.autocast("cuda", torch.bfloat16):
-                again = F.cross_entropy(model(tokens[:, :-1])[0].flatten(0, 1).float(), tokens[:, 1:].flatten())
+                again = F.cross_entropy(
+                    model(tokens[:, :-1])[0].flatten(0, 1).float(), tokens[:, 1:].flatten()
+                )
             again.backward()
             assert apart(loss, again) < 1e-5
-            assert all(p.grad is not None and bool(p.grad.to_local().isfinite().all()) for p in model.parameters())
+            assert all(
+                p.grad is not None and bool(p.grad.to_local().isfinite().all()) for p in model.parameters()
+            )
         finally:
             dist.destroy_process_group()
 

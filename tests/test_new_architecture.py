@@ -42,10 +42,16 @@ class EMA(Mixer):
     def forward(self, x: Tensor, state: EMAState | None, ctx: Context) -> MixerOutput:
         rows, back = to_rows(self.i_proj(x), ctx.offsets)
         mean = self.start(len(rows)).mean if state is None else state.mean
-        counts = torch.full((len(rows),), rows.shape[1]) if ctx.offsets is None else torch.tensor(ctx.offsets).diff()
+        counts = (
+            torch.full((len(rows),), rows.shape[1])
+            if ctx.offsets is None
+            else torch.tensor(ctx.offsets).diff()
+        )
         keep, out = torch.sigmoid(self.decay), []
         for index in range(rows.shape[1]):
-            mean = torch.where((index < counts).unsqueeze(-1), keep * mean + (1 - keep) * rows[:, index], mean)
+            mean = torch.where(
+                (index < counts).unsqueeze(-1), keep * mean + (1 - keep) * rows[:, index], mean
+            )
             out.append(mean)
         return MixerOutput(self.o_proj(from_rows(torch.stack(out, 1), back)), EMAState(mean))
 
@@ -155,7 +161,9 @@ def test_features_in_features_out():
         second, state = backbone(x[:, 5:], state)
     assert_close(y, torch.cat([first, second], 1), 1e-10)
     assert_close(end, state, 1e-10)
-    with pytest.raises(ValueError, match=r"x: expected floating-point features \[batch, tokens, 16\], got \[2, 3, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"x: expected floating-point features \[batch, tokens, 16\], got \[2, 3, 4\]"
+    ):
         backbone(torch.zeros(2, 3, 4))
     with pytest.raises(ValueError, match=r"x: expected .* torch.int64"):
         backbone(TOKENS)

@@ -20,7 +20,9 @@ from remanence.testing import assert_close
 from remanence.train import DataConfig, fit
 from remanence.train.checkpoint import checkpoints
 
-pytestmark = pytest.mark.skipif(os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="of a CPU's memory")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="of a CPU's memory"
+)
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 PLACES = (8, 24, 40)
 """Where safetensors put them, if anything stands before them whose size is no multiple of 64."""
@@ -35,7 +37,13 @@ def test_aligned_is_the_same_elsewhere():
         moved = unaligned(whole, by)
         assert misaligned([moved]) == [by]
         assert torch.equal(aligned(moved), whole) and not misaligned([aligned(moved)])
-    for odd in (whole[1:], whole.T[2:], torch.zeros(0, 3), torch.randn(3, dtype=torch.bfloat16)[1:], torch.arange(9)[1:]):
+    for odd in (
+        whole[1:],
+        whole.T[2:],
+        torch.zeros(0, 3),
+        torch.randn(3, dtype=torch.bfloat16)[1:],
+        torch.arange(9)[1:],
+    ):
         assert torch.equal(aligned(odd), odd) and not misaligned([aligned(odd)])
     assert aligned(torch.empty(3, device="meta")).is_meta
 
@@ -43,7 +51,12 @@ def test_aligned_is_the_same_elsewhere():
 @pytest.mark.parametrize("by", PLACES)
 def test_files_are_read_to_aligned_memory(tmp_path, by):
     path = tmp_path / "a.safetensors"
-    given = {"a": torch.randn(3, 5), "b": torch.arange(3), "c": torch.randn(64), "d": torch.randn(1).bfloat16()}
+    given = {
+        "a": torch.randn(3, 5),
+        "b": torch.arange(3),
+        "c": torch.randn(64),
+        "d": torch.randn(1).bfloat16(),
+    }
     write_tensors(path, given, {"some": "words"})
     misplace(path, by)
     found = read_tensors(path)
@@ -51,7 +64,9 @@ def test_files_are_read_to_aligned_memory(tmp_path, by):
     assert not misaligned(found.tensors.values())
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in given.items())
     left = read_tensors(path, mapped=100).tensors
-    assert misaligned([left["c"]]) and not misaligned([left["a"], left["b"], left["d"]]), "what is large stays in the file"
+    assert misaligned([left["c"]]) and not misaligned([left["a"], left["b"], left["d"]]), (
+        "what is large stays in the file"
+    )
 
 
 @torch.no_grad()
@@ -135,7 +150,9 @@ def test_what_calls_return_lies_as_if_it_had_been_loaded(variant):
             assert not misaligned(state.tensors())
             assert not misaligned(state.rows([rows - 1]).tensors())
             # Nothing is multiplied by what a token is worth.
-            assert all(tensor.is_contiguous() for name, tensor in memfile.named(state) if not name.endswith("worth"))
+            assert all(
+                tensor.is_contiguous() for name, tensor in memfile.named(state) if not name.endswith("worth")
+            )
         mask = torch.arange(9) >= torch.arange(rows).unsqueeze(-1)
         assert not misaligned(subject(tokens(rows, 9), state, mask=mask)[1].tensors())
 
@@ -156,7 +173,11 @@ def test_what_stays_in_the_file_goes_on_up_to_rounding(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("variant", "carry"), [("mac", True), ("mag", False)])
 def test_a_run_goes_on_to_the_last_bit(variant, carry, tmp_path, corpus):
-    data = DataConfig(kind="documents", path=corpus, length=24) if carry else DataConfig(kind="recall", length=24, pairs=4)
+    data = (
+        DataConfig(kind="documents", path=corpus, length=24)
+        if carry
+        else DataConfig(kind="recall", length=24, pairs=4)
+    )
     whole, part = tmp_path / "whole", tmp_path / "part"
     fit(config(variant, data=data, carry=carry, steps=6, keep=9), whole)
     for by in PLACES:

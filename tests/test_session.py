@@ -54,7 +54,9 @@ def test_a_batch_of_unequal_prompts_is_each_alone(variant, temperature):
     prompts = [TEXT[:5], TEXT[:31], "x", TEXT[3:20]]
     together = Generation(subject, prompts, Sampling(max_tokens=15, temperature=temperature, seed=7)).run()
     for row, prompt in enumerate(prompts):
-        alone = Generation(subject, [prompt], Sampling(max_tokens=15, temperature=temperature, seed=7 + row)).run()
+        alone = Generation(
+            subject, [prompt], Sampling(max_tokens=15, temperature=temperature, seed=7 + row)
+        ).run()
         assert together.tokens[row] == alone.tokens[0]
         if variant != "attention":
             assert_close(together.state.rows(row), alone.state, 1e-9)
@@ -63,7 +65,12 @@ def test_a_batch_of_unequal_prompts_is_each_alone(variant, temperature):
 def test_stop_texts_end_the_output_and_are_never_shown(monkeypatch):
     subject = bytes_model("lmm")
     script = "say ab then abc and more"
-    for stop, shown in ((("abc",), "say ab then "), (("then", "say ab t"), ""), (("zzz",), script), (("e",), "say ab th")):
+    for stop, shown in (
+        (("abc",), "say ab then "),
+        (("then", "say ab t"), ""),
+        (("zzz",), script),
+        (("e",), "say ab th"),
+    ):
         letters = iter(script.encode())
         monkeypatch.setattr(generating, "choose", lambda *_, letters=letters: next(letters))
         generation = Generation(subject, ["x"], Sampling(max_tokens=len(script), stop=stop))
@@ -116,7 +123,10 @@ class TestChoosing:
         assert choose(self.logits, Sampling(temperature=1e-320), chance) == 1
 
     def test_temperature_and_seed(self):
-        cold = [choose(self.logits, Sampling(temperature=0.05), torch.Generator().manual_seed(s)) for s in range(50)]
+        cold = [
+            choose(self.logits, Sampling(temperature=0.05), torch.Generator().manual_seed(s))
+            for s in range(50)
+        ]
         assert set(cold) == {1}
         assert self.drawn() == self.drawn()
 
@@ -143,7 +153,9 @@ def test_long_prompts_side_by_side_take_few_calls(lengths, monkeypatch):
     subject, calls = bytes_model("lmm", torch.float64), []
     prompts = [(TEXT * 3)[:n] for n in lengths]
     trace = Model.trace
-    monkeypatch.setattr(Model, "trace", lambda self, tokens, *a, **k: calls.append(1) or trace(self, tokens, *a, **k))
+    monkeypatch.setattr(
+        Model, "trace", lambda self, tokens, *a, **k: calls.append(1) or trace(self, tokens, *a, **k)
+    )
     together = Generation(subject, prompts, Sampling(max_tokens=2)).run()
     assert len(calls) <= 2 * (max(lengths) // 32 + 1) + 2 * 2
     for row, prompt in enumerate(prompts):
@@ -228,12 +240,18 @@ def test_a_diverged_memory_is_not_used():
         (lambda s: s.generate("a", top_p=1.5), "top_p: expected a number above 0 and up to 1, got 1.5"),
         (lambda s: s.generate("a", stop=[""]), r"stop: expected texts of at least one character, got \[''\]"),
         (lambda s: s.generate("a", seed=10**30), r"seed: expected a whole number from 0 to 2\^62"),
-        (lambda s: s.generate("a", max_tokens=-1), "max_tokens: expected a whole number of at least 0, got -1"),
+        (
+            lambda s: s.generate("a", max_tokens=-1),
+            "max_tokens: expected a whole number of at least 0, got -1",
+        ),
         (lambda s: Session(s.model, write="some"), "write: expected one of all, prompt, none, got 'some'"),
         (lambda s: Session(model()), "tokenizer: expected at most the model's 11 tokens, got 257"),
         (lambda s: Generation(s.model, []), "prompts: expected texts"),
         (lambda s: Generation(s.model, "abc"), "prompts: expected texts"),
-        (lambda s: Generation(s.model, ["a", "b"], state=s.model.start(3)), "state: expected one row, or one for each of 2"),
+        (
+            lambda s: Generation(s.model, ["a", "b"], state=s.model.start(3)),
+            "state: expected one row, or one for each of 2",
+        ),
     ],
 )
 def test_bad_input(call, message):
@@ -255,7 +273,9 @@ class TestTokenizers:
         from tokenizers import Tokenizer, models, pre_tokenizers
 
         monkeypatch.setattr("remanence.core.tokens.PIECE", 16)
-        inner = Tokenizer(models.WordLevel({"[UNK]": 0, "Call": 1, "me": 2, "Ishmael": 3, "ago": 4}, unk_token="[UNK]"))
+        inner = Tokenizer(
+            models.WordLevel({"[UNK]": 0, "Call": 1, "me": 2, "Ishmael": 3, "ago": 4}, unk_token="[UNK]")
+        )
         inner.pre_tokenizer = pre_tokenizers.Whitespace()
         inner.save(str(tmp_path / "tokenizer.json"))
         own = load_tokenizer(tmp_path)

@@ -11,7 +11,14 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_quick_run_fills_all_tables(tmp_path):
     out = tmp_path / "steadiness.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "steadiness.py"), "all", "--quick", "--out", str(out)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "steadiness.py"),
+        "all",
+        "--quick",
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     tables = json.loads(out.read_text())

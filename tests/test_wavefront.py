@@ -36,8 +36,15 @@ def results(subject, schedule, text, before=0):
     subject.schedule = schedule
     state = subject(text[:, :before])[1] if before else None
     seen = subject.trace(text[:, before:], state)
-    outputs = [seen.hidden, seen.surprise, *seen.layers, *[gate for each in seen.traces for gate in each.gates.tensors()]]
-    loss = seen.hidden.sin().sum() + sum(weight.sin().sum() for memory in memories(seen.state) for weight in memory.weights)
+    outputs = [
+        seen.hidden,
+        seen.surprise,
+        *seen.layers,
+        *[gate for each in seen.traces for gate in each.gates.tensors()],
+    ]
+    loss = seen.hidden.sin().sum() + sum(
+        weight.sin().sum() for memory in memories(seen.state) for weight in memory.weights
+    )
     return outputs, seen.state, torch.autograd.grad(loss, list(subject.parameters()), allow_unused=True)
 
 
@@ -49,7 +56,9 @@ def counted(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("net", [{}, {"memory": {"net": "titans", "expansion": 1.0, "chunk": 8}}], ids=["deep", "titans"])
+@pytest.mark.parametrize(
+    "net", [{}, {"memory": {"net": "titans", "expansion": 1.0, "chunk": 8}}], ids=["deep", "titans"]
+)
 @pytest.mark.parametrize(("depth", "segments"), [(2, 2), (2, 5), (4, 2), (3, 3)])
 def test_the_same_in_another_order(depth, segments, net, counted):
     subject, tokens = model(depth, **net), torch.randint(50, (2, SEGMENT * segments))
@@ -60,7 +69,8 @@ def test_the_same_in_another_order(depth, segments, net, counted):
 
 
 @pytest.mark.parametrize(
-    ("before", "tokens"), [(0, 3 * SEGMENT + 5), (5, 4 * SEGMENT), (2 * SEGMENT, 2 * SEGMENT), (7, SEGMENT + 9)]
+    ("before", "tokens"),
+    [(0, 3 * SEGMENT + 5), (5, 4 * SEGMENT), (2 * SEGMENT, 2 * SEGMENT), (7, SEGMENT + 9)],
 )
 def test_from_any_place_to_any_other(before, tokens, counted):
     """Whole segments in a wavefront, what stands before and behind them as ever; with gradients through the carried state."""
@@ -161,7 +171,9 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("net", [{}, {"memory": {"net": "titans", "expansion": 1.0, "chunk": 8}}], ids=["deep", "titans"])
+@pytest.mark.parametrize(
+    "net", [{}, {"memory": {"net": "titans", "expansion": 1.0, "chunk": 8}}], ids=["deep", "titans"]
+)
 @pytest.mark.parametrize("borders", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_packed_documents_side_by_side(borders, net, counted):
     """If the state is not to be kept: the same outputs and gradients as document by document; nothing of one reaches another."""
@@ -197,5 +209,7 @@ def test_a_state_that_is_asked_for_is_there(counted):
 
 
 def test_a_schedule_that_there_is_not():
-    with pytest.raises(ValueError, match=r"schedule: expected one of wavefront, layers, got 'layer'; did you mean 'layers'\?"):
+    with pytest.raises(
+        ValueError, match=r"schedule: expected one of wavefront, layers, got 'layer'; did you mean 'layers'\?"
+    ):
         model(2).schedule = "layer"

@@ -19,7 +19,10 @@ def cached_by_size(make: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(make)
     def ask(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        ):
             return make(*args, **kwargs)
         return remembered(*args, **kwargs)
 

@@ -18,5 +18,7 @@ def resolve(name: str) -> torch.device:
         raise ValueError(f"device: expected auto, cpu, cuda or mps, got {name!r}")
     if not present[name]:
         here = ", ".join(kind for kind, is_here in present.items() if is_here)
-        raise ValueError(f"device: {name!r} is not present on this machine (present: {here}); use --device auto")
+        raise ValueError(
+            f"device: {name!r} is not present on this machine (present: {here}); use --device auto"
+        )
     return torch.device(name)

@@ -90,12 +90,16 @@ def read_tensors(path: Path, mapped: int | None = None) -> Stored:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise ValueError(f"{path}: expected a file, got a folder" if path.is_dir() else f"{path}: no such file")
+        raise ValueError(
+            f"{path}: expected a file, got a folder" if path.is_dir() else f"{path}: no such file"
+        )
     try:
         with safe_open(path, "pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = dict(file.metadata() or {})
     except SafetensorError as error:
         raise ValueError(f"{path}: damaged, or not a safetensors file ({error})") from None
-    small = {name: aligned(tensor) for name, tensor in found.items() if mapped is None or tensor.nbytes <= mapped}
+    small = {
+        name: aligned(tensor) for name, tensor in found.items() if mapped is None or tensor.nbytes <= mapped
+    }
     return Stored(found | small, metadata)

@@ -29,7 +29,9 @@ def capture(
                 function()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=None if beside is None else beside.pool(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=None if beside is None else beside.pool(), capture_error_mode="thread_local"
+        ):
             returned = function()
     return graph, returned
 

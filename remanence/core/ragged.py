@@ -33,7 +33,9 @@ class SegmentSplit:
             borders = [0, *range(size - opened[0], self.tokens, size), self.tokens]
             for a, b in itertools.pairwise(borders):
                 self.parts.append(SegmentPart(slice(a, b), None, [b - a] * self.batch))
-            self.slices = dict(zip(borders, x.split([part.counts[0] for part in self.parts], 1), strict=False))
+            self.slices = dict(
+                zip(borders, x.split([part.counts[0] for part in self.parts], 1), strict=False)
+            )
             return
         starts = offsets or [row * self.tokens for row in range(self.batch + 1)]
         counts = [b - a for a, b in itertools.pairwise(starts)]
@@ -46,7 +48,9 @@ class SegmentSplit:
                 index.extend(range(start + first, start + last))
                 borders.append(len(index))
             here = [b - a for a, b in itertools.pairwise(borders)]
-            self.parts.append(SegmentPart(torch.tensor(index, dtype=torch.int64, device=x.device), borders, here))
+            self.parts.append(
+                SegmentPart(torch.tensor(index, dtype=torch.int64, device=x.device), borders, here)
+            )
 
     def __iter__(self) -> Iterator[SegmentPart]:
         return iter(self.parts)

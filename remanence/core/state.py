@@ -49,7 +49,11 @@ def advanced(position: Tensor, counts: Tensor | int) -> Tensor:
     """A position after more was read; its note goes on if all rows read as many."""
     known = noted(position)
     after = position + counts
-    return placed(after, [place + counts for place in known]) if known is not None and isinstance(counts, int) else after
+    return (
+        placed(after, [place + counts for place in known])
+        if known is not None and isinstance(counts, int)
+        else after
+    )
 
 
 def aligned(position: Tensor, size: int) -> bool:
@@ -120,7 +124,11 @@ class TensorTuple:
         """The same state, its rows known on the host to be at these positions."""
         node: Any = self
         made = type(node)(*[_at(child, position) for child in node])
-        return made._replace(position=placed(made.position.detach(), position)) if "position" in node._fields else made
+        return (
+            made._replace(position=placed(made.position.detach(), position))
+            if "position" in node._fields
+            else made
+        )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         return _map(function, self)
@@ -180,7 +188,9 @@ def where(rows: list[bool] | Tensor, new: Any, old: Any) -> Any:
         result = torch.where(chosen, new, old)
         if isinstance(rows, Tensor) or noted(new) is None or noted(old) is None:
             return result
-        return placed(result, [a if anew else b for anew, a, b in zip(rows, places(new), places(old), strict=True)])
+        return placed(
+            result, [a if anew else b for anew, a, b in zip(rows, places(new), places(old), strict=True)]
+        )
     if new is None:
         return None
     children = [where(rows, a, b) for a, b in zip(new, old, strict=True)]

@@ -86,7 +86,9 @@ def byte_level_json() -> dict[str, Any]:
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    letter = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
+    letter = {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + index) for index, byte in enumerate(others)
+    }
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -120,7 +122,9 @@ class JsonTokenizer:
         try:
             from tokenizers import Tokenizer as Inner
         except ImportError:
-            raise ValueError(f"{path}: reading it needs the extra 'hf'; pip install 'remanence[hf]'") from None
+            raise ValueError(
+                f"{path}: reading it needs the extra 'hf'; pip install 'remanence[hf]'"
+            ) from None
         try:
             self.text = path.read_text(encoding="utf-8")
             self.inner = Inner.from_str(self.text)
@@ -186,7 +190,9 @@ def _write_settings(folder: Path, end: str | None, number: int | None) -> None:
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
     }
-    write_json(folder / "tokenizer_config.json", settings | ({"eos_token": end, "pad_token": end} if end else {}))
+    write_json(
+        folder / "tokenizer_config.json", settings | ({"eos_token": end, "pad_token": end} if end else {})
+    )
     if number is not None:
         write_json(folder / "generation_config.json", {"eos_token_id": number, "pad_token_id": number})
 

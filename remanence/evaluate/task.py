@@ -83,7 +83,9 @@ class Task(ABC):
         return []
 
     def row(self, metric: str, value: float, setting: Setting | None = None, **facts: Any) -> Row:
-        return Row(task=self.name, metric=metric, value=value, setting={**(setting or {}), **self.identity}, **facts)
+        return Row(
+            task=self.name, metric=metric, value=value, setting={**(setting or {}), **self.identity}, **facts
+        )
 
 
 def share(right: float, count: int) -> dict[str, Any]:
@@ -99,7 +101,9 @@ def perplexity(loss: float) -> float:
 def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
     """The 95 % interval of a share, by Wilson's score: inside 0 and 1, and not empty when all answers are right."""
     if count < 1 or not 0 <= right <= count:
-        raise ValueError(f"right: expected from 0 to count={count} right answers of at least one, got {right}")
+        raise ValueError(
+            f"right: expected from 0 to count={count} right answers of at least one, got {right}"
+        )
     p, shrink = right / count, 1 + z * z / count
     middle = (p + z * z / (2 * count)) / shrink
     half = z / shrink * sqrt(p * (1 - p) / count + z * z / (4 * count * count))

@@ -36,7 +36,9 @@ class Decoder:
     graph: by default on CUDA. The weights must stay where they are; persistent tokens are read once.
     """
 
-    def __init__(self, model: Model, state: State, memory: Mode | None = None, graph: bool | None = None) -> None:
+    def __init__(
+        self, model: Model, state: State, memory: Mode | None = None, graph: bool | None = None
+    ) -> None:
         reason = unsupported(model, memory)
         if reason is not None:
             raise ValueError(f"model: expected one that can be decoded in place, but {reason}")
@@ -50,7 +52,9 @@ class Decoder:
 
     def _check(self, state: State) -> None:
         if not isinstance(state, State):
-            raise ValueError(f"state: expected the State that this model returned, got {type(state).__name__}")
+            raise ValueError(
+                f"state: expected the State that this model returned, got {type(state).__name__}"
+            )
         self.model.backbone.check_state(state)
 
     @torch.no_grad()
@@ -58,7 +62,10 @@ class Decoder:
         pairs = zip(self.model.mixers, state.blocks, strict=True)
         self.decoders = [mixer.decoder(part, self.mode) for mixer, part in pairs]
         self.position = state.position.clone()
-        self.tokens, self.active = torch.zeros_like(self.position), torch.zeros_like(self.position, dtype=torch.bool)
+        self.tokens, self.active = (
+            torch.zeros_like(self.position),
+            torch.zeros_like(self.position, dtype=torch.bool),
+        )
         self.room = min((decoder.room for decoder in self.decoders if decoder.room is not None), default=None)
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -73,7 +80,9 @@ class Decoder:
                 continue
             if not isinstance(x, Tensor) or x.shape != self.position.shape or x.dtype != dtype:
                 came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name}: expected {dtype} of shape {list(self.position.shape)}, one per row, got {came}")
+                raise ValueError(
+                    f"{name}: expected {dtype} of shape {list(self.position.shape)}, one per row, got {came}"
+                )
         if self.room is not None:
             if self.room == 0:
                 self._begin(self.state)

@@ -69,7 +69,9 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
         return int(logits.argmax())
     logits = (logits - logits.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits):
-        logits = logits.index_fill(0, logits.sort(descending=True, stable=True).indices[sampling.top_k :], -torch.inf)
+        logits = logits.index_fill(
+            0, logits.sort(descending=True, stable=True).indices[sampling.top_k :], -torch.inf
+        )
     if sampling.top_p is not None:
         ordered, order = logits.sort(descending=True, stable=True)
         before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
@@ -97,15 +99,23 @@ class Generation:
         self.tokenizer = check_tokenizer(model, tokenizer)
         if write not in WRITES:
             raise ValueError(f"write: expected one of {', '.join(WRITES)}, got {write!r}")
-        if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        if (
+            isinstance(prompts, str)
+            or not prompts
+            or not all(isinstance(prompt, str) and prompt for prompt in prompts)
+        ):
             raise ValueError(f"prompts: expected texts of at least one character, got {prompts!r}")
         self.prompts = [self.tokenizer.encode(prompt) for prompt in prompts]
         if not all(self.prompts):
-            raise ValueError("prompts: expected at least one token each, got a text of which the tokenizer leaves nothing")
+            raise ValueError(
+                "prompts: expected at least one token each, got a text of which the tokenizer leaves nothing"
+            )
         if state is not None and len(state.position) == 1:
             state = state.rows([0] * len(prompts))
         elif state is not None and len(state.position) != len(prompts):
-            raise ValueError(f"state: expected one row, or one for each of {len(prompts)} prompts, got {len(state.position)}")
+            raise ValueError(
+                f"state: expected one row, or one for each of {len(prompts)} prompts, got {len(state.position)}"
+            )
         self._state: State | None = model.start(len(prompts)) if state is None else state
         self._decoder: Decoder | None = None
         self.modes: tuple[Mode | None, Mode | None] = {
@@ -119,21 +129,27 @@ class Generation:
 
     @property
     def state(self) -> State:
-        if self._state is None:  # only made when it is asked for: a copy for every token would take longer than the token
+        if (
+            self._state is None
+        ):  # only made when it is asked for: a copy for every token would take longer than the token
             assert self._decoder is not None
             self._state = self._decoder.state
         return self._state
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         if self.begun:
-            raise ValueError("generation: expected to be run once, got a second run; make another one from .state")
+            raise ValueError(
+                "generation: expected to be run once, got a second run; make another one from .state"
+            )
         self.begun = True
         writers = [_Writer(self.tokenizer, self.sampling.stop) for _ in self.prompts]
         chance = [torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(self.prompts))]
         logits = self._read_prompts()
         active = [self.sampling.max_tokens > 0] * len(writers)
         while any(active):
-            chosen = [choose(logits[row], self.sampling, chance[row]) if on else 0 for row, on in enumerate(active)]
+            chosen = [
+                choose(logits[row], self.sampling, chance[row]) if on else 0 for row, on in enumerate(active)
+            ]
             said = [on and token != self.tokenizer.end for on, token in zip(active, chosen, strict=True)]
             if any(said):
                 logits = self._say(chosen, said)
@@ -163,12 +179,23 @@ class Generation:
     def _read_prompts(self) -> Tensor:
         longest = max(len(prompt) for prompt in self.prompts)
         place = self.model.embed.weight.device
-        padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in self.prompts], device=place)
-        mask = torch.tensor([[True] * len(prompt) + [False] * (longest - len(prompt)) for prompt in self.prompts], device=place)
+        padded = torch.tensor(
+            [prompt + [0] * (longest - len(prompt)) for prompt in self.prompts], device=place
+        )
+        mask = torch.tensor(
+            [[True] * len(prompt) + [False] * (longest - len(prompt)) for prompt in self.prompts],
+            device=place,
+        )
         whole = bool(mask.all())
-        last, state, *_ = read(self.model, padded, self.state, mask=None if whole else mask, memory=self.modes[0])
+        last, state, *_ = read(
+            self.model, padded, self.state, mask=None if whole else mask, memory=self.modes[0]
+        )
         self._state = state
-        if place.type in IN_PLACE and self.sampling.max_tokens > 0 and unsupported(self.model, self.modes[1]) is None:
+        if (
+            place.type in IN_PLACE
+            and self.sampling.max_tokens > 0
+            and unsupported(self.model, self.modes[1]) is None
+        ):
             self._decoder = Decoder(self.model, state, self.modes[1])
         return self._finite(self.model.logits(last), state.diverged, [True] * len(self.prompts))
 
@@ -186,7 +213,11 @@ class Generation:
 
     def _finite(self, logits: Tensor, diverged: Tensor, said: list[bool]) -> Tensor:
         """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token waits for."""
-        logits, flags = torch.cat([logits[:, : self.tokenizer.vocabulary], diverged.unsqueeze(-1)], 1).cpu().tensor_split([-1], 1)
+        logits, flags = (
+            torch.cat([logits[:, : self.tokenizer.vocabulary], diverged.unsqueeze(-1)], 1)
+            .cpu()
+            .tensor_split([-1], 1)
+        )
         if bool(flags.any()):
             raise DivergedError(DIVERGED)
         if not bool(logits[torch.tensor(said, device="cpu")].isfinite().all()):
@@ -235,5 +266,7 @@ def check_tokenizer(model: Model, tokenizer: Tokenizer | None) -> Tokenizer:
     """A tokenizer whose tokens the model knows; bytes by default."""
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     if tokenizer.vocabulary > model.config.vocabulary:
-        raise ValueError(f"tokenizer: expected at most the model's {model.config.vocabulary} tokens, got {tokenizer.vocabulary}")
+        raise ValueError(
+            f"tokenizer: expected at most the model's {model.config.vocabulary} tokens, got {tokenizer.vocabulary}"
+        )
     return tokenizer

@@ -43,10 +43,14 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(model: Model) -> Fingerprint:
     weights = hashlib.sha256()
-    for name, parameter in sorted((first_name(name), parameter) for name, parameter in model.named_parameters()):
+    for name, parameter in sorted(
+        (first_name(name), parameter) for name, parameter in model.named_parameters()
+    ):
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_bytes(parameter.detach().to("cpu", torch.bfloat16)))
-    return Fingerprint(hashlib.sha256(_canonical(model.config.to_dict()).encode()).hexdigest()[:32], weights.hexdigest()[:32])
+    return Fingerprint(
+        hashlib.sha256(_canonical(model.config.to_dict()).encode()).hexdigest()[:32], weights.hexdigest()[:32]
+    )
 
 
 def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | None = None) -> None:
@@ -57,9 +61,14 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
     if not isinstance(state, State):
         raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
     if bool(state.diverged.any()):
-        raise DivergedError("state: expected finite numbers, got a memory that has diverged; it was not saved")
+        raise DivergedError(
+            "state: expected finite numbers, got a memory that has diverged; it was not saved"
+        )
     # Copied, as parts of a state may share memory, which safetensors refuses; stores never do, and may be too large for it.
-    tensors = {name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous() for name, tensor in named(state)}
+    tensors = {
+        name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous()
+        for name, tensor in named(state)
+    }
     fitted("state", model, tensors)
     header = {
         "format": FORMAT,
@@ -69,7 +78,9 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: _describe(tensor) for name, tensor in tensors.items()}),
         "notes": json.dumps(notes or {}),
-        "large": _canonical({name: _digest(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}),
+        "large": _canonical(
+            {name: _digest(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}
+        ),
     }
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)})
 
@@ -85,11 +96,15 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
     if differing:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
     if header["fingerprint"][1] != fingerprint(model).weights and not force:
-        raise ValueError(f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway")
+        raise ValueError(
+            f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
+        )
     unread = {name for name in header["large"] if tensors[name].nbytes > LARGE and not verify}
     state = fitted(str(path), model, tensors, unread)
     if state.position.tolist() != header["tokens"]:
-        raise ValueError(f"{path}: position: expected the header's {header['tokens']} tokens, got {state.position.tolist()}")
+        raise ValueError(
+            f"{path}: position: expected the header's {header['tokens']} tokens, got {state.position.tolist()}"
+        )
     return state
 
 
@@ -108,19 +123,28 @@ def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dic
             raise ValueError(f"{path}: altered or damaged: the checksum of {name} does not fit its content")
     schema = int(header["schema"]) if header.get("schema", "").isdecimal() else None
     if schema is None or schema > SCHEMA:
-        raise ValueError(f"{path}: expected schema {SCHEMA} or older, got {header.get('schema')}; a newer remanence can read it")
+        raise ValueError(
+            f"{path}: expected schema {SCHEMA} or older, got {header.get('schema')}; a newer remanence can read it"
+        )
     for old in range(schema, SCHEMA):
         if old not in MIGRATIONS:
             raise ValueError(f"{path}: schema {old} cannot be brought to schema {SCHEMA}")
         stored = MIGRATIONS[old](stored)
     try:
-        data = {name: json.loads(stored.metadata[name]) for name in ("config", "fingerprint", "tokens", "state", "notes")}
+        data = {
+            name: json.loads(stored.metadata[name])
+            for name in ("config", "fingerprint", "tokens", "state", "notes")
+        }
     except (KeyError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: its header is not complete ({type(error).__name__})") from None
     kinds = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
     described = {name: _describe(tensor) for name, tensor in stored.tensors.items()}
     well = all(isinstance(data[name], kind) for name, kind in kinds.items()) and data["state"] == described
-    if not well or [type(part) for part in data["fingerprint"]] != [str, str] or any(type(n) is not int for n in data["tokens"]):
+    if (
+        not well
+        or [type(part) for part in data["fingerprint"]] != [str, str]
+        or any(type(n) is not int for n in data["tokens"])
+    ):
         raise ValueError(f"{path}: its header does not describe its content")
     return {**data, "schema": schema, "large": large}, stored.tensors
 
@@ -166,11 +190,15 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
         _check(f"{what}: {name}", tensor, wanted[name], shape, name in (unread or ()), name in unbounded)
     state = assembled(template, tensors, model.embed.weight.device)
     if any(0 < tensors[name].shape[1] < int(state.position.max()) for name in growing):
-        raise ValueError(f"{what}: expected full attention to hold all {int(state.position.max())} tokens, got fewer")
+        raise ValueError(
+            f"{what}: expected full attention to hold all {int(state.position.max())} tokens, got fewer"
+        )
     for _, part in _parts(state):
         if not bool(torch.as_tensor(part.agrees(state.position)).all()):
             kind = type(part).__name__
-            raise ValueError(f"{what}: its parts do not agree on the tokens read, or it has diverged ({kind})")
+            raise ValueError(
+                f"{what}: its parts do not agree on the tokens read, or it has diverged ({kind})"
+            )
     return state
 
 
@@ -209,13 +237,19 @@ def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int], unread: bo
     if tensor.is_floating_point() and not unread:
         bad = tensor.isnan() | (tensor == torch.inf) if unbounded else ~tensor.isfinite()
         if bool(bad.any()):
-            raise ValueError(f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}")
+            raise ValueError(
+                f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}"
+            )
 
 
 def _differences(theirs: Any, ours: Any, path: str = "") -> list[str]:
     if isinstance(theirs, dict) and isinstance(ours, dict):
         names = sorted({*theirs, *ours})
-        return [x for name in names for x in _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else name)]
+        return [
+            x
+            for name in names
+            for x in _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else name)
+        ]
     return [] if theirs == ours else [f"{path} is {theirs!r} in the file, {ours!r} in the model"]
 
 

@@ -66,7 +66,12 @@ class Read(NamedTuple):
 
 @torch.no_grad()
 def read(
-    model: Model, tokens: Tensor, state: State | None = None, *, mask: Tensor | None = None, memory: Mode | None = None
+    model: Model,
+    tokens: Tensor,
+    state: State | None = None,
+    *,
+    mask: Tensor | None = None,
+    memory: Mode | None = None,
 ) -> Read:
     """Read tokens ``[b t]`` of any length in pieces, without computing logits. The device is asked once, at the end."""
     state = model.start(tokens.shape[0]) if state is None else state
@@ -88,14 +93,18 @@ def read(
             surprises.append(surprise)
             count += some.numel() if here is None else int(here.sum())
         start = stop
-    *found, bad = torch.stack([*[each.double() for each in surprises], state.diverged.any().double()]).tolist()
+    *found, bad = torch.stack(
+        [*[each.double() for each in surprises], state.diverged.any().double()]
+    ).tolist()
     return Read(last, state, sum(found), count, bool(bad))
 
 
 def _last(hidden: Tensor, mask: Tensor, before: Tensor) -> Tensor:
     """Each row's vector where its mask is true for the last time; what it was before where there is no such place."""
     place = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1)
-    return torch.where(mask.any(1, keepdim=True), hidden[torch.arange(len(place), device=place.device), place], before)
+    return torch.where(
+        mask.any(1, keepdim=True), hidden[torch.arange(len(place), device=place.device), place], before
+    )
 
 
 class Captured:
@@ -139,7 +148,9 @@ def _captured(model: Model, tokens: Tensor, state: State, size: int, memory: Mod
     window = longest_window(model)
     if unsupported(model, size, True) is not None or window > size:
         return None
-    if any(place < window or place % size for place in places(state.position)) or not model.backbone.remembers_all(state):
+    if any(
+        place < window or place % size for place in places(state.position)
+    ) or not model.backbone.remembers_all(state):
         return None
     key = (len(tokens), model.schedule, *[parameter.data_ptr() for parameter in model.parameters()])
     known = _COUNTED.get(model)

@@ -31,7 +31,9 @@ class Session:
     Reading always writes. The attention window moves on in every case: it is what was just said, not what is remembered.
     """
 
-    def __init__(self, model: Model | str | Path, tokenizer: Tokenizer | None = None, *, write: Write = "all") -> None:
+    def __init__(
+        self, model: Model | str | Path, tokenizer: Tokenizer | None = None, *, write: Write = "all"
+    ) -> None:
         if isinstance(model, (str, Path)):
             tokenizer = tokenizer or load_tokenizer(model)
             model = Model.load(model).eval()
@@ -80,7 +82,9 @@ class Session:
         place = self.model.embed.weight.device
         piece = read(self.model, torch.tensor([tokens], device=place), self.state)
         if piece.diverged:
-            raise DivergedError(f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}")
+            raise DivergedError(
+                f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}"
+            )
         self.state = piece.state
         return piece
 
@@ -96,7 +100,12 @@ class Session:
         if not prompt:
             raise ValueError("prompt: expected a text of at least one character, got an empty one")
         generation = Generation(
-            self.model, [prompt], Sampling(**sampling), tokenizer=self.tokenizer, state=self.state, write=self.write
+            self.model,
+            [prompt],
+            Sampling(**sampling),
+            tokenizer=self.tokenizer,
+            state=self.state,
+            write=self.write,
         )
         before = self.state
         try:

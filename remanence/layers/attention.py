@@ -43,7 +43,9 @@ def causal_mask(
     return torch.cat([seen.new_ones(*seen.shape[:2], prefix), seen], -1)
 
 
-def band_mask(queries: int, window: int, prefix: int, device: torch.device | None = None) -> Bool[Tensor, "queries keys"]:
+def band_mask(
+    queries: int, window: int, prefix: int, device: torch.device | None = None
+) -> Bool[Tensor, "queries keys"]:
     """A block of queries in the middle of a long text: every one has a whole window of keys, its own last.
 
     Three queries, a window of three, one persistent token::
@@ -80,7 +82,9 @@ def segment_mask(
     return torch.cat(parts, -1)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, lse: bool = False) -> Tensor:
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, lse: bool = False
+) -> Tensor:
     """SDPA on ``[r t h e]``; a mask is ``[r or 1, queries, keys]``. With `lse` the log-sum-exp stands behind the output, as one
     more number of every head, and both are float32 at least.
     """
@@ -138,11 +142,17 @@ def sliding_attention(
     missing = blocks * block - queries
     q = F.pad(q, (0, 0, 0, 0, 0, missing)).reshape(rows, blocks, block, *q.shape[2:])
     left = reach - cached  # negative: a cache may hold more than the window reaches
-    k, v = (F.pad(x, (0, 0, 0, 0, left, missing)).unfold(1, block + reach, block).movedim(-1, 2) for x in (k, v))
+    k, v = (
+        F.pad(x, (0, 0, 0, 0, left, missing)).unfold(1, block + reach, block).movedim(-1, 2) for x in (k, v)
+    )
     # Only the first blocks reach back to before the call, where a row may not have read a whole window yet.
     edge = min(blocks, -(-reach // block)) if reach else 0
     band = band_mask(block, window, persistent, q.device).unsqueeze(0)
-    key = torch.arange(block + reach, device=q.device) - reach + block * torch.arange(edge, device=q.device).unsqueeze(-1)
+    key = (
+        torch.arange(block + reach, device=q.device)
+        - reach
+        + block * torch.arange(edge, device=q.device).unsqueeze(-1)
+    )
     read = (key >= -position.view(-1, 1, 1)).flatten(0, 1).unsqueeze(1)
     outer = band & torch.cat([read.new_ones(*read.shape[:2], persistent), read], -1)
     if len(position) < rows:
@@ -157,14 +167,21 @@ def sliding_attention(
 
 
 def flexible_attention(
-    q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor], window: int, position: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix: tuple[Tensor, Tensor],
+    window: int,
+    position: Tensor | None = None,
 ) -> Tensor:
     """The same by FlexAttention, for a document from its start (position None) and for one that goes on. On an H200, with a
     window of 2,048 tokens and 128 persistent ones, forward and backward take 3.8 ms where the blocks take 13.9 (8 x 4,096 tokens,
     16 heads), and 6.3 where they take 12.5 (1 x 32,768). Compiled when first used.
     """
     cached = k.shape[1] - q.shape[1]
-    reached = -(-(window - 1) // BLOCK) * BLOCK  # what a query can reach, in whole blocks: cut elsewhere, more of them are mixed
+    reached = (
+        -(-(window - 1) // BLOCK) * BLOCK
+    )  # what a query can reach, in whole blocks: cut elsewhere, more of them are mixed
     if cached > reached:
         k, v = (x[:, cached - reached :] for x in (k, v))
         cached = reached
@@ -174,8 +191,12 @@ def flexible_attention(
     score = None
     if position is not None and (known is None or min(known) < min(cached, window - 1)):
         # Rows that have not read a whole window yet: what stands before their start is nothing.
-        score = _from(prefix[0].shape[0], (prefix[0].shape[0] + cached - position).clamp(min=prefix[0].shape[0]))
-    return _flex((*q.shape, cached, score is None), q.device)(q.transpose(1, 2), keys, values, mask, score).transpose(1, 2)
+        score = _from(
+            prefix[0].shape[0], (prefix[0].shape[0] + cached - position).clamp(min=prefix[0].shape[0])
+        )
+    return _flex((*q.shape, cached, score is None), q.device)(
+        q.transpose(1, 2), keys, values, mask, score
+    ).transpose(1, 2)
 
 
 def _from(prefix: int, first: Tensor) -> Callable[..., Tensor]:
@@ -220,7 +241,8 @@ def _compiled_flex(kind: str) -> Callable[..., Tensor]:
         return flex_attention(q, k, v, score_mod=score, block_mask=mask)
 
     return torch.compile(
-        {"fixed": fixed, "windows": windows, "segments": segments}[kind], dynamic=False if kind == "fixed" else None
+        {"fixed": fixed, "windows": windows, "segments": segments}[kind],
+        dynamic=False if kind == "fixed" else None,
     )
 
 
@@ -264,7 +286,10 @@ class Heads(nn.Module):
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the same tokens, not rotated."""
-        q, k, v = (y.view(*x.shape[:-1], self.heads, self.width) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            y.view(*x.shape[:-1], self.heads, self.width)
+            for y in project(x, self.q_proj, self.k_proj, self.v_proj)
+        )
         return q, k, v
 
     def prefix(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,7 +352,9 @@ class AttentionState(_AttentionState, TensorTuple):
 
     def crop(self, tokens: int) -> AttentionState:
         if bool((self.slack < tokens).any()):
-            raise ValueError(f"tokens: expected at most {int(self.slack.min())}, as the window is not longer, got {tokens}")
+            raise ValueError(
+                f"tokens: expected at most {int(self.slack.min())}, as the window is not longer, got {tokens}"
+            )
         k, v = take_back(self.k, tokens), take_back(self.v, tokens)
         return AttentionState(k, v, self.position - tokens, self.slack - tokens)
 
@@ -362,7 +389,9 @@ class Attention(Heads):
     `slack` more tokens than the window are kept in the state, so that as many can be taken back.
     """
 
-    def __init__(self, dim: int, heads: int, window: int | None, persistent: int, rotary: float, slack: int = 0) -> None:
+    def __init__(
+        self, dim: int, heads: int, window: int | None, persistent: int, rotary: float, slack: int = 0
+    ) -> None:
         super().__init__(dim, heads, persistent if window else 0, rotary)
         self.window, self.slack = window, slack
         self.history = window - 1 + slack if window else 0
@@ -378,7 +407,9 @@ class Attention(Heads):
         seen = self.attend(x, state, offsets)
         return self.out(from_rows(seen.y, seen.back)), seen.state
 
-    def attend(self, x: Tensor, state: AttentionState | None, offsets: list[int] | None, *, lse: bool = False) -> Attended:
+    def attend(
+        self, x: Tensor, state: AttentionState | None, offsets: list[int] | None, *, lse: bool = False
+    ) -> Attended:
         """`forward` up to where heads are joined; with `lse`, a window's log-sum-exp behind its output (`_softmax`)."""
         fresh = state is None
         if state is None:
@@ -391,14 +422,20 @@ class Attention(Heads):
             turn = self.turn(where, asked.dtype)
         q, k = turn(asked), turn(plain)
         position = None if fresh else state.position
-        keys, values = (k, v) if fresh else (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+        keys, values = (
+            (k, v)
+            if fresh
+            else (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+        )
         if self.window is None:
             y = full_attention(q, keys, values, position)
         else:
             y = sliding_attention(q, keys, values, self.prefix(k), self.window, position, lse)
         return Attended(y, asked, plain, v, self._carry(state, k, v, offsets), back)
 
-    def _carry(self, state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None) -> AttentionState:
+    def _carry(
+        self, state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None
+    ) -> AttentionState:
         counts: Any = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()
         position = advanced(state.position, counts)
         slack = position if self.window is None else (state.slack + counts).clamp(max=self.slack)
@@ -435,7 +472,9 @@ class SegmentState(_SegmentState, TensorTuple):
         return self.position == read % self.size
 
     def at(self, position: list[int]) -> SegmentState:
-        return self._replace(position=placed(self.position.detach(), [place % self.size for place in position]))
+        return self._replace(
+            position=placed(self.position.detach(), [place % self.size for place in position])
+        )
 
     def crop(self, tokens: int) -> SegmentState:
         position = self.position - tokens
@@ -456,7 +495,9 @@ class SegmentAttention(Heads):
 
     def start(self, rows: int) -> SegmentState:
         like, shape = self.k_proj.weight, (rows, self.segment - 1, self.heads, self.width)
-        none = lambda: torch.zeros(shape, dtype=like.dtype, device=like.device)  # each its own: files refuse shared tensors
+        none = lambda: torch.zeros(
+            shape, dtype=like.dtype, device=like.device
+        )  # each its own: files refuse shared tensors
         nothing = placed(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         return SegmentState((none(), none()), (none(), none()), nothing)
 
@@ -482,7 +523,9 @@ class SegmentAttention(Heads):
             k, v = (to_rows(y, offsets)[0] for y in self.pairs(source))
             parts.append((turn(k), v))
         joined = [
-            tuple(torch.cat([old[:, :most].to(new.dtype), new], 1) for old, new in zip(past, part, strict=True))
+            tuple(
+                torch.cat([old[:, :most].to(new.dtype), new], 1) for old, new in zip(past, part, strict=True)
+            )
             for past, part in zip((state.retrieved, state.tokens), parts, strict=True)
         ]
         seen = joined if retrieved is not None else joined[1:]
@@ -496,7 +539,9 @@ class SegmentAttention(Heads):
         if all(a + n == self.segment for a, n in zip(opened, counts, strict=True)):  # nothing is left open
             return y, self.start(rows)
         index = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
-        ends = [tuple(pick(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part) for part in joined]
+        ends = [
+            tuple(pick(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part) for part in joined
+        ]
         after = [(a + n) % self.segment for a, n in zip(opened, counts, strict=True)]
         position = placed(torch.tensor(after, device=x.device), after)
         return y, SegmentState((ends[0][0], ends[0][1]), (ends[1][0], ends[1][1]), position)
@@ -510,7 +555,9 @@ class SegmentAttention(Heads):
         return self.out(whole_attention(self.turn_from_start(length, q)(q), keys, values))
 
 
-def whole_attention(q: Float[Tensor, "r c h e"], k: Float[Tensor, "r keys h e"], v: Float[Tensor, "r keys h e"]) -> Tensor:
+def whole_attention(
+    q: Float[Tensor, "r c h e"], k: Float[Tensor, "r keys h e"], v: Float[Tensor, "r keys h e"]
+) -> Tensor:
     """Of whole segments: keys are persistent ones, then what each token retrieved, then the tokens. Half of the scores are of
     what no query sees: on a GPU they are skipped (39 ms of a 340m MAC's step on an H200, where torch's with a mask takes 50).
     """

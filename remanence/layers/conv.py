@@ -39,7 +39,10 @@ class ShortConv(nn.Module):
         return like.new_zeros(rows, self.history, self.width)
 
     def forward(
-        self, x: Float[Tensor, "b t width"], past: Float[Tensor, "r past width"], offsets: Sequence[int] | None = None
+        self,
+        x: Float[Tensor, "b t width"],
+        past: Float[Tensor, "r past width"],
+        offsets: Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t width"], Float[Tensor, "r past width"]]:
         """`past` are the inputs just before these, zeros at a document's start; packed documents have a row of it each."""
         if self.weight is None or x.shape[1] == 0:
@@ -64,7 +67,11 @@ class ShortConv(nn.Module):
         normalize: bool = False,
     ) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "r past width"]]:
         """`forward`, SiLU, and perhaps `unit`, by heads."""
-        if offsets is None and self.weight is not None and layer.fits(x, width=self.width // heads, taps=self.kernel):
+        if (
+            offsets is None
+            and self.weight is not None
+            and layer.fits(x, width=self.width // heads, taps=self.kernel)
+        ):
             return layer.short_conv(x, past, self.weight, heads, normalize)
         if offsets is None and self.weight is not None and layer_cpu.fits(x):
             return layer_cpu.short_conv(x, past, self.weight, heads, normalize), self.advance(x, past, None)
@@ -73,12 +80,17 @@ class ShortConv(nn.Module):
         return unit(y) if normalize else y, past
 
     def advance(
-        self, x: Float[Tensor, "b t width"], past: Float[Tensor, "r past width"], offsets: Sequence[int] | None
+        self,
+        x: Float[Tensor, "b t width"],
+        past: Float[Tensor, "r past width"],
+        offsets: Sequence[int] | None,
     ) -> Tensor:
         """Only the inputs to carry on, as `forward` would return them."""
         if offsets is None:
             return layer_cpu.carry_on(past, x) if layer_cpu.fits(x) else carry_on(past, x)
-        return torch.cat([carry_on(past[row : row + 1], x[:, a:b]) for row, (a, b) in enumerate(pairwise(offsets))])
+        return torch.cat(
+            [carry_on(past[row : row + 1], x[:, a:b]) for row, (a, b) in enumerate(pairwise(offsets))]
+        )
 
     def _convolve(self, x: Tensor) -> Tensor:
         """``[b t+kernel-1 width]`` to ``[b t width]``. As a flat image: torch's one-dimensional depthwise backward is 2.5 x
@@ -89,6 +101,8 @@ class ShortConv(nn.Module):
         if self.weight.dim() == 2:
             return F.conv2d(x.mT.unsqueeze(2), weight, groups=self.width).squeeze(2).mT
         groups = len(self.weight)
-        channels = x.unflatten(0, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2).unsqueeze(2)  # each layer's are its own
+        channels = (
+            x.unflatten(0, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2).unsqueeze(2)
+        )  # each layer's are its own
         y = F.conv2d(channels, weight, groups=len(weight)).squeeze(2).unflatten(1, (groups, -1))
         return y.permute(1, 0, 3, 2).flatten(0, 1)

@@ -62,7 +62,9 @@ class WindowDecoder:
     def _last(self, position: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Where the last `count` tokens are, the newest last."""
         token = position.unsqueeze(-1) + torch.arange(-count, 0, device=position.device)
-        return torch.arange(len(position), device=position.device).unsqueeze(-1), self.lead + token % self.size
+        return torch.arange(len(position), device=position.device).unsqueeze(
+            -1
+        ), self.lead + token % self.size
 
     def _mask(self, position: Tensor) -> Tensor:
         position = position.unsqueeze(-1)
@@ -73,7 +75,9 @@ class WindowDecoder:
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         layer, shape = self.layer, (self.size, self.lead, self.layer.window)
         q, (k, v) = layer.queries(x), layer.pairs(x)
-        turn = now.once(layer.width, layer.rotary, make=lambda: layer.turn(now.position.unsqueeze(-1), q.dtype))
+        turn = now.once(
+            layer.width, layer.rotary, make=lambda: layer.turn(now.position.unsqueeze(-1), q.dtype)
+        )
         slot = now.once("slot", *shape, make=lambda: self.lead + now.position % self.size)
         mask = now.once("mask", *shape, make=lambda: self._mask(now.position))
         decode.put(self.k, slot, turn(k)[:, 0], now.active)
@@ -111,7 +115,9 @@ class SegmentDecoder:
         layer, shape = self.layer, (self.size, self.lead)
         place = now.once("place", self.size, make=lambda: now.position % self.size)
         q = layer.queries(x)
-        turn = now.once("segment", layer.width, layer.rotary, make=lambda: layer.turn(place.unsqueeze(-1), q.dtype))
+        turn = now.once(
+            "segment", layer.width, layer.rotary, make=lambda: layer.turn(place.unsqueeze(-1), q.dtype)
+        )
         mask = now.once("segment mask", *shape, make=lambda: self._mask(place, retrieved is not None))
         for first, source in zip(self._firsts, (retrieved, x), strict=True):
             k, v = (torch.zeros_like(q),) * 2 if source is None else layer.pairs(source)

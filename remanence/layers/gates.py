@@ -43,7 +43,9 @@ class GateProjection(nn.Module):
                 parts = wide.unflatten(0, (len(self.weight), -1))
                 products = torch.einsum("gbtd,god->gbto", parts, self.weight.to(wide.dtype))
                 logits = products.flatten(0, 1) * scale
-                logits = (logits.unflatten(0, (len(self.bias), -1)) + shared(self.bias.to(wide.dtype), 1, wide)).flatten(0, 1)
+                logits = (
+                    logits.unflatten(0, (len(self.bias), -1)) + shared(self.bias.to(wide.dtype), 1, wide)
+                ).flatten(0, 1)
         return logits.unflatten(-1, (len(self.biases), self.heads)).unbind(-2)
 
     def logs(self, x: Float[Tensor, "b t d"], flipped: Sequence[bool]) -> tuple[Float[Tensor, "b t h"], ...]:
@@ -52,4 +54,6 @@ class GateProjection(nn.Module):
             return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
         if layer_cpu.fits(x):
             return layer_cpu.log_gates(x, self.weight, self.bias, self.heads, flipped)
-        return tuple(F.logsigmoid(-logit if flip else logit) for logit, flip in zip(self(x), flipped, strict=True))
+        return tuple(
+            F.logsigmoid(-logit if flip else logit) for logit, flip in zip(self(x), flipped, strict=True)
+        )

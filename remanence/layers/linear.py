@@ -14,7 +14,11 @@ from torch import Tensor, nn
 def operand(x: Tensor) -> torch.dtype:
     """x's dtype as autocast's products take it: what is cast once for all of them is not cast by autocast for each, and back."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if x.dtype == torch.float32 and torch.is_autocast_enabled(device) else x.dtype
+    return (
+        torch.get_autocast_dtype(device)
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(device)
+        else x.dtype
+    )
 
 
 class Linear(nn.Linear):
@@ -51,7 +55,9 @@ class _Projected(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sums: tuple[Callable[[], Tensor] | None, ...], *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, sums: tuple[Callable[[], Tensor] | None, ...], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.sums = sums
         ctx.set_materialize_grads(False)
@@ -59,7 +65,9 @@ class _Projected(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             if weights[0].dim() == 2:
                 return tuple(F.linear(x, weight) for weight in weights)
-            return tuple(torch.bmm(stacked, weight.mT).view(*x.shape[:-1], weight.shape[-2]) for weight in weights)
+            return tuple(
+                torch.bmm(stacked, weight.mT).view(*x.shape[:-1], weight.shape[-2]) for weight in weights
+            )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -106,4 +114,8 @@ def shared(weight: Tensor, plain: int, x: Tensor) -> Tensor:
     """A weight of `plain` axes as it is, or several layers' so shaped that each meets its own share of x's rows, once x's first
     axis is split into shares.
     """
-    return weight if weight.dim() == plain else weight.view(len(weight), *[1] * (x.dim() - plain), *weight.shape[1:])
+    return (
+        weight
+        if weight.dim() == plain
+        else weight.view(len(weight), *[1] * (x.dim() - plain), *weight.shape[1:])
+    )

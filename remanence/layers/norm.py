@@ -24,7 +24,9 @@ class RMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Float[Tensor, "... width"], dtype: torch.dtype | None = None) -> Float[Tensor, "... width"]:
+    def forward(
+        self, x: Float[Tensor, "... width"], dtype: torch.dtype | None = None
+    ) -> Float[Tensor, "... width"]:
         """In x's dtype, or another."""
         dtype = dtype or x.dtype
         if layer.fits(x, channels=self.width):
@@ -34,7 +36,9 @@ class RMSNorm(nn.Module):
         parts = F.rms_norm(x, (self.width,), None, self.eps).unflatten(0, (len(self.weight), -1))
         return (parts * shared(self.weight.to(x.dtype), 1, x)).flatten(0, 1).to(dtype)
 
-    def gated(self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]) -> Float[Tensor, "b t inner"]:
+    def gated(
+        self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]
+    ) -> Float[Tensor, "b t inner"]:
         """Per head, times SiLU of a gate."""
         if layer.fits(x, width=self.width) and layer.fits(gate):
             return layer.gated_norm(x, gate, self.weight, self.eps)

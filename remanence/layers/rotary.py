@@ -29,7 +29,9 @@ class Rotary:
 
 
 @cached_by_size
-def from_start(length: int, times: int, width: int, base: float, dtype: torch.dtype, device: torch.device) -> Rotary:
+def from_start(
+    length: int, times: int, width: int, base: float, dtype: torch.dtype, device: torch.device
+) -> Rotary:
     """`Rotary` of the positions 0 to length - 1, so many times over; made once for all layers and calls that begin there."""
     position = torch.arange(length, device=device).repeat(times).unsqueeze(0)
     return Rotary(position, width, base, dtype)

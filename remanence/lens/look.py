@@ -136,7 +136,9 @@ def _look(session: Session, layers: dict[int, NeuralMemory], past: list[Past], t
     with _watching(layers.values()) as shown:
         trace = model.trace(inputs, session.state, memory="on")
     if bool(trace.state.diverged.any()):
-        raise DivergedError(f"memory: expected finite numbers, got a memory that diverged near token {before:,}")
+        raise DivergedError(
+            f"memory: expected finite numbers, got a memory that diverged near token {before:,}"
+        )
     session.state = trace.state
     found = []
     for each, calls in zip(past, shown, strict=True):

@@ -52,7 +52,9 @@ class InvertedFile:
         return {"probes": self.probes, "_rows": {}, "recall": self.recall}
 
     @torch.no_grad()
-    def __call__(self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
+    def __call__(
+        self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
+    ) -> Found:
         check(q, state, k, limit)
         _faiss()
         made = [row for row in range(len(q)) if self._refresh(row, state)]
@@ -86,7 +88,10 @@ class InvertedFile:
         faiss, width = _faiss(), keys.shape[1]
         cells = int(2 * math.sqrt(len(keys)))
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, cells, faiss.METRIC_INNER_PRODUCT)
-        index.cp.max_points_per_centroid, index.cp.niter = 39, 6  # the least faiss asks for: an index does not live long
+        index.cp.max_points_per_centroid, index.cp.niter = (
+            39,
+            6,
+        )  # the least faiss asks for: an index does not live long
         data = keys.contiguous().numpy()
         index.train(data)
         index.add_with_ids(data, slots.numpy())
@@ -111,13 +116,18 @@ class InvertedFile:
             old = self._score(asked[0], one, slots, unchanged, bound[0])
             new = one._replace(position=one.position.masked_fill(unchanged, -1))
             score, index = exact(asked, new, k, bound)
-            score, index = best(torch.cat([score[0], old], -1), torch.cat([index[0], slots], -1).clamp(min=0), k)
+            score, index = best(
+                torch.cat([score[0], old], -1), torch.cat([index[0], slots], -1).clamp(min=0), k
+            )
             scores.append(score.unsqueeze(0))
             indices.append(index.masked_fill(score == -torch.inf, -1).unsqueeze(0))
         return Found(torch.cat(scores), torch.cat(indices))
 
     def _ask(self, indexed: _Indexed, q: Tensor, k: int) -> Tensor:
-        found = [index.search(q[:, head].float().cpu().contiguous().numpy(), k)[1] for head, index in enumerate(indexed.heads)]
+        found = [
+            index.search(q[:, head].float().cpu().contiguous().numpy(), k)[1]
+            for head, index in enumerate(indexed.heads)
+        ]
         return torch.stack([torch.from_numpy(slots) for slots in found], 1)
 
     def _score(self, q: Tensor, one: StoreState, slots: Tensor, unchanged: Tensor, limit: Tensor) -> Tensor:
@@ -129,7 +139,9 @@ class InvertedFile:
         good = (slots >= 0) & unchanged[place] & (one.position[0][place] <= limit.view(-1, 1, 1))
         return score.masked_fill(~good, -torch.inf)
 
-    def _measure(self, q: Tensor, state: StoreState, k: int, limit: Tensor, found: Found, made: list[int]) -> None:
+    def _measure(
+        self, q: Tensor, state: StoreState, k: int, limit: Tensor, found: Found, made: list[int]
+    ) -> None:
         some = torch.linspace(0, q.shape[1] - 1, min(SAMPLED, q.shape[1]), device=q.device).long()
         rows = torch.tensor(made, device=q.device)
         truth = exact(q[rows][:, some], state.rows(rows), k, limit[rows][:, some])

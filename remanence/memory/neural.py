@@ -85,7 +85,11 @@ class InitialMemory(nn.Module):
 
     def __init__(self, net: Net, heads: int, width: int) -> None:
         super().__init__()
-        self._made_by = (net, heads, width)  # in a tuple, so that a net that is a module is not registered here too
+        self._made_by = (
+            net,
+            heads,
+            width,
+        )  # in a tuple, so that a net that is a module is not registered here too
         device = torch.empty(0).device
         with torch.device("meta" if device.type == "meta" else "cpu"):  # the same numbers on every device
             drawn = self._draw()
@@ -120,7 +124,9 @@ class NeuralMemory(nn.Module):
     def __init__(self, config: MemoryConfig | None = None, **fields: Any) -> None:
         super().__init__()
         if config is not None and not isinstance(config, MemoryConfig):
-            raise ValueError(f"config: expected a MemoryConfig, or fields by name (dim=512, heads=8), got {config!r}")
+            raise ValueError(
+                f"config: expected a MemoryConfig, or fields by name (dim=512, heads=8), got {config!r}"
+            )
         self.config = change(config, fields) if config is not None else build(MemoryConfig, fields)
         c = self.config
         net = net_of(c)
@@ -140,8 +146,12 @@ class NeuralMemory(nn.Module):
         self.norm = RMSNorm(self.head_dim)
         self.o_proj = Linear(c.inner, c.dim)
         self.initial = InitialMemory(self.net, self.heads, self.head_dim)
-        self.checks = True  # on a CPU, that x is finite; a model made of such layers sees it in its loss and its state
-        self.watch: Callable[[Tensor, Tensor], None] | None = None  # shown every call's values and answers; see remanence.lens
+        self.checks = (
+            True  # on a CPU, that x is finite; a model made of such layers sees it in its loss and its state
+        )
+        self.watch: Callable[[Tensor, Tensor], None] | None = (
+            None  # shown every call's values and answers; see remanence.lens
+        )
 
     def extra_repr(self) -> str:
         return f"net={net_of(self.config)}, rule={self.rule}, chunk={self.config.chunk}"
@@ -183,9 +193,14 @@ class NeuralMemory(nn.Module):
         carried = state is not None
         if mask is not None:
             inside, documents = self._unpad(x, mask, offsets)
-            seen = self.trace(inside, state if carried else self._fresh(x, len(documents) - 1), offsets=documents)
+            seen = self.trace(
+                inside, state if carried else self._fresh(x, len(documents) - 1), offsets=documents
+            )
             return Trace(
-                repad(seen.y, mask), seen.state, repad(seen.surprise, mask), seen.gates.map(lambda gate: repad(gate, mask))
+                repad(seen.y, mask),
+                seen.state,
+                repad(seen.surprise, mask),
+                seen.gates.map(lambda gate: repad(gate, mask)),
             )
         state, borders = self._checked(x, state, offsets)
         *projected, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
@@ -208,7 +223,9 @@ class NeuralMemory(nn.Module):
         y = self.output(q, answers, gate)
         if carried and not self.deep and torch.is_grad_enabled():
             # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.
-            y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(y.dtype)
+            y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(
+                y.dtype
+            )
         return Trace(y, NeuralMemoryState(memory, conv), surprise, gates)
 
     def read(
@@ -246,7 +263,11 @@ class NeuralMemory(nn.Module):
         return settle(state.memory, net=self.net, rule=self.rule)
 
     def ask(
-        self, x: Float[Tensor, "b t d"], weights: Weights, past: Float[Tensor, "r past width"], borders: list[int] | None = None
+        self,
+        x: Float[Tensor, "b t d"],
+        weights: Weights,
+        past: Float[Tensor, "r past width"],
+        borders: list[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
         """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's own."""
         q, gate = project(x, self.q_proj, self.g_proj)
@@ -287,7 +308,13 @@ class NeuralMemory(nn.Module):
 
     def log_gates(self, x: Tensor) -> Gates:
         # A forget gate's log is of what is kept.
-        logs = dict(zip(self.gate_names, self.gates.logs(x, [name == "forget" for name in self.gate_names]), strict=True))
+        logs = dict(
+            zip(
+                self.gate_names,
+                self.gates.logs(x, [name == "forget" for name in self.gate_names]),
+                strict=True,
+            )
+        )
         return Gates(logs["step"], logs.get("momentum"), logs.get("forget"))
 
     def _fresh(self, x: Tensor, rows: int) -> NeuralMemoryState:
@@ -296,18 +323,34 @@ class NeuralMemory(nn.Module):
     def _checked(
         self, x: Tensor, state: NeuralMemoryState | None, offsets: Tensor | Sequence[int] | None
     ) -> tuple[NeuralMemoryState, list[int] | None]:
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.config.dim or not x.is_floating_point():
+        if (
+            not isinstance(x, Tensor)
+            or x.dim() != 3
+            or x.shape[-1] != self.config.dim
+            or not x.is_floating_point()
+        ):
             came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"x: expected a floating-point tensor [batch, tokens, {self.config.dim}], got {came}")
+            raise ValueError(
+                f"x: expected a floating-point tensor [batch, tokens, {self.config.dim}], got {came}"
+            )
         own = self.q_proj.weight.dtype
         if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x: expected {own} like the layer's parameters, got {x.dtype}")
-        if self.checks and x.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
-            raise ValueError(f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}")
+        if (
+            self.checks
+            and x.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not bool(x.isfinite().all())
+        ):
+            raise ValueError(
+                f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}"
+            )
         if state is None:
             state = self._fresh(x, x.shape[0] if offsets is None else documents(offsets))
         if not isinstance(state, NeuralMemoryState):
-            raise ValueError(f"state: expected the state this layer returned, or None, got {type(state).__name__}")
+            raise ValueError(
+                f"state: expected the state this layer returned, or None, got {type(state).__name__}"
+            )
         self.check_state(state.memory)
         expected = [state.memory.position.shape[0], self.q_conv.history, self.heads * self.head_dim]
         for past in state.conv:
@@ -319,15 +362,26 @@ class NeuralMemory(nn.Module):
         """That a memory's state has this layer's chunk."""
         own, chunk = self.config.chunk, memory.chunk
         if chunk != own:
-            raise ValueError(f"state: expected one of chunk {own}, got one of chunk {chunk}; a chunk belongs to the model")
+            raise ValueError(
+                f"state: expected one of chunk {own}, got one of chunk {chunk}; a chunk belongs to the model"
+            )
 
     def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:
         """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or convolution."""
         if offsets is not None:
-            raise ValueError("offsets: expected None beside a mask, got both; a mask already says where each row's document lies")
+            raise ValueError(
+                "offsets: expected None beside a mask, got both; a mask already says where each row's document lies"
+            )
         if not isinstance(mask, Tensor):
-            raise ValueError(f"mask: expected a tensor of booleans, true where a token counts, got {type(mask).__name__}")
-        if not isinstance(x, Tensor) or x.dim() != 3 or tuple(mask.shape) != tuple(x.shape[:2]) or mask.dtype != torch.bool:
+            raise ValueError(
+                f"mask: expected a tensor of booleans, true where a token counts, got {type(mask).__name__}"
+            )
+        if (
+            not isinstance(x, Tensor)
+            or x.dim() != 3
+            or tuple(mask.shape) != tuple(x.shape[:2])
+            or mask.dtype != torch.bool
+        ):
             expected = list(x.shape[:2]) if isinstance(x, Tensor) else "[batch, tokens]"
             raise ValueError(
                 f"mask: expected booleans of shape {expected}, true where a token counts, got {list(mask.shape)} {mask.dtype}"

@@ -46,13 +46,17 @@ def everything(read: Tokens) -> Float[Tensor, "r t"]:
 def rare(read: Tokens) -> Float[Tensor, "r t"]:
     """-log p of a unigram table: what the corpus seldom says."""
     if read.log_unigrams is None:
-        raise ValueError("log_unigrams: expected a table from unigrams(), which the policy 'rare' needs, got None")
+        raise ValueError(
+            "log_unigrams: expected a table from unigrams(), which the policy 'rare' needs, got None"
+        )
     return -read.log_unigrams[read.tokens]
 
 
 def surprising(read: Tokens) -> Float[Tensor, "r t"]:
     if read.surprise is None:
-        raise ValueError("surprise: expected a number for each token, which the policy 'surprise' needs, got None")
+        raise ValueError(
+            "surprise: expected a number for each token, which the policy 'surprise' needs, got None"
+        )
     return read.surprise
 
 
@@ -69,7 +73,9 @@ def _mixed(x: Tensor) -> Tensor:
     """splitmix64's finish: every bit of the input decides half of the output's. Products wrap around, as they should."""
     x = x + -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor  # >> keeps the sign, which is masked away
+        x = (
+            x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))
+        ) * factor  # >> keeps the sign, which is masked away
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
@@ -87,7 +93,9 @@ def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Ten
     whole = tokens // segment
     parts = score[:, : whole * segment].reshape(rows, whole, segment)
     # Less a hair, so that 0.1 of 30 is 3 and not, by rounding, 4.
-    best = parts.argsort(dim=-1, descending=True, stable=True)[..., : max(1, math.ceil(fraction * segment - 1e-9))]
+    best = parts.argsort(dim=-1, descending=True, stable=True)[
+        ..., : max(1, math.ceil(fraction * segment - 1e-9))
+    ]
     marked = torch.zeros(parts.shape, dtype=torch.bool, device=score.device).scatter_(-1, best, True)
     marked = (marked & (parts > -torch.inf)).flatten(1)
     return torch.cat([marked, marked.new_zeros(rows, tokens - whole * segment)], 1)

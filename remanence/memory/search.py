@@ -38,7 +38,9 @@ class Found(NamedTuple):
 
 
 class Search(Protocol):
-    def __call__(self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found: ...
+    def __call__(
+        self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
+    ) -> Found: ...
 
 
 FEW = 8
@@ -91,7 +93,9 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
                 some = (row, slice(start, start + queries), head)
                 scores = q[some].to(dtype).transpose(1, 2) @ keys
                 if seen == "some":
-                    hidden = (position < 0).unsqueeze(1) | (position.unsqueeze(1) > limit[some[:2]].unsqueeze(-1))
+                    hidden = (position < 0).unsqueeze(1) | (
+                        position.unsqueeze(1) > limit[some[:2]].unsqueeze(-1)
+                    )
                     scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
                 top, place = (x.transpose(1, 2) for x in _best_of_block(scores, k))
                 if first or top.shape[-1] < k:
@@ -132,7 +136,12 @@ def _ivf() -> Search:
     return InvertedFile()
 
 
-SEARCHES: dict[str, Callable[[], Search]] = {"exact": lambda: exact, "dense": lambda: dense, "triton": _triton, "ivf": _ivf}
+SEARCHES: dict[str, Callable[[], Search]] = {
+    "exact": lambda: exact,
+    "dense": lambda: dense,
+    "triton": _triton,
+    "ivf": _ivf,
+}
 """Makers of searches: an approximate one keeps an index of its own beside the state, from which it could always be made anew."""
 
 
@@ -168,7 +177,9 @@ def combine(
     """
     if gate is None:
         if local_lse is None:
-            raise ValueError("local_lse: expected local attention's log-sum-exp, which a joint softmax needs, got None")
+            raise ValueError(
+                "local_lse: expected local attention's log-sum-exp, which a joint softmax needs, got None"
+            )
         return _joined(local, local_lse, memory, memory_lse)[0]
     share = gate.sigmoid().expand(memory_lse.shape).masked_fill(memory_lse == -torch.inf, 0.0)
     return torch.lerp(local, memory, share.unsqueeze(-1).to(local.dtype))
@@ -176,7 +187,9 @@ def combine(
 
 def check(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
     if list(state.k.shape[2:]) != list(q.shape[2:]) or len(state.k) != len(q):
-        raise ValueError(f"q: expected rows, heads and width of the store's {list(state.k.shape)}, got shape {list(q.shape)}")
+        raise ValueError(
+            f"q: expected rows, heads and width of the store's {list(state.k.shape)}, got shape {list(q.shape)}"
+        )
     if list(limit.shape) != list(q.shape[:2]):
         raise ValueError(f"limit: expected shape {list(q.shape[:2])}, got {list(limit.shape)}")
     if not 0 < k <= state.size:
@@ -245,7 +258,10 @@ def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) ->
     for first in range(0, state.size, block):
         slots = slice(first, first + block)
         wide = torch.promote_types(q.dtype, torch.float32)
-        k, v = state.k[:, slots].detach().to(wide).transpose(1, 2), state.v[:, slots].detach().to(q.dtype).transpose(1, 2)
+        k, v = (
+            state.k[:, slots].detach().to(wide).transpose(1, 2),
+            state.v[:, slots].detach().to(q.dtype).transpose(1, 2),
+        )
         score = (q.to(wide).transpose(1, 2) @ k.transpose(2, 3)).transpose(1, 2)
         weight, lse = _softmax(score, scale, mask[..., slots] == -torch.inf)
         part = (weight.to(v.dtype).transpose(1, 2) @ v).transpose(1, 2)

@@ -58,7 +58,9 @@ class Store:
         copies the whole store.
     """
 
-    def __init__(self, size: int, heads: int, width: int, evict: Evict = "oldest", *, half_life: float | None = None) -> None:
+    def __init__(
+        self, size: int, heads: int, width: int, evict: Evict = "oldest", *, half_life: float | None = None
+    ) -> None:
         for name, value in (("size", size), ("heads", heads), ("width", width)):
             least = 0 if name == "size" else 1  # a store of 0 holds nothing
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -70,10 +72,14 @@ class Store:
 
     def start(self, rows: int, like: Tensor) -> StoreState:
         """Empty stores, on `like`'s device and in its dtype."""
-        k, v = (like.new_zeros(rows, self.size, self.heads, self.width, requires_grad=False) for _ in range(2))
+        k, v = (
+            like.new_zeros(rows, self.size, self.heads, self.width, requires_grad=False) for _ in range(2)
+        )
         position = torch.full((rows, self.size), -1, dtype=torch.int64, device=like.device)
         importance = torch.zeros(rows, self.size, dtype=torch.float32, device=like.device)
-        return StoreState(k, v, position, importance, torch.zeros(rows, dtype=torch.int64, device=like.device))
+        return StoreState(
+            k, v, position, importance, torch.zeros(rows, dtype=torch.int64, device=like.device)
+        )
 
     @torch.no_grad()
     def add(
@@ -102,7 +108,9 @@ class Store:
             return self._add_best(state, new, mask, count)
         return self._add_newest(state if reuse else state.clone(), new, mask, count)
 
-    def _add_newest(self, state: StoreState, new: tuple[Tensor, ...], mask: Tensor | None, count: Tensor) -> StoreState:
+    def _add_newest(
+        self, state: StoreState, new: tuple[Tensor, ...], mask: Tensor | None, count: Tensor
+    ) -> StoreState:
         """Into the ring, in place. Each row writes the same number of slots, the last of which is its newest entry's::
 
         slots   . . o o n n n .       n new    o one too many for this row's count: it is given what it holds
@@ -123,9 +131,13 @@ class Store:
             old[row, slot] = torch.where(shaped, entries[row, place], old[row, slot])
         return state._replace(written=state.written + count)
 
-    def _add_best(self, state: StoreState, new: tuple[Tensor, ...], mask: Tensor | None, count: Tensor) -> StoreState:
+    def _add_best(
+        self, state: StoreState, new: tuple[Tensor, ...], mask: Tensor | None, count: Tensor
+    ) -> StoreState:
         """Of all that is stored or offered, what is worth most, in the order of writing, the empty slots last."""
-        position, importance = (torch.cat([old, entries], 1) for old, entries in zip(state[2:4], new[2:], strict=True))
+        position, importance = (
+            torch.cat([old, entries], 1) for old, entries in zip(state[2:4], new[2:], strict=True)
+        )
         real = position >= 0
         if mask is not None:
             real[:, self.size :] &= mask
@@ -158,4 +170,6 @@ class Store:
                 raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
         if list(state.k.shape[1:]) != [self.size, self.heads, self.width]:
             size = [self.size, self.heads, self.width]
-            raise ValueError(f"state: expected a store of size, heads, width {size}, got {list(state.k.shape[1:])}")
+            raise ValueError(
+                f"state: expected a store of size, heads, width {size}, got {list(state.k.shape[1:])}"
+            )

@@ -56,10 +56,16 @@ class KnnState(_KnnState, TensorTuple):
     def crop(self, tokens: int) -> KnnState:
         room = torch.where(self.attention.position == self.opened, self.opened, self.opened - 1)
         if bool((room < tokens).any()):
-            raise ValueError(f"tokens: expected at most {int(room.min())}, as earlier ones are in the store, got {tokens}")
+            raise ValueError(
+                f"tokens: expected at most {int(room.min())}, as earlier ones are in the store, got {tokens}"
+            )
         if tokens and self.last.shape[1]:
-            raise ValueError("tokens: expected 0, as a store that is written by surprise goes by the last token read, got more")
-        kept = torch.arange(self.worth.shape[1], device=self.worth.device) < (self.opened - tokens).unsqueeze(-1)
+            raise ValueError(
+                "tokens: expected 0, as a store that is written by surprise goes by the last token read, got more"
+            )
+        kept = torch.arange(self.worth.shape[1], device=self.worth.device) < (self.opened - tokens).unsqueeze(
+            -1
+        )
         k, v = (x * kept[..., None, None] for x in (self.k, self.v))
         return KnnState(self.attention.crop(tokens), k, v, self.worth.where(kept, 0.0), self.last, self.store)
 
@@ -123,9 +129,13 @@ class Knn(Mixer):
     def start(self, rows: int) -> KnnState:
         attention = self.attention.start(rows)
         like = self.attention.k_proj.weight
-        k, v = (like.new_zeros(rows, self.window, self.attention.heads, self.attention.width) for _ in range(2))
+        k, v = (
+            like.new_zeros(rows, self.window, self.attention.heads, self.attention.width) for _ in range(2)
+        )
         worth = torch.zeros(rows, self.window, device=like.device)
-        return KnnState(attention, k, v, worth, like.new_zeros(rows, self.hidden), self.store.start(rows, like))
+        return KnnState(
+            attention, k, v, worth, like.new_zeros(rows, self.hidden), self.store.start(rows, like)
+        )
 
     def check(self, state: KnnState) -> None:
         """Refuse the state of a layer with another window, store or width."""
@@ -139,7 +149,9 @@ class Knn(Mixer):
         ):
             if came.shape[1:] != expected.shape[1:]:
                 told, wanted = list(came.shape[1:]), list(expected.shape[1:])
-                raise ValueError(f"state: expected a {name} of {wanted}, as this model's kNN layers have, got {told}")
+                raise ValueError(
+                    f"state: expected a {name} of {wanted}, as this model's kNN layers have, got {told}"
+                )
 
     def forward(self, x: Tensor, state: KnnState | None, ctx: Context) -> MixerOutput:
         offsets, mode = ctx.offsets, ctx.mode
@@ -152,8 +164,12 @@ class Knn(Mixer):
         worth = ctx.once("worth", lambda: self._worth(x, ctx))
         if mode not in ("on", "fresh"):
             worth = torch.full_like(worth, -torch.inf)
-        columns = SegmentColumns(local, [0] * len(state.k) if fresh else state.opened.tolist(), offsets, self.window)
-        k, v = (columns.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v)))
+        columns = SegmentColumns(
+            local, [0] * len(state.k) if fresh else state.opened.tolist(), offsets, self.window
+        )
+        k, v = (
+            columns.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v))
+        )
         worth = columns.columns(state.worth, to_rows(worth, offsets)[0])
         lent = ctx.shared["store"] if self.borrows else None
         y, store = self._read(local, columns, k, v, worth, state, lent, mode, fresh)
@@ -170,7 +186,9 @@ class Knn(Mixer):
         if write not in ("rare", "random"):
             return torch.zeros(x.shape[:2], device=x.device)
         if write == "rare" and text is None:
-            raise ValueError("knn.write: expected 'all' or 'random' without tokens, got 'rare', which goes by their frequency")
+            raise ValueError(
+                "knn.write: expected 'all' or 'random' without tokens, got 'rare', which goes by their frequency"
+            )
         # 'random' goes by positions alone.
         tokens = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device) if text is None else text.tokens
         rows, back = to_rows(tokens, ctx.offsets)
@@ -188,24 +206,36 @@ class Knn(Mixer):
         index, surprise, newest = ctx.once("surprise", lambda: self._surprise(begun, hidden, ctx))
         worth = state.worth
         if ctx.mode in ("on", "fresh"):
-            worth = F.pad(worth, (0, 1)).scatter(1, index, surprise)[:, :-1]  # what is no token goes into one column more
+            worth = F.pad(worth, (0, 1)).scatter(1, index, surprise)[
+                :, :-1
+            ]  # what is no token goes into one column more
         return state._replace(worth=worth, last=newest.to(state.last.dtype))
 
     def _surprise(self, begun: KnnState, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token its column in the window ``[r t]`` and its surprise ``[r t]``; and each row's last output ``[r d]``."""
         if ctx.text is None:
-            raise ValueError("knn.write: expected 'all' or 'random' without tokens, got 'surprise', which needs a head")
+            raise ValueError(
+                "knn.write: expected 'all' or 'random' without tokens, got 'surprise', which needs a head"
+            )
         (rows, _), (out, _) = to_rows(ctx.text.tokens, ctx.offsets), to_rows(hidden, ctx.offsets)
-        counts = torch.tensor([rows.shape[1]] * len(rows) if ctx.offsets is None else ctx.offsets, device=rows.device)
+        counts = torch.tensor(
+            [rows.shape[1]] * len(rows) if ctx.offsets is None else ctx.offsets, device=rows.device
+        )
         counts = counts if ctx.offsets is None else counts.diff()
         predicted = torch.cat([begun.last.unsqueeze(1).to(out.dtype), out[:, :-1]], 1)
         logits = ctx.text.logits(predicted).float()
-        surprise = F.cross_entropy(logits.flatten(0, 1), rows.flatten().long(), reduction="none").view_as(rows)
-        nothing = torch.full_like(surprise[:, 0], log(logits.shape[-1]))  # what was expected of a document's first token
+        surprise = F.cross_entropy(logits.flatten(0, 1), rows.flatten().long(), reduction="none").view_as(
+            rows
+        )
+        nothing = torch.full_like(
+            surprise[:, 0], log(logits.shape[-1])
+        )  # what was expected of a document's first token
         first = torch.where(ctx.position == 0, nothing, surprise[:, 0])
         surprise = torch.cat([first.unsqueeze(-1), surprise[:, 1:]], 1)
         last = (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, out.shape[-1])
-        newest = torch.where((counts > 0).unsqueeze(-1), out.gather(1, last).squeeze(1), begun.last.to(out.dtype))
+        newest = torch.where(
+            (counts > 0).unsqueeze(-1), out.gather(1, last).squeeze(1), begun.last.to(out.dtype)
+        )
         column = torch.arange(rows.shape[1], device=rows.device)
         index = (ctx.position % self.window).unsqueeze(-1) + column
         return index.where(column < counts.unsqueeze(-1), self.window), surprise, newest
@@ -289,7 +319,9 @@ class Knn(Mixer):
             mask = mask & near(keep(score, c.fraction, self.window), c.neighbours)
         place = base.unsqueeze(-1) + torch.arange(here.start, here.stop, device=base.device)
         importance = None if c.write == "all" else score.masked_fill(~mask, 0.0)
-        return self.store.add(store, k[:, here], v[:, here], place, importance, mask & rows.unsqueeze(-1), reuse=ours)
+        return self.store.add(
+            store, k[:, here], v[:, here], place, importance, mask & rows.unsqueeze(-1), reuse=ours
+        )
 
 
 def near(mask: Tensor, reach: int) -> Tensor:
@@ -324,7 +356,9 @@ class SegmentColumns:
         self.segments = max(1, -(-max(self.totals) // window))
         self.tokens, self.device = tokens, local.q.device
         self.uniform = len(set(lead)) == 1 and len(set(self.counts)) == 1
-        self._lead, self._total = (torch.tensor(numbers, device=self.device) for numbers in (lead, self.totals))
+        self._lead, self._total = (
+            torch.tensor(numbers, device=self.device) for numbers in (lead, self.totals)
+        )
         self.parts = [part for part in map(self._part, range(self.segments)) if part is not None]
 
     def _part(self, index: int) -> SegmentSpan | None:
@@ -335,7 +369,10 @@ class SegmentColumns:
             return None
         over = index > 0 and any(total > begin for total in self.totals)
         return SegmentSpan(
-            index, min(span[0] for span in spans), max(span[1] for span in spans), self._total > begin if over else None
+            index,
+            min(span[0] for span in spans),
+            max(span[1] for span in spans),
+            self._total > begin if over else None,
         )
 
     def columns(self, old: Tensor, new: Tensor) -> Tensor:
@@ -369,7 +406,10 @@ class SegmentColumns:
         place = {column: index for index, column in enumerate(c for span in spans for c in range(*span))}
         index = torch.full((len(self.lead), self.tokens), -1)
         for row, (lead, count) in enumerate(zip(self.lead, self.counts, strict=True)):
-            index[row, :count] = torch.tensor([place[lead + i] for i in range(count)], dtype=torch.int64) + row * joined.shape[1]
+            index[row, :count] = (
+                torch.tensor([place[lead + i] for i in range(count)], dtype=torch.int64)
+                + row * joined.shape[1]
+            )
         return pick(joined.flatten(0, 1), index)
 
     def left(self, x: Tensor) -> Tensor:

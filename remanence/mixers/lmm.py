@@ -63,7 +63,9 @@ def memory_bytes(measured: float, memory: Memory) -> float:
 
 def ttt(config: ModelConfig) -> LMM:
     """TTT writes a whole net: Titans', where the model's own memories write their last layer alone."""
-    return LMM(config, rule="ttt", **({"net": "titans", "step_bias": None} if config.memory.net == "deep" else {}))
+    return LMM(
+        config, rule="ttt", **({"net": "titans", "step_bias": None} if config.memory.net == "deep" else {})
+    )
 
 
 class LMMDecoder:

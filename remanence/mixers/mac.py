@@ -40,7 +40,9 @@ class MACState(_MACState, TensorTuple):
     __slots__ = ()
 
     def crop(self, tokens: int) -> MACState:
-        return MACState(self.memory.crop(tokens), self.weights, take_back(self.asked, tokens), self.segment.crop(tokens))
+        return MACState(
+            self.memory.crop(tokens), self.weights, take_back(self.asked, tokens), self.segment.crop(tokens)
+        )
 
 
 class _SegmentCarry(NamedTuple):
@@ -64,7 +66,9 @@ class MAC(Mixer):
         super().__init__()
         self.size, self.dim, self.persistent = config.segment, config.dim, config.persistent
         self.memory = Memory(config)
-        self.attention = SegmentAttention(config.dim, config.heads, config.segment, config.persistent, config.rotary)
+        self.attention = SegmentAttention(
+            config.dim, config.heads, config.segment, config.persistent, config.rotary
+        )
         self.norm_retrieved, self.norm_written = RMSNorm(config.dim), RMSNorm(config.dim)
         self.join = Join(config.dim)
 
@@ -84,11 +88,15 @@ class MAC(Mixer):
 
     def begins(self, state: MACState) -> bool:
         """Whether every row is known to stand where a segment begins, and a chunk with it."""
-        return aligned(state.segment.position, self.size) and aligned(state.memory.memory.position, self.memory.chunk)
+        return aligned(state.segment.position, self.size) and aligned(
+            state.memory.memory.position, self.memory.chunk
+        )
 
     def _whole_segments(self, x: Tensor, state: MACState) -> MixerOutput:
         """Whole segments from the start of one, then the rest."""
-        *segments, rest = (*x.split(self.size, 1), None) if x.shape[1] % self.size == 0 else x.split(self.size, 1)
+        *segments, rest = (
+            (*x.split(self.size, 1), None) if x.shape[1] % self.size == 0 else x.split(self.size, 1)
+        )
         carry, weights = self.carry(state), state.weights
         pieces, traces = [], []
         for segment in segments:
@@ -105,7 +113,13 @@ class MAC(Mixer):
         return MixerOutput(torch.cat(pieces, 1), state, MemoryTrace.join(traces))
 
     def _parts(
-        self, x: Tensor, state: MACState, offsets: list[int] | None, mode: Mode, opened: list[int], begins: bool
+        self,
+        x: Tensor,
+        state: MACState,
+        offsets: list[int] | None,
+        mode: Mode,
+        opened: list[int],
+        begins: bool,
     ) -> MixerOutput:
         """From wherever rows stand in their segments (`opened`); `begins`: a chunk is known to begin with each segment."""
         if mode == "fresh":
@@ -143,7 +157,9 @@ class MAC(Mixer):
         h, asked = self.memory.layer.ask(x, state.weights, state.asked, offsets)  # (21)
         y, segment = self.attention(x, self.norm_retrieved(h), state.segment, opened, offsets)  # (22, 23)
         written = self.norm_written(x + y)
-        m, memory, trace = self.memory(written, state.memory, offsets, "frozen" if mode == "frozen" else "on")  # (24)
+        m, memory, trace = self.memory(
+            written, state.memory, offsets, "frozen" if mode == "frozen" else "on"
+        )  # (24)
         return self.join(y, m), MACState(memory, state.weights, asked, segment), trace  # (25)
 
     # What a wavefront over layers and segments needs (`remanence.mixers.wavefront`).
@@ -159,7 +175,9 @@ class MAC(Mixer):
         """One whole segment of every row, where a chunk begins with it, in mode "on": nothing is left open."""
         h, asked = self.memory.layer.ask(x, carry.memory.memory.weights, carry.asked)  # (21)
         y = self.attention.whole(x, self.norm_retrieved(h))  # (22, 23)
-        m, memory, trace = self.memory(self.norm_written(x + y), carry.memory, None, "on", aligned=True)  # (24)
+        m, memory, trace = self.memory(
+            self.norm_written(x + y), carry.memory, None, "on", aligned=True
+        )  # (24)
         return self.join(y, m), SegmentCarry(memory, asked), trace  # (25)
 
     def segment_start(self, carry: SegmentCarry) -> Weights:
@@ -172,7 +190,9 @@ class MAC(Mixer):
         if known is not None:
             memory = memory._replace(position=placed(memory.position, [place + tokens for place in known]))
         rows = len(memory.position)
-        return MACState(NeuralMemoryState(memory, carry.memory.conv), weights, carry.asked, self.attention.start(rows))
+        return MACState(
+            NeuralMemoryState(memory, carry.memory.conv), weights, carry.asked, self.attention.start(rows)
+        )
 
     # What the rest of the package asks.
 
@@ -190,7 +210,9 @@ class MAC(Mixer):
         return lcm(self.size, self.memory.chunk)
 
     def flops(self, length: int) -> float:
-        seen = self.size + self.persistent  # half of twice the segment: retrieved tokens, and the segment's own
+        seen = (
+            self.size + self.persistent
+        )  # half of twice the segment: retrieved tokens, and the segment's own
         others = sum(weight.numel() for weight in self.attention.parameters() if weight.dim() > 1)
         return 6.0 * others + self.memory.flops() + 12.0 * self.dim * seen
 

@@ -8,7 +8,12 @@ from remanence.config import Mode, ModelConfig
 from remanence.layers.decoding import StepContext
 from remanence.mixers.base import ACTIVATIONS, Context, MixerOutput
 from remanence.mixers.lmm import memory_bytes
-from remanence.mixers.window_and_memory import Join, WindowAndMemory, WindowAndMemoryDecoder, WindowAndMemoryState
+from remanence.mixers.window_and_memory import (
+    Join,
+    WindowAndMemory,
+    WindowAndMemoryDecoder,
+    WindowAndMemoryState,
+)
 
 
 class MAG(WindowAndMemory):

@@ -40,14 +40,18 @@ class Memory(nn.Module):
         errors back, the write, the read), and the first layers of a deep memory twice (queries and keys).
         """
         initial = sum(weight.numel() for weight in self.layer.initial.parameters())
-        features = sum(weight.numel() for weight in self.layer.features.parameters()) if self.layer.features else 0
+        features = (
+            sum(weight.numel() for weight in self.layer.features.parameters()) if self.layer.features else 0
+        )
         matrices = sum(weight.numel() for weight in self.parameters() if weight.dim() > 1)
         return 6.0 * (matrices - initial + features) + 24.0 * initial
 
     def activations(self) -> float:
         """What it leaves for backward, in units of the paper's net."""
         config = self.layer.config
-        depth = 1 if self.layer.deep else config.depth or 2  # a deep memory's first layers leave nothing but the keys
+        depth = (
+            1 if self.layer.deep else config.depth or 2
+        )  # a deep memory's first layers leave nothing but the keys
         return (1 + (depth - 1) * (config.expansion or 4.0) / 4) / 2
 
     def undecodable(self) -> str | None:
@@ -57,7 +61,12 @@ class Memory(nn.Module):
         return None if self.layer.watch is None else "a memory is being watched"
 
     def forward(
-        self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None, mode: Mode, aligned: bool = False
+        self,
+        x: Tensor,
+        state: NeuralMemoryState | None,
+        offsets: list[int] | None,
+        mode: Mode,
+        aligned: bool = False,
     ) -> MixerOutput:
         if mode == "on":
             trace = self.layer.trace(x, state, offsets=offsets, aligned=aligned)
@@ -83,7 +92,9 @@ class Memory(nn.Module):
             ended = [place == self.segment and n > 0 for place, n in zip(lived, part.counts, strict=True)]
             if any(ended):
                 state = where(ended, self.start(len(lived))._replace(conv=state.conv), state)
-            lived = [(0 if over else place) + n for place, over, n in zip(lived, ended, part.counts, strict=True)]
+            lived = [
+                (0 if over else place) + n for place, over, n in zip(lived, ended, part.counts, strict=True)
+            ]
             y, state, trace = self(split.take(part), state, part.offsets, "on")
             pieces.append(y)
             traces.append(trace)

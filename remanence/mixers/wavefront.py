@@ -130,7 +130,9 @@ def read(
     segments = x.split(mixers[0].segment_length, 1)
     rows, depth, count = x.shape[0], len(blocks), len(segments)
     stack, reads = Stack(blocks), _Reads(blocks[0])
-    steps: list[tuple[int, Tensor, MemoryTrace]] = []  # of each time: its first layer, the layers' inputs, what was seen
+    steps: list[
+        tuple[int, Tensor, MemoryTrace]
+    ] = []  # of each time: its first layer, the layers' inputs, what was seen
     out: list[Tensor] = []
     ends: list[Any] = []
     y: Tensor | None = None
@@ -151,13 +153,23 @@ def read(
             carry = where(anew, type(carry).concat(starts), carry)
         before, step = mixers[first].segment_start(carry), torch.cat(inputs) if len(inputs) > 1 else inputs[0]
         arguments = (reads, stack.take(first, last + 1), step, carry)
-        y, carry, seen = checkpoint(_step, *arguments, use_reentrant=False) if checkpointing else _step(*arguments)
+        y, carry, seen = (
+            checkpoint(_step, *arguments, use_reentrant=False) if checkpointing else _step(*arguments)
+        )
         steps.append((first, step, seen))
         if last == depth - 1:
             y, said = y.split([len(y) - rows, rows])
             out.append(said)
         if time >= count - 1:
-            ends.append(_end(carry.rows(slice(0, rows)), [weight[:rows] for weight in before], states[first], x, mixers[first]))
+            ends.append(
+                _end(
+                    carry.rows(slice(0, rows)),
+                    [weight[:rows] for weight in before],
+                    states[first],
+                    x,
+                    mixers[first],
+                )
+            )
 
     def own(layer: int, column: int) -> list[Any]:
         """A layer's rows of every step in which it was under way."""
@@ -165,10 +177,17 @@ def read(
         return [_rows(tree, place, rows) for tree, place in found]
 
     seen_of = lambda layer: MemoryTrace.join(own(layer, 2))
-    return Passage(torch.cat(out, 1), tuple(ends), Later(depth, seen_of), Later(depth, lambda layer: torch.cat(own(layer, 1), 1)))
+    return Passage(
+        torch.cat(out, 1),
+        tuple(ends),
+        Later(depth, seen_of),
+        Later(depth, lambda layer: torch.cat(own(layer, 1), 1)),
+    )
 
 
-def _step(reads: nn.Module, weights: dict[str, Tensor], x: Tensor, carry: Any) -> tuple[Tensor, Any, MemoryTrace]:
+def _step(
+    reads: nn.Module, weights: dict[str, Tensor], x: Tensor, carry: Any
+) -> tuple[Tensor, Any, MemoryTrace]:
     return functional_call(reads, weights, (x, carry))
 
 
@@ -188,13 +207,18 @@ class _Reads(nn.Module):
 def _rows(tree: Any, first: int, count: int) -> Any:
     if isinstance(tree, Tensor):
         return tree[first : first + count]
-    return MemoryTrace(_rows(tree.surprise, first, count), tree.gates.map(lambda gate: gate[first : first + count]))
+    return MemoryTrace(
+        _rows(tree.surprise, first, count), tree.gates.map(lambda gate: gate[first : first + count])
+    )
 
 
 def _end(carry: Any, weights: list[Tensor], begun: Any, x: Tensor, mixer: Any) -> Any:
     """A layer's state after its last segment, which left nothing open."""
     if not torch.is_grad_enabled():
-        carry, weights = carry.clone(), [weight.clone() for weight in weights]  # a view would keep all layers' states
+        carry, weights = (
+            carry.clone(),
+            [weight.clone() for weight in weights],
+        )  # a view would keep all layers' states
     return mixer.after_segments(carry, tuple(weights), begun, x.shape[1])
 
 
@@ -246,11 +270,17 @@ class Stack:
     def stack(self, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():
             groups = [flat[first : first + self.depth] for first in range(0, len(flat), self.depth)]
-            return tuple(torch.stack(list(group)).to(dtype) for group, dtype in zip(groups, self.dtypes, strict=True))
+            return tuple(
+                torch.stack(list(group)).to(dtype) for group, dtype in zip(groups, self.dtypes, strict=True)
+            )
 
     def take(self, first: int, last: int) -> dict[str, Tensor]:
         """Those of some layers in a row, by the names that `_Reads` has for them."""
-        taken = _Taken.apply(self, first, last, *self.stacked) if self.trains else [each[first:last] for each in self.stacked]
+        taken = (
+            _Taken.apply(self, first, last, *self.stacked)
+            if self.trains
+            else [each[first:last] for each in self.stacked]
+        )
         if self.trains:
             for index, each in enumerate(taken):
                 each.gradient_sum = partial(self.sum_of, index, first, last)  # which projections ask for

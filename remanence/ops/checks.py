@@ -20,7 +20,9 @@ def check_chunk(chunk: int) -> None:
 
 def _shape(name: str, x: Tensor, expected: tuple[int, ...], like: str) -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name}: expected a tensor of shape {list(expected)} ({like}), got {type(x).__name__}")
+        raise ValueError(
+            f"{name}: expected a tensor of shape {list(expected)} ({like}), got {type(x).__name__}"
+        )
     if tuple(x.shape) != tuple(expected):
         raise ValueError(f"{name}: expected shape {list(expected)} ({like}), got {list(x.shape)}")
 
@@ -36,12 +38,18 @@ def documents(offsets: Tensor | Sequence[int]) -> int:
 
 def _borders(offsets: Tensor | Sequence[int]) -> list[int]:
     values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
-    if not isinstance(values, (list, tuple)) or len(values) < 2 or any(type(border) is not int for border in values):
+    if (
+        not isinstance(values, (list, tuple))
+        or len(values) < 2
+        or any(type(border) is not int for border in values)
+    ):
         raise ValueError(f"offsets: expected whole numbers, 0 and each document's end, got {offsets!r}")
     return list(values)
 
 
-def check_offsets(offsets: Tensor | Sequence[int] | None, batch: int, tokens: int, rows: int) -> list[int] | None:
+def check_offsets(
+    offsets: Tensor | Sequence[int] | None, batch: int, tokens: int, rows: int
+) -> list[int] | None:
     """The borders as plain integers, or None for one document per batch row."""
     if offsets is None:
         if rows != batch:
@@ -51,7 +59,9 @@ def check_offsets(offsets: Tensor | Sequence[int] | None, batch: int, tokens: in
     if batch != 1:
         raise ValueError(f"offsets: packed documents lie in a single batch row, got a batch of {batch}")
     if borders[0] != 0 or borders[-1] != tokens or any(b < a for a, b in pairwise(borders)):
-        raise ValueError(f"offsets: expected to rise from 0 to {tokens} (the number of tokens), got {borders}")
+        raise ValueError(
+            f"offsets: expected to rise from 0 to {tokens} (the number of tokens), got {borders}"
+        )
     if rows != len(borders) - 1:
         raise ValueError(f"state: expected {len(borders) - 1} rows, one for each packed document, got {rows}")
     return borders
@@ -59,7 +69,9 @@ def check_offsets(offsets: Tensor | Sequence[int] | None, batch: int, tokens: in
 
 def check_kinds(net: object, rule: object) -> None:
     if isinstance(net, Deep):
-        raise ValueError("net: expected the part of a deep memory that is written (net.fast, with features as keys), got Deep")
+        raise ValueError(
+            "net: expected the part of a deep memory that is written (net.fast, with features as keys), got Deep"
+        )
     if not isinstance(net, Net):
         raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")
     if not isinstance(rule, Rule):
@@ -71,14 +83,24 @@ def check_start(weights: object, momentum: object, rows: object, rule: object) -
         raise ValueError(f"rule: expected a Rule (or an entry of RULES), got {type(rule).__name__}")
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"rows: expected a whole number of at least 1, got {rows!r}")
-    if not isinstance(weights, (tuple, list)) or not weights or not all(isinstance(weight, Tensor) for weight in weights):
-        raise ValueError(f"weights: expected a tuple of tensors [heads, ...], as init makes it, got {type(weights).__name__}")
+    if (
+        not isinstance(weights, (tuple, list))
+        or not weights
+        or not all(isinstance(weight, Tensor) for weight in weights)
+    ):
+        raise ValueError(
+            f"weights: expected a tuple of tensors [heads, ...], as init makes it, got {type(weights).__name__}"
+        )
     if momentum is None:
         return
     if not rule.momentum:
         raise ValueError("momentum: expected None for a rule without momentum, got weights")
     expected = [[rows, *weight.shape] for weight in weights]
-    got = [list(past.shape) for past in momentum] if isinstance(momentum, (tuple, list)) else type(momentum).__name__
+    got = (
+        [list(past.shape) for past in momentum]
+        if isinstance(momentum, (tuple, list))
+        else type(momentum).__name__
+    )
     if got != expected:
         raise ValueError(f"momentum: expected tensors of shapes {expected} (rows first), got {got}")
 
@@ -95,27 +117,37 @@ def check_state(
     heads, width = q.shape[2:]
     rows = state.position.shape[0]
     if state.chunk != chunk:
-        raise ValueError(f"state: expected one of chunk {chunk}, got one of chunk {state.chunk}; a chunk belongs to the model")
+        raise ValueError(
+            f"state: expected one of chunk {chunk}, got one of chunk {state.chunk}; a chunk belongs to the model"
+        )
     values = state.v.shape[-1] if isinstance(net, MLP) and net.rectangular else width
     for name, tail, wide in (("state.k", state.k, width), ("state.v", state.v, values)):
         _shape(name, tail, (rows, chunk - 1, heads, wide), "rows, chunk - 1, heads, width")
     if state.k.dtype != _exact_dtype(q):
-        raise ValueError(f"state: expected dtype {_exact_dtype(q)} beside q of {q.dtype}, got {state.k.dtype}")
+        raise ValueError(
+            f"state: expected dtype {_exact_dtype(q)} beside q of {q.dtype}, got {state.k.dtype}"
+        )
     if state.k.device != q.device:
         raise ValueError(f"state: expected on {q.device} like q, got on {state.k.device}")
     parts = 2 if rule.momentum else 1
     for tensor in state.layers:
         if tensor.dtype != state.k.dtype or tuple(tensor.shape[:2]) != (rows, heads):
             got = f"{list(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(f"state: expected layers [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {got}")
+            raise ValueError(
+                f"state: expected layers [{rows}, {heads}, ...] of {state.k.dtype} (rows, heads), got {got}"
+            )
         if tensor.shape[2] != parts:
-            raise ValueError(f"state: expected one of a rule with momentum={rule.momentum}, got momentum={not rule.momentum}")
+            raise ValueError(
+                f"state: expected one of a rule with momentum={rule.momentum}, got momentum={not rule.momentum}"
+            )
     if isinstance(net, MLP) and not torch.compiler.is_compiling():  # torch 2.11 fails on dynamic widths
         shapes, expected = [tuple(layer.shape[3:]) for layer in state.layers], net.shapes(width, values)
         if shapes != expected:
             raise ValueError(f"state: expected weights of shapes {expected} for this net, got {shapes}")
     if (state.gates.log_keep is not None) != rule.forget:
-        raise ValueError(f"state: expected one of a rule with forget={rule.forget}, got forget={not rule.forget}")
+        raise ValueError(
+            f"state: expected one of a rule with forget={rule.forget}, got forget={not rule.forget}"
+        )
     return check_offsets(offsets, q.shape[0], q.shape[1], rows)
 
 
@@ -133,7 +165,11 @@ def check_call(
     """Everything about a call but its values; returns the packed documents' borders."""
     check_chunk(chunk)
     check_kinds(net, rule)
-    if rule.anchor == "token" and chunk > 1 and not (isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)):
+    if (
+        rule.anchor == "token"
+        and chunk > 1
+        and not (isinstance(net, MLP) and net.linear and isinstance(rule.loss, str))
+    ):
         raise ValueError(
             "rule: anchor='token' needs a memory linear in its weights (depth=1, norm=False); use chunk=1 for this net"
         )
@@ -147,7 +183,9 @@ def check_call(
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name}: expected {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
     if not isinstance(gates, Gates):
-        raise ValueError(f"gates: expected Gates(log_step, log_momentum, log_keep), got {type(gates).__name__}")
+        raise ValueError(
+            f"gates: expected Gates(log_step, log_momentum, log_keep), got {type(gates).__name__}"
+        )
     wanted = {"log_step": True, "log_momentum": rule.momentum, "log_keep": rule.forget}
     for name, needed in wanted.items():
         gate = getattr(gates, name)
@@ -157,7 +195,9 @@ def check_call(
             continue
         _shape(f"gates.{name}", gate, tuple(q.shape[:3]), "batch, tokens, heads")
         if gate.dtype != state.k.dtype or gate.device != q.device:
-            raise ValueError(f"gates.{name}: expected {state.k.dtype} on {q.device}, got {gate.dtype} on {gate.device}")
+            raise ValueError(
+                f"gates.{name}: expected {state.k.dtype} on {q.device}, got {gate.dtype} on {gate.device}"
+            )
     return borders
 
 

@@ -112,7 +112,9 @@ class ClosedForm:
         self.net, self.rule, self.folds = net, rule, folds
         self.slow: list[Tensor] = []
 
-    def _keys(self, s: Stretch, co: Coefficients, state: Weights) -> tuple[Weights, list[cf.Anchor], list[cf.Record]]:
+    def _keys(
+        self, s: Stretch, co: Coefficients, state: Weights
+    ) -> tuple[Weights, list[cf.Anchor], list[cf.Record]]:
         """The states ``[n+1 m ...]`` at the chunks' borders (``[1 m ...]`` if it does not fold), and the records."""
         n = s.k.shape[0]
         states = tuple(layer.unsqueeze(0) for layer in state)
@@ -132,8 +134,14 @@ class ClosedForm:
     def _queries(
         self, s: Stretch, co: Coefficients, states: Weights, records: list[cf.Record]
     ) -> tuple[cf.Anchor, list[Tensor], list[Tensor], cf.Reading]:
-        together = cf.Anchor(tuple(layer[: len(records)].flatten(0, 1) for layer in states), _map(lambda x: x.flatten(0, 1), co))
-        inputs, errors = _join([record.inputs for record in records]), _join([record.errors for record in records])
+        together = cf.Anchor(
+            tuple(layer[: len(records)].flatten(0, 1) for layer in states),
+            _map(lambda x: x.flatten(0, 1), co),
+        )
+        inputs, errors = (
+            _join([record.inputs for record in records]),
+            _join([record.errors for record in records]),
+        )
         return together, inputs, errors, cf.read(self.net, together, inputs, errors, s.q.flatten(0, 1))
 
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
@@ -142,7 +150,11 @@ class ClosedForm:
         *_, reading = self._queries(s, co, states, records)
         surprise = torch.stack([record.surprise(self.rule) for record in records])
         # Cloned: a view would keep all states of the stretch alive for as long as its checkpoint.
-        return reading.answers.unflatten(0, s.q.shape[:2]), surprise, tuple(layer[-1].clone() for layer in states if self.folds)
+        return (
+            reading.answers.unflatten(0, s.q.shape[:2]),
+            surprise,
+            tuple(layer[-1].clone() for layer in states if self.folds),
+        )
 
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
@@ -155,14 +167,18 @@ class ClosedForm:
         g_q, g = cf.read_backward(self.net, together, inputs, errors, reading, g_y.flatten(0, 1), flat)
         del together, inputs, errors, reading
         n = len(anchors)
-        parts = [list(zip(*[x.unflatten(0, (n, -1)).unbind() for x in group], strict=True)) for group in g[:3]]
+        parts = [
+            list(zip(*[x.unflatten(0, (n, -1)).unbind() for x in group], strict=True)) for group in g[:3]
+        ]
         g_k, g_v = torch.empty_like(s.k), torch.empty_like(s.v)
         received, g_cos = _received(s, g_y, g_surprise), _unbind(g_co, n)
         for i in range(n - 1, -1, -1):
             own = cf.Grads._make([*[list(group[i]) for group in parts], g_cos[i]])
             if self.folds:
                 cf.fold_backward(anchors[i], records[i], g_state, own)
-            g_k[i], g_v[i] = cf.record_backward(self.net, self.rule, anchors[i], records[i], own, g_surprise[i])
+            g_k[i], g_v[i] = cf.record_backward(
+                self.net, self.rule, anchors[i], records[i], own, g_surprise[i]
+            )
             g_state = own.state
             leash.hold(g_state, received[i])
         g_gates = coefficients_backward(s.gates, s.complete, g_co)
@@ -181,7 +197,9 @@ class Exact(ClosedForm):
         flat = _map(lambda x: x.flatten(0, 1), co)
         return flat, cf.prepare(self.net, flat, s.k.flatten(0, 1), s.v.flatten(0, 1))
 
-    def _walked(self, s: Stretch, co: Coefficients, ready: cf.Prepared, state: Weights) -> tuple[Tensor, Tensor]:
+    def _walked(
+        self, s: Stretch, co: Coefficients, ready: cf.Prepared, state: Weights
+    ) -> tuple[Tensor, Tensor]:
         """The states ``[n+1 m p f e]`` at the chunks' borders (``[1 ...]`` if it does not fold) and the errors
         ``[n m c e]``.
         """
@@ -193,7 +211,9 @@ class Exact(ClosedForm):
             cf.exact_step(states[i], U[i], errors[i], K[i], co.fold[i], states[i + 1] if self.folds else None)
         return states, errors
 
-    def _asked(self, s: Stretch, flat: Coefficients, x: Tensor, states: Tensor, errors: Tensor) -> tuple[cf.Anchor, cf.Reading]:
+    def _asked(
+        self, s: Stretch, flat: Coefficients, x: Tensor, states: Tensor, errors: Tensor
+    ) -> tuple[cf.Anchor, cf.Reading]:
         together = cf.Anchor((states[: len(errors)].flatten(0, 1),), flat)
         return together, cf.read(self.net, together, [x], [errors.flatten(0, 1)], s.q.flatten(0, 1))
 
@@ -203,7 +223,11 @@ class Exact(ClosedForm):
         states, errors = self._walked(s, co, ready, state)
         _, reading = self._asked(s, flat, ready.x, states, errors)
         surprise = 0.5 * errors.square().sum(-1)
-        return reading.answers.unflatten(0, s.q.shape[:2]), surprise, (states[-1].clone(),) if self.folds else ()
+        return (
+            reading.answers.unflatten(0, s.q.shape[:2]),
+            surprise,
+            (states[-1].clone(),) if self.folds else (),
+        )
 
     def backward(
         self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
@@ -225,11 +249,15 @@ class Exact(ClosedForm):
         for i in range(n - 1, -1, -1):
             if g_ends is not None:
                 g_ends[i] = g_state[0]
-            cf.exact_step_backward(g_state[0] if self.folds else None, U[i], K[i], co.fold[i], g_errors[i], g_starts[i])
+            cf.exact_step_backward(
+                g_state[0] if self.folds else None, U[i], K[i], co.fold[i], g_errors[i], g_starts[i]
+            )
             g_state = [g_starts[i]]
             leash.hold(g_state, received[i])
         g_end = None if g_ends is None else g_ends.flatten(0, 1)
-        g_k, g_v = cf.prepare_backward(self.net, flat, ready, together.state[0], error, g_error, g_end, g.inputs[0], g_flat)
+        g_k, g_v = cf.prepare_backward(
+            self.net, flat, ready, together.state[0], error, g_error, g_end, g.inputs[0], g_flat
+        )
         g_gates = coefficients_backward(s.gates, s.complete, g_co)
         return [g_q.view_as(s.q), g_k.view_as(s.k), g_v.view_as(s.v), *g_gates], [g_state[0].clone()], []
 
@@ -284,7 +312,9 @@ def _grads(outputs: list[tuple[Tensor, Tensor]], inputs: list[Tensor | None]) ->
     """autograd.grad through the outputs that require it. Zeros for inputs without a gradient, None for None."""
     pairs = [(output, grad) for output, grad in outputs if output.requires_grad]
     present = [x for x in inputs if x is not None]
-    found = iter(torch.autograd.grad([x for x, _ in pairs], present, [grad for _, grad in pairs], allow_unused=True))
+    found = iter(
+        torch.autograd.grad([x for x, _ in pairs], present, [grad for _, grad in pairs], allow_unused=True)
+    )
     return [None if x is None else _or_zeros(next(found), x) for x in inputs]
 
 
@@ -292,7 +322,9 @@ def _or_zeros(grad: Grad, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def stretches(walk: Walk, s: Stretch, state: Weights, stride: int, keep: bool) -> tuple[Tensor, Tensor, Weights, list[Weights]]:
+def stretches(
+    walk: Walk, s: Stretch, state: Weights, stride: int, keep: bool
+) -> tuple[Tensor, Tensor, Weights, list[Weights]]:
     """Walk all chunks, `stride` at a time: answers, surprise, the last state, and with `keep` the stretches' starts."""
     starts: list[Weights] = []
     answers, surprises = [], []
@@ -306,7 +338,13 @@ def stretches(walk: Walk, s: Stretch, state: Weights, stride: int, keep: bool) -
 
 
 def stretches_backward(
-    walk: Walk, s: Stretch, starts: list[Weights], stride: int, g_y: Tensor, g_surprise: Tensor, g_end: tuple[Tensor, ...]
+    walk: Walk,
+    s: Stretch,
+    starts: list[Weights],
+    stride: int,
+    g_y: Tensor,
+    g_surprise: Tensor,
+    g_end: tuple[Tensor, ...],
 ) -> tuple[list[Grad], list[Tensor], list[Tensor]]:
     """The gradients of a stretch's tensors (but `complete`), of the first state and of the net's own parameters."""
     g_state, pieces, slow, leash = list(g_end), [], [], Leash(g_end, s.k.dtype)
@@ -314,7 +352,9 @@ def stretches_backward(
     with torch.autocast(s.k.device.type, enabled=False):
         for index in range(len(starts) - 1, -1, -1):
             chunks = slice(index * stride, (index + 1) * stride)
-            grads, g_state, g_slow = walk.backward(s.part(chunks), starts[index], g_y[chunks], g_surprise[chunks], g_state, leash)
+            grads, g_state, g_slow = walk.backward(
+                s.part(chunks), starts[index], g_y[chunks], g_surprise[chunks], g_state, leash
+            )
             pieces.append(grads)
             slow.append(g_slow)
     leash.count()
@@ -404,7 +444,12 @@ def arranged(
     k, v, gates = layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
     inputs = [layout.queries(q), k, v, *gates]
     complete = layout.complete().repeat_interleave(q.shape[2], 1)
-    return Stretch._make([*[None if x is None else to_chunks(x, layout.chunks) for x in inputs], complete]), k, v, gates
+    return (
+        Stretch._make([*[None if x is None else to_chunks(x, layout.chunks) for x in inputs], complete]),
+        k,
+        v,
+        gates,
+    )
 
 
 def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
@@ -414,7 +459,9 @@ def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
     if slots == 0:
         return state.weights
     # Slots not yet read get gates that change nothing: no step, no past, everything kept.
-    unread = (torch.arange(slots, device=state.k.device) >= (state.position % state.chunk).unsqueeze(-1)).unsqueeze(-1)
+    unread = (
+        torch.arange(slots, device=state.k.device) >= (state.position % state.chunk).unsqueeze(-1)
+    ).unsqueeze(-1)
     neutral = (-torch.inf, -torch.inf, 0.0)
     tails = zip(state.gates, neutral, strict=True)
     gates = [None if tail is None else tail[:, :slots].masked_fill(unread, fill) for tail, fill in tails]

@@ -82,7 +82,9 @@ class Norm(NamedTuple):
         """Backward: rstd (grad - mean(grad) - value mean(grad value))."""
         only_input = [True, False, False]
         shape = self.source.shape[-1:]
-        g = _aten.native_layer_norm_backward(grad, self.source, shape, self.mean, self.rstd, None, None, only_input)[0]
+        g = _aten.native_layer_norm_backward(
+            grad, self.source, shape, self.mean, self.rstd, None, None, only_input
+        )[0]
         return g.mul_(self.shrink)
 
     def backward(self, g_value: Tensor, grad: Tensor, pulled: Tensor, g_pulled: Tensor) -> Tensor:
@@ -94,7 +96,9 @@ class Norm(NamedTuple):
         g_along = (g_pulled * self.value).mean(-1, keepdim=True)
         through_value = (g_pulled * along).addcmul_(grad, g_along)
         through_rstd = (g_pulled * pulled).mean(-1, keepdim=True).mul_(rstd)
-        return self.pull(torch.addcmul(g_value, through_value, rstd, value=-1)).addcmul_(self.value, through_rstd, value=-1)
+        return self.pull(torch.addcmul(g_value, through_value, rstd, value=-1)).addcmul_(
+            self.value, through_rstd, value=-1
+        )
 
 
 def normalise(x: Tensor) -> Norm:
@@ -121,7 +125,9 @@ def spread(x: Tensor, factors: Tensor) -> Tensor:
     return (x.unsqueeze(-2) * factors.unsqueeze(-1)).flatten(-2)
 
 
-def spread_backward(grad: Tensor, x: Tensor, factors: Tensor, g_x: Tensor, g_factors: Tensor, sign: int = 1) -> None:
+def spread_backward(
+    grad: Tensor, x: Tensor, factors: Tensor, g_x: Tensor, g_factors: Tensor, sign: int = 1
+) -> None:
     """Backward of `spread`, added in place."""
     grad = grad.unflatten(-1, (factors.shape[-1], -1))
     g_factors.add_((grad * x.unsqueeze(-2)).sum(-1), alpha=sign)
@@ -212,7 +218,9 @@ def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record
     return Record(inputs, errors, outputs, slopes, products, returned, norm, prediction, slope)
 
 
-def record_backward(net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor) -> tuple[Tensor, Tensor]:
+def record_backward(
+    net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, from those of the layer inputs and errors in `g`; the rest of `g` is added to."""
     if exact(net, rule):
         return _record_exact_backward(net, rule, anchor, rec, g, g_surprise)
@@ -242,7 +250,9 @@ def record_backward(net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads,
     return (g_x if g_k is None else g_k + g_x), g_v
 
 
-def _end_backward(net: MLP, rule: Rule, rec: Record, g_error: Tensor, g_surprise: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+def _end_backward(
+    net: MLP, rule: Rule, rec: Record, g_error: Tensor, g_surprise: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """From D_L and the surprise back to (k's residual part, v, Z_L)."""
     g_slope = rec.norm.pull(g_error) if rec.norm else g_error
     weight = g_surprise.unsqueeze(-1)
@@ -252,7 +262,9 @@ def _end_backward(net: MLP, rule: Rule, rec: Record, g_error: Tensor, g_surprise
     else:
         g_prediction = rec.slope * weight
         g_v = -torch.addcmul(g_slope, rec.prediction, weight)
-    g_output = rec.norm.backward(g_prediction, rec.slope, rec.errors[-1], g_error) if rec.norm else g_prediction
+    g_output = (
+        rec.norm.backward(g_prediction, rec.slope, rec.errors[-1], g_error) if rec.norm else g_prediction
+    )
     return (g_prediction if net.residual else None), g_v, g_output
 
 
@@ -365,7 +377,15 @@ def prepare(net: MLP, co: Coefficients, k: Tensor, v: Tensor) -> Prepared:
     mix, own = earlier(co)
     solver = inverse(torch.bmm(x, x.mT).mul_(mix))
     target = v - k if net.residual else v
-    return Prepared(x, mix, own, solver, torch.bmm(solver, spread(x, own)), torch.bmm(solver, target), spread(x, co.fold_mix))
+    return Prepared(
+        x,
+        mix,
+        own,
+        solver,
+        torch.bmm(solver, spread(x, own)),
+        torch.bmm(solver, target),
+        spread(x, co.fold_mix),
+    )
 
 
 def exact_step(state: Tensor, U: Tensor, known: Tensor, K: Tensor, fold: Tensor, end: Tensor | None) -> None:
@@ -376,7 +396,9 @@ def exact_step(state: Tensor, U: Tensor, known: Tensor, K: Tensor, fold: Tensor,
         rows(end).baddbmm_(K.mT, known, alpha=-1)
 
 
-def exact_step_backward(g_end: Tensor | None, U: Tensor, K: Tensor, fold: Tensor, g_error: Tensor, g_start: Tensor) -> None:
+def exact_step_backward(
+    g_end: Tensor | None, U: Tensor, K: Tensor, fold: Tensor, g_error: Tensor, g_start: Tensor
+) -> None:
     """Adds what a chunk's end brings to the gradients of its errors and, through these too, of its start."""
     if g_end is not None:
         g_error.baddbmm_(K, rows(g_end), alpha=-1)
@@ -407,7 +429,9 @@ def _earlier_backward(co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own
     g_co.own[:, :-1] += g_own[:, 1:]
 
 
-def record_next(net: MLP, rule: Rule, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], k: Tensor, v: Tensor) -> Record:
+def record_next(
+    net: MLP, rule: Rule, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], k: Tensor, v: Tensor
+) -> Record:
     """`record` of one more token ``[m 1 e]`` of a chunk whose inputs and errors so far are known: nothing has to be
     solved.
 
@@ -475,7 +499,13 @@ def _last(co: Coefficients, count: int) -> tuple[Tensor, Tensor]:
 
 
 def read_backward(
-    net: MLP, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], reading: Reading, g_answers: Tensor, g_co: Coefficients
+    net: MLP,
+    anchor: Anchor,
+    inputs: list[Tensor],
+    errors: list[Tensor],
+    reading: Reading,
+    g_answers: Tensor,
+    g_co: Coefficients,
 ) -> tuple[Tensor, Grads]:
     """The queries' gradient, and those of everything they met; the coefficients' are added in place."""
     mix, own = _last(anchor.co, g_answers.shape[1])
@@ -494,4 +524,6 @@ def read_backward(
         spread_backward(torch.bmm(g_y, rows(state).mT), a, own, g_a, g_own)
         g_a = without_ones(net, g_a)
         g_y = pull(net, g_a, reading.outputs[layer - 1]) if layer else g_a
-    return (g_y + g_answers if net.residual else g_y), Grads(g_inputs[::-1], g_errors[::-1], g_state[::-1], g_co)
+    return (g_y + g_answers if net.residual else g_y), Grads(
+        g_inputs[::-1], g_errors[::-1], g_state[::-1], g_co
+    )

@@ -56,13 +56,18 @@ class Running:
     def __init__(self, state: MemoryState, net: Net, rule: Rule, backend: str = "auto") -> None:
         reason = unsupported(net, rule)
         if reason is not None or not isinstance(net, MLP):
-            raise ValueError(f"net: expected a memory that can be written in place, got {type(net).__name__}: {reason}")
+            raise ValueError(
+                f"net: expected a memory that can be written in place, got {type(net).__name__}: {reason}"
+            )
         self.net, self.rule, self.chunk = net, rule, state.chunk
         self.rows, self.heads, self.width = state.k.shape[0], *state.k.shape[2:]
         self.values = state.v.shape[-1]
         # One slot more than a tail has: the token that completes the chunk.
         k, self.v, self.gates = self._slots(state.k), self._slots(state.v), state.gates.map(self._slots)
-        self.layers = tuple(layer.detach().flatten(0, 1).clone(memory_format=torch.contiguous_format) for layer in state.layers)
+        self.layers = tuple(
+            layer.detach().flatten(0, 1).clone(memory_format=torch.contiguous_format)
+            for layer in state.layers
+        )
         self.position, self.diverged = state.position.clone(), state.diverged.clone()
         self.inputs, self.errors = self._tail(k, self.v)
         reason = dispatch.decode_reason(self.v, max(self.width, self.values))
@@ -83,7 +88,9 @@ class Running:
     def _tail(self, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The open chunk's X and D. Slots that are not read yet have coefficients of 0."""
         co = coefficients(self.rule, self.gates, torch.zeros(len(k), dtype=torch.bool, device=k.device))
-        rec = cf.record(self.net, self.rule, cf.Anchor(self.layers, co, cf.solver(self.net, self.rule, k, co)), k, v)
+        rec = cf.record(
+            self.net, self.rule, cf.Anchor(self.layers, co, cf.solver(self.net, self.rule, k, co)), k, v
+        )
         return [x.contiguous() for x in rec.inputs], [x.contiguous() for x in rec.errors]
 
     @property
@@ -134,16 +141,22 @@ class Running:
                 put(buffer, slot, gate.flatten(), on)
         full = coefficients(self.rule, self.gates, on & (slot == self.chunk - 1))
         mix, own, before, own_before = self._at(slot, full.mix, full.own, *cf.earlier(full))
-        co = full._replace(mix=mix, own=own, scale=None if full.scale is None else self._at(slot, full.scale)[0])
+        co = full._replace(
+            mix=mix, own=own, scale=None if full.scale is None else self._at(slot, full.scale)[0]
+        )
         at_key = co._replace(mix=before, own=own_before) if cf.exact(self.net, self.rule) else co
-        rec = cf.record_next(self.net, self.rule, cf.Anchor(self.layers, at_key), self.inputs, self.errors, k, v)
+        rec = cf.record_next(
+            self.net, self.rule, cf.Anchor(self.layers, at_key), self.inputs, self.errors, k, v
+        )
         pairs = zip((*self.inputs, *self.errors, self.v), (*rec.inputs, *rec.errors, v), strict=True)
         for buffer, new in pairs:
             put(buffer, slot, new.squeeze(1), on)
         y = cf.read(self.net, cf.Anchor(self.layers, co), self.inputs, self.errors, q).answers.squeeze(1)
         surprise = rec.surprise(self.rule).squeeze(1)
         ends = tuple(torch.empty_like(layer) for layer in self.layers)
-        cf.fold(cf.Anchor(self.layers, full), self.inputs, self.errors, ends)  # changes nothing where a chunk is open
+        cf.fold(
+            cf.Anchor(self.layers, full), self.inputs, self.errors, ends
+        )  # changes nothing where a chunk is open
         for layer, end in zip(self.layers, ends, strict=True):
             layer.copy_(end)
         fine = self._split(y.isfinite().all(-1) & surprise.isfinite()).all(1)

@@ -30,8 +30,12 @@ def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) 
     return short_conv_forward(x, before.to(x.dtype), weight, heads, unit)
 
 
-def log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]) -> tuple[Tensor, ...]:
-    logs, *_ = log_gates_forward(x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip))
+def log_gates(
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    logs, *_ = log_gates_forward(
+        x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip)
+    )
     return logs.unbind(0)
 
 
@@ -79,7 +83,17 @@ def _short_conv_backward(
     taps, width = weight.shape[1], weight.shape[0]
     ones, none = (1, 1), (0, 0)
     g_image, g_weight, _ = _aten.convolution_backward(
-        g_z, image, weight.to(x.dtype)[:, None, None], [0], ones, none, ones, False, none, width, [True, True, False]
+        g_z,
+        image,
+        weight.to(x.dtype)[:, None, None],
+        [0],
+        ones,
+        none,
+        ones,
+        False,
+        none,
+        width,
+        [True, True, False],
     )
     g_past, g_x = g_image.squeeze(2).mT.split([taps - 1, x.shape[1]], 1)
     return g_x.contiguous(), g_past.to(past.dtype).contiguous(), g_weight.view_as(weight).to(weight.dtype)
@@ -94,7 +108,9 @@ def _convolved(image: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(image, weight.to(image.dtype)[:, None, None], groups=weight.shape[0]).squeeze(2).mT
 
 
-def _log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int) -> tuple[Tensor, Tensor, Tensor]:
+def _log_gates(
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The logs ``[gates b t heads]``; for backward the logits ``[b*t gates*heads]`` and input scales ``[b*t]``."""
     tokens = _wide(x).flatten(0, 1)
     scale = torch.rsqrt(tokens.square().mean(-1, keepdim=True) + 1e-6)
@@ -104,14 +120,27 @@ def _log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
 
 
 def _log_gates_backward(
-    g_logs: Tensor, x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor, scales: Tensor, heads: int, flipped: int
+    g_logs: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    logits: Tensor,
+    scales: Tensor,
+    heads: int,
+    flipped: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, scale, signs = _wide(x).flatten(0, 1), scales.unsqueeze(-1), _signs(logits, heads, flipped)
     g_logits = g_logs.movedim(0, -2).reshape(logits.shape) * signs * torch.sigmoid(-signs * logits)
-    pull = (g_logits * (logits - bias.to(logits.dtype))).sum(-1, keepdim=True) * scale * scale / tokens.shape[-1]
+    pull = (
+        (g_logits * (logits - bias.to(logits.dtype))).sum(-1, keepdim=True) * scale * scale / tokens.shape[-1]
+    )
     g_products = g_logits * scale
     g_x = (g_products @ weight.to(tokens.dtype)).addcmul_(tokens, pull, value=-1)
-    return g_x.view(x.shape).to(x.dtype), (g_products.mT @ tokens).to(weight.dtype), g_logits.sum(0).to(bias.dtype)
+    return (
+        g_x.view(x.shape).to(x.dtype),
+        (g_products.mT @ tokens).to(weight.dtype),
+        g_logits.sum(0).to(bias.dtype),
+    )
 
 
 def _signs(logits: Tensor, heads: int, flipped: int) -> Tensor:
@@ -124,7 +153,9 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps).flatten(-2) * F.silu(gate)
 
 
-def _gated_norm_backward(g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _gated_norm_backward(
+    g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     tall, gain = _wide(x), weight.to(_wide(x).dtype)
     factor = torch.rsqrt(tall.square().mean(-1, keepdim=True) + eps)
     normed = tall * factor
@@ -133,13 +164,19 @@ def _gated_norm_backward(g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, e
     g_weight = (g_gained * normed).flatten(0, -2).sum(0)
     g_normed = g_gained.mul_(gain)
     along = (g_normed * normed).mean(-1, keepdim=True)
-    return torch.addcmul(g_normed, normed, along, value=-1).mul_(factor).to(x.dtype), g_gate, g_weight.to(weight.dtype)
+    return (
+        torch.addcmul(g_normed, normed, along, value=-1).mul_(factor).to(x.dtype),
+        g_gate,
+        g_weight.to(weight.dtype),
+    )
 
 
 def _lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     rows = _by_heads(x)
     u = _features(rows, up)[-2]
-    return _unit(_wide(rows + u @ down.to(x.dtype)))[0].to(x.dtype).transpose(0, 1).reshape(x.shape).contiguous()
+    return (
+        _unit(_wide(rows + u @ down.to(x.dtype)))[0].to(x.dtype).transpose(0, 1).reshape(x.shape).contiguous()
+    )
 
 
 def _lift_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,10 +215,16 @@ def _conv_shape(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool)
     return x.new_empty(*x.shape[:2], heads, x.shape[2] // heads)
 
 
-def _gate_shapes(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gate_shapes(
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
+) -> tuple[Tensor, Tensor, Tensor]:
     like = _wide(x)
     tokens, count = x.shape[0] * x.shape[1], weight.shape[0]
-    return like.new_empty(count // heads, *x.shape[:2], heads), like.new_empty(tokens, count), like.new_empty(tokens)
+    return (
+        like.new_empty(count // heads, *x.shape[:2], heads),
+        like.new_empty(tokens, count),
+        like.new_empty(tokens),
+    )
 
 
 def _norm_shape(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -192,14 +235,25 @@ def _lift_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _register(name: str, forward: Any, backward: Any, shape: Any, inputs: str, constants: str = "", extra: int = 0) -> Any:
+def _register(
+    name: str, forward: Any, backward: Any, shape: Any, inputs: str, constants: str = "", extra: int = 0
+) -> Any:
     """`library.differentiable`, with the inputs' own shapes for their gradients."""
     count = inputs.count("Tensor")
 
     def like_inputs(g_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         return tuple(x.new_empty(x.shape) for x in inputs[:count])
 
-    return differentiable(f"{name}_cpu", forward, backward, inputs, constants, extra=extra, fake=shape, fake_backward=like_inputs)
+    return differentiable(
+        f"{name}_cpu",
+        forward,
+        backward,
+        inputs,
+        constants,
+        extra=extra,
+        fake=shape,
+        fake_backward=like_inputs,
+    )
 
 
 short_conv_forward = _register(
@@ -220,9 +274,18 @@ log_gates_forward = _register(
     extra=2,
 )
 gated_norm_forward = _register(
-    "gated_norm", _gated_norm, _gated_norm_backward, _norm_shape, "Tensor x, Tensor gate, Tensor weight", "float eps"
+    "gated_norm",
+    _gated_norm,
+    _gated_norm_backward,
+    _norm_shape,
+    "Tensor x, Tensor gate, Tensor weight",
+    "float eps",
 )
 lift_forward = _register("lift", _lift, _lift_backward, _lift_shape, "Tensor x, Tensor up, Tensor down")
 carry_on_forward = _register(
-    "carry_on", carried, _carry_on_backward, lambda past, new: past.new_empty(past.shape), "Tensor past, Tensor new"
+    "carry_on",
+    carried,
+    _carry_on_backward,
+    lambda past, new: past.new_empty(past.shape),
+    "Tensor past, Tensor new",
 )

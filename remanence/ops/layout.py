@@ -30,7 +30,14 @@ class Layout:
     """
 
     def __init__(
-        self, batch: int, tokens: int, state: MemoryState, chunk: int, offsets: list[int] | None, *, replay: bool = False
+        self,
+        batch: int,
+        tokens: int,
+        state: MemoryState,
+        chunk: int,
+        offsets: list[int] | None,
+        *,
+        replay: bool = False,
     ) -> None:
         self.batch, self.tokens, self.chunk = batch, tokens, chunk
         self.tails = [position % chunk for position in places(state.position)]
@@ -119,13 +126,21 @@ class Layout:
         return any(total >= self.chunk for total in self.totals)
 
     def next_state(
-        self, state: MemoryState, layers: Weights, k: Tensor, v: Tensor, gates: Gates, outputs: tuple[Tensor, Tensor]
+        self,
+        state: MemoryState,
+        layers: Weights,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates,
+        outputs: tuple[Tensor, Tensor],
     ) -> MemoryState:
         """The state after the call, from its rows ``[r length ...]``; flagged where one is not finite."""
         bad = state.diverged
         for tensor in (*outputs, *(layers if self.folds else ())):
             bad = bad | ~tensor.detach().isfinite().flatten(1).all(1)
-        position = advanced(state.position, self.tokens if self.equal else torch.tensor(self.counts, device=self.device))
+        position = advanced(
+            state.position, self.tokens if self.equal else torch.tensor(self.counts, device=self.device)
+        )
         return MemoryState(layers, self.tail(k), self.tail(v), gates.map(self.tail), position, bad)
 
 
@@ -136,7 +151,15 @@ class DeviceLayout:
     `aligned` is the caller's word that every row stands at a chunk's border, which spares the rearrangement.
     """
 
-    def __init__(self, batch: int, tokens: int, state: MemoryState, chunk: int, offsets: list[int] | None, aligned: bool) -> None:
+    def __init__(
+        self,
+        batch: int,
+        tokens: int,
+        state: MemoryState,
+        chunk: int,
+        offsets: list[int] | None,
+        aligned: bool,
+    ) -> None:
         self.batch, self.tokens, self.chunk, self.aligned = batch, tokens, chunk, aligned
         self.device, self.count = state.position.device, len(state.position)
         self.uniform = offsets is None and aligned
@@ -161,7 +184,9 @@ class DeviceLayout:
         if self.uniform:
             return x
         both = torch.cat([x.flatten(0, 1), tail.to(x.dtype).flatten(0, 1)])
-        return _Moved.apply(both, self.there.flatten(), self.here.flatten()).view(*self.there.shape, *x.shape[2:])
+        return _Moved.apply(both, self.there.flatten(), self.here.flatten()).view(
+            *self.there.shape, *x.shape[2:]
+        )
 
     def queries(self, q: Tensor) -> Tensor:
         return self.rows(q.new_zeros(self.count, self.chunk - 1, *q.shape[2:]), q)
@@ -172,12 +197,16 @@ class DeviceLayout:
             return y
         tokens = self.batch * self.tokens
         there = torch.where(self.there < tokens, self.there, -1).flatten()
-        return _Moved.apply(y.flatten(0, 1), self.here[:tokens], there).view(self.batch, self.tokens, *y.shape[2:])
+        return _Moved.apply(y.flatten(0, 1), self.here[:tokens], there).view(
+            self.batch, self.tokens, *y.shape[2:]
+        )
 
     def _there(self) -> Tensor:
         """``[r length]``: the index of the call's token (then of the tail's slots) at each slot of a row; -1: none."""
         place = torch.arange(self.length, device=self.device)
-        tails, totals, row = (x.unsqueeze(-1) for x in (self.tails, self.totals, torch.arange(self.count, device=self.device)))
+        tails, totals, row = (
+            x.unsqueeze(-1) for x in (self.tails, self.totals, torch.arange(self.count, device=self.device))
+        )
         new = torch.where(place < totals, self.starts.unsqueeze(-1) + place - tails, -1)
         return torch.where(place < tails, self.batch * self.tokens + row * (self.chunk - 1) + place, new)
 
@@ -194,9 +223,13 @@ class DeviceLayout:
         """What is left open at each row's end, ``[r length ...]`` to ``[r c-1 ...]``."""
         if self.uniform:
             return _pad(x[:, self.tokens // self.chunk * self.chunk :], self.chunk - 1)
-        place = (self.totals // self.chunk * self.chunk).unsqueeze(-1) + torch.arange(self.chunk - 1, device=self.device)
+        place = (self.totals // self.chunk * self.chunk).unsqueeze(-1) + torch.arange(
+            self.chunk - 1, device=self.device
+        )
         row = torch.arange(self.count, device=self.device).unsqueeze(-1)
-        return pick(x.flatten(0, 1), torch.where(place < self.totals.unsqueeze(-1), place + row * self.length, -1))
+        return pick(
+            x.flatten(0, 1), torch.where(place < self.totals.unsqueeze(-1), place + row * self.length, -1)
+        )
 
 
 class _Moved(torch.autograd.Function):
@@ -214,7 +247,10 @@ class _Moved(torch.autograd.Function):
 
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Copied once for all the layers that read the same documents: each copy from the host waits for the device."""
-    if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    ):
         return torch.tensor(numbers, device=device)  # a tensor without numbers must not be kept
     return _copied(numbers, device)
 
@@ -264,4 +300,6 @@ def pick(rows: Tensor, index: Tensor) -> Tensor:
 
 def gates_rows(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:
     pairs = zip(state.gates, gates, strict=True)
-    return Gates._make([layout.rows(old, new) if old is not None and new is not None else None for old, new in pairs])
+    return Gates._make(
+        [layout.rows(old, new) if old is not None and new is not None else None for old, new in pairs]
+    )

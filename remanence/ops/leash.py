@@ -29,7 +29,9 @@ def counter(beside: Tensor) -> Tensor:
     found = _counters.get(device)
     if found is None:
         found = torch.zeros(1, dtype=torch.int64, device=device)
-        if type(beside) is Tensor and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if type(beside) is Tensor and not (
+            device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):
             _counters[device] = found
     return found
 

@@ -33,7 +33,9 @@ def operator(
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"remanence::{name}", fake or function, lib=_library)
     if backward is not None:
-        torch.library.register_autograd(f"remanence::{name}", backward, setup_context=setup_context, lib=_library)
+        torch.library.register_autograd(
+            f"remanence::{name}", backward, setup_context=setup_context, lib=_library
+        )
     return getattr(torch.ops.remanence, name).default
 
 

@@ -76,13 +76,19 @@ class MLP:
 
     def widths(self, width: int, values: int | None = None) -> list[int]:
         """The width after each layer, the input's first; values are as wide as keys unless given."""
-        return [width, *[max(1, round(self.expansion * width))] * (self.depth - 1), width if values is None else values]
+        return [
+            width,
+            *[max(1, round(self.expansion * width))] * (self.depth - 1),
+            width if values is None else values,
+        ]
 
     def shapes(self, width: int, values: int | None = None) -> list[tuple[int, int]]:
         """The shape of each layer's weight, one head's."""
         return [(a + self.bias, b) for a, b in pairwise(self.widths(width, values))]
 
-    def init(self, heads: int, width: int, generator: torch.Generator | None = None, *, values: int | None = None) -> Weights:
+    def init(
+        self, heads: int, width: int, generator: torch.Generator | None = None, *, values: int | None = None
+    ) -> Weights:
         """Normal, such that each layer keeps its input's scale: variance 1 / inputs, and 4 / inputs after an
         activation, which halves what is small. Anything that shrinks from layer to layer would meet LN at up to
         1/sqrt(eps) times the gradient.
@@ -90,7 +96,9 @@ class MLP:
         weights = []
         for layer, (rows, columns) in enumerate(self.shapes(width, values)):
             inputs = rows - self.bias
-            weight = torch.randn(heads, rows, columns, generator=generator) * ((2.0 if layer else 1.0) / math.sqrt(inputs))
+            weight = torch.randn(heads, rows, columns, generator=generator) * (
+                (2.0 if layer else 1.0) / math.sqrt(inputs)
+            )
             if self.bias:
                 weight[:, -1] = 0.0
             weights.append(weight)

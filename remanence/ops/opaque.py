@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from remanence.core.state import trains
-from remanence.ops.chunked import Stretch, Walk, arranged, from_chunks, stretches, stretches_backward, to_chunks, walk_for
+from remanence.ops.chunked import (
+    Stretch,
+    Walk,
+    arranged,
+    from_chunks,
+    stretches,
+    stretches_backward,
+    to_chunks,
+    walk_for,
+)
 from remanence.ops.layout import Layout
 from remanence.ops.library import GATES, operator, raise_on_double_backward
 from remanence.ops.nets import MLP
@@ -57,8 +66,23 @@ class _Call(NamedTuple):
     def of(cls, *arguments: Any) -> _Call:
         q, k, v, *rest = arguments
         gates, (tail_k, tail_v), tails = Gates(*rest[:3]), rest[3:5], Gates(*rest[5:8])
-        layers, position, diverged, offsets, chunk, depth, expansion, activation, residual, norm, bias, *rest = rest[8:]
-        net = MLP(depth=depth, expansion=expansion, activation=activation, residual=residual, norm=norm, bias=bias)
+        (
+            layers,
+            position,
+            diverged,
+            offsets,
+            chunk,
+            depth,
+            expansion,
+            activation,
+            residual,
+            norm,
+            bias,
+            *rest,
+        ) = rest[8:]
+        net = MLP(
+            depth=depth, expansion=expansion, activation=activation, residual=residual, norm=norm, bias=bias
+        )
         momentum, forget, decay_first, anchor, loss = rest
         rule = Rule(momentum=momentum, forget=forget, decay_first=decay_first, anchor=anchor, loss=loss)
         state = MemoryState(tuple(layers), tail_k, tail_v, tails, position, diverged)
@@ -83,7 +107,11 @@ class _Call(NamedTuple):
 
     @property
     def differentiable(self) -> list[Tensor]:
-        return [x for x in (self.q, self.k, self.v, *self.gates, *self.state[1:3], *self.state.gates) if x is not None]
+        return [
+            x
+            for x in (self.q, self.k, self.v, *self.gates, *self.state[1:3], *self.state.gates)
+            if x is not None
+        ]
 
     def arranged(self) -> tuple[Layout, Walk, Stretch, tuple[Tensor, Tensor, Gates]]:
         layout = Layout(self.q.shape[0], self.q.shape[1], self.state, self.chunk, self.offsets)
@@ -118,12 +146,16 @@ def _forward(*arguments: Any) -> list[Tensor]:
     call, train = _Call.of(*arguments[:-1]), arguments[-1]
     state, heads = call.state, call.q.shape[2]
     layout, walk, stretch, rows = call.arranged()
-    y, surprise, end, starts = stretches(walk, stretch, tuple(layer.flatten(0, 1) for layer in state.layers), STRETCH, train)
+    y, surprise, end, starts = stretches(
+        walk, stretch, tuple(layer.flatten(0, 1) for layer in state.layers), STRETCH, train
+    )
     y, surprise = (from_chunks(x, heads) for x in (y, surprise))
     layers = tuple(layer.unflatten(0, (-1, heads)) for layer in end) if layout.folds else state.layers
     new = layout.next_state(state, layers, *rows, (y, surprise))
     if not layout.folds:
-        new = new._replace(layers=tuple(layer.clone() for layer in layers))  # no result may be an argument itself
+        new = new._replace(
+            layers=tuple(layer.clone() for layer in layers)
+        )  # no result may be an argument itself
     kept = []
     if train:
         kept = [layer.new_zeros(call.saved, *layer.flatten(0, 1).shape) for layer in state.layers]
@@ -138,7 +170,11 @@ def _shapes(*arguments: Any) -> list[Tensor]:
     call, train = _Call.of(*arguments[:-1]), arguments[-1]
     state = call.state
     y, surprise = call.v.new_empty(call.v.shape), state.k.new_empty(call.q.shape[:3])
-    kept = [x.new_empty(call.saved, x.shape[0] * x.shape[1], *x.shape[2:]) for x in state.layers] if train else []
+    kept = (
+        [x.new_empty(call.saved, x.shape[0] * x.shape[1], *x.shape[2:]) for x in state.layers]
+        if train
+        else []
+    )
     return [y, surprise, *[x.new_empty(x.shape) for x in state.tensors()], *kept]
 
 
@@ -147,8 +183,17 @@ def _backward(*arguments: Any) -> list[Tensor]:
     call, (saved, grads) = _Call.of(*arguments[:_ARGUMENTS]), arguments[_ARGUMENTS:]
     state, heads = call.state, call.q.shape[2]
     layout, walk, stretch, _ = call.arranged()
-    results = [call.v, call.k[..., 0], *state.layers, state.k, state.v, *[gate for gate in state.gates if gate is not None]]
-    g_y, g_surprise, *rest = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
+    results = [
+        call.v,
+        call.k[..., 0],
+        *state.layers,
+        state.k,
+        state.v,
+        *[gate for gate in state.gates if gate is not None],
+    ]
+    g_y, g_surprise, *rest = (
+        torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True)
+    )
     depth = len(state.layers)
     g_layers, g_tails = rest[:depth], rest[depth:]
     starts = [tuple(layer.flatten(0, 1) for layer in state.layers)]
@@ -199,7 +244,13 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 _unsafe = (torch.Tag.cudagraph_unsafe,)  # the host reads positions
 chunked_forward = operator(
-    "chunked_forward", _forward, f"({_CALL}, bool train) -> Tensor[]", _autograd, _setup, _shapes, tags=_unsafe
+    "chunked_forward",
+    _forward,
+    f"({_CALL}, bool train) -> Tensor[]",
+    _autograd,
+    _setup,
+    _shapes,
+    tags=_unsafe,
 )
 chunked_backward = operator(
     "chunked_backward",

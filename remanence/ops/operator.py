@@ -11,7 +11,15 @@ from torch.func import vmap
 
 from remanence.core.state import trains
 from remanence.ops import chunked, opaque, reference
-from remanence.ops.checks import check_call, check_chunk, check_kinds, check_offsets, check_start, check_state, check_values
+from remanence.ops.checks import (
+    check_call,
+    check_chunk,
+    check_kinds,
+    check_offsets,
+    check_start,
+    check_state,
+    check_values,
+)
 from remanence.ops.closed_form import unsupported
 from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import MLP, NETS, Net
@@ -46,7 +54,16 @@ def start(
     check_start(weights, momentum, rows, rule)
     width = weights[-1].shape[-1] if width is None else width
     keys = width if keys is None else keys
-    return fresh(weights, momentum, rows, chunk=chunk, keys=keys, values=width, has_momentum=rule.momentum, forget=rule.forget)
+    return fresh(
+        weights,
+        momentum,
+        rows,
+        chunk=chunk,
+        keys=keys,
+        values=width,
+        has_momentum=rule.momentum,
+        forget=rule.forget,
+    )
 
 
 def memorize(
@@ -114,7 +131,15 @@ def memorize(
 
 
 def _backend(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, net: Net, rule: Rule, chunk: int
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState,
+    net: Net,
+    rule: Rule,
+    chunk: int,
 ) -> str:
     """The backend of a call. The kernels run only what `dispatch` lets them."""
     if backend not in ("auto", "triton"):
@@ -165,7 +190,9 @@ def ask(
     with torch.autocast(q.device.type, enabled=False):
         matrix = isinstance(net, MLP) and net.rectangular and not net.bias
         widest = max(q.shape[-1], weights[0].shape[-1])
-        if matrix and q.dtype == torch.bfloat16 and layer.fits(q, width=widest):  # rounded as the kernels round
+        if (
+            matrix and q.dtype == torch.bfloat16 and layer.fits(q, width=widest)
+        ):  # rounded as the kernels round
             queries, index = to_rows(q, borders)
             return from_rows(layer.by_heads(queries, weights[0]), index)
         queries, index = to_rows(q.to(weights[0].dtype), borders)

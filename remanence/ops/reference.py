@@ -44,7 +44,9 @@ def memorize_document(
         def loss(W: Weights, t: int = t) -> Tensor:  # eq. 12
             return rule.loss_function(net.apply(W, k[t]), v[t])
 
-        u, surprise = grad_and_value(loss)(tuple(gamma[t] * W for W in anchor) if rule.decay_first else anchor)
+        u, surprise = grad_and_value(loss)(
+            tuple(gamma[t] * W for W in anchor) if rule.decay_first else anchor
+        )
         S = tuple(eta[t] * past - theta[t] * now for past, now in zip(S, u, strict=True))  # eq. 14
         M = tuple(gamma[t] * W + change for W, change in zip(M, S, strict=True))  # eq. 13
         answers.append(net.apply(M, q[t]))  # eq. 15
@@ -55,11 +57,24 @@ def memorize_document(
 
 
 def memorize(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: list[int] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState,
+    net: Net,
+    rule: Rule,
+    chunk: int,
+    offsets: list[int] | None,
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The truth for every row and head; the arguments are those of `remanence.ops.memorize`, already checked."""
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets, replay=True)
-    queries, k, v, gates = layout.queries(q), layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
+    queries, k, v, gates = (
+        layout.queries(q),
+        layout.rows(state.k, k),
+        layout.rows(state.v, v),
+        gates_rows(layout, state, gates),
+    )
     nothing = tuple(torch.zeros_like(weight) for weight in state.weights)
     momentum = state.momentum if rule.momentum else nothing
     log_gates = (
@@ -84,10 +99,14 @@ def memorize(
                 end,
                 change,
             )
-            y, surprise, end, change = vmap(document, in_dims=(1, 1, 1, 1, 0, 0), out_dims=(1, 1, 0, 0))(*head)
+            y, surprise, end, change = vmap(document, in_dims=(1, 1, 1, 1, 0, 0), out_dims=(1, 1, 0, 0))(
+                *head
+            )
             answers = answers.index_put((torch.tensor(row), torch.arange(total)), y)
             surprises = surprises.index_put((torch.tensor(row), torch.arange(total)), surprise)
-        rows.append([torch.stack(pair if rule.momentum else pair[:1], 1) for pair in zip(end, change, strict=True)])
+        rows.append(
+            [torch.stack(pair if rule.momentum else pair[:1], 1) for pair in zip(end, change, strict=True)]
+        )
     layers = tuple(torch.stack(layer) for layer in zip(*rows, strict=True))
     new = layout.next_state(state, layers, k, v, gates, (answers, surprises))
     return layout.back(answers), new, layout.back(surprises)

@@ -62,7 +62,9 @@ class Rule:
         if not callable(self.loss) and self.loss not in LOSSES:
             raise ValueError(f"loss: expected a function or one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.decay_first and not self.forget:
-            raise ValueError("decay_first: expected False for a rule that does not forget, got True (set forget=True)")
+            raise ValueError(
+                "decay_first: expected False for a rule that does not forget, got True (set forget=True)"
+            )
 
     @property
     def loss_function(self) -> Loss:
@@ -154,7 +156,9 @@ def coefficients(rule: Rule, gates: Gates, complete: Tensor) -> Coefficients:
         own = torch.stack([keep, carry], -1)
         fold_mix = torch.stack([mix[..., -1, :], moved[..., -1, :] * step], -1)
         last = past[..., -1]
-        fold = torch.stack([keep[..., -1], carry[..., -1], torch.zeros_like(last), last], -1).unflatten(-1, (2, 2))
+        fold = torch.stack([keep[..., -1], carry[..., -1], torch.zeros_like(last), last], -1).unflatten(
+            -1, (2, 2)
+        )
     same = torch.eye(fold.shape[-1], dtype=fold.dtype, device=fold.device)
     fold = torch.where(complete[..., None, None], fold, same)
     fold_mix = torch.where(complete[..., None, None], fold_mix, 0.0)

@@ -77,17 +77,29 @@ class MemoryState(_MemoryState, TensorTuple):
         left = self.position % self.chunk - tokens
         if tokens < 0 or bool((left < 0).any()):
             most = int((self.position % self.chunk).min())
-            raise ValueError(f"tokens: expected at most {most}, what has been read since the last full chunk, got {tokens}")
+            raise ValueError(
+                f"tokens: expected at most {most}, what has been read since the last full chunk, got {tokens}"
+            )
         kept = torch.arange(self.chunk - 1, device=self.k.device) < left.unsqueeze(-1)
 
         def cut(tail: Tensor) -> Tensor:
             return torch.where(kept.view(*kept.shape, *[1] * (tail.dim() - 2)), tail, 0.0)
 
-        return self._replace(k=cut(self.k), v=cut(self.v), gates=self.gates.map(cut), position=self.position - tokens)
+        return self._replace(
+            k=cut(self.k), v=cut(self.v), gates=self.gates.map(cut), position=self.position - tokens
+        )
 
 
 def fresh(
-    weights: Weights, momentum: Weights | None, rows: int, *, chunk: int, keys: int, values: int, has_momentum: bool, forget: bool
+    weights: Weights,
+    momentum: Weights | None,
+    rows: int,
+    *,
+    chunk: int,
+    keys: int,
+    values: int,
+    has_momentum: bool,
+    forget: bool,
 ) -> MemoryState:
     """The state of `rows` documents of which nothing has been read, from per-head initial weights ``[h ...]``."""
     first = weights[0]

@@ -164,7 +164,9 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
                 into = {stored.get(name, name): tensor for name, tensor in into.items()}
                 dcp.load(into, storage_reader=reader, no_dist=world.size == 1)
         return
-    parts = (read_tensors(path / name, mapped=0).tensors for name in ("model.safetensors", "optimizer.safetensors"))
+    parts = (
+        read_tensors(path / name, mapped=0).tensors for name in ("model.safetensors", "optimizer.safetensors")
+    )
     # Left in the files, as they are copied from there.
     found = {current_name(name): tensor for part in parts for name, tensor in part.items()}
     for name, tensor in into.items():

@@ -15,7 +15,15 @@ from remanence.model import Model
 from remanence.train.config import TrainConfig
 from remanence.train.speeds import reached, table
 
-PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12}
+PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
 """Dense bfloat16 operations per second, as the makers state them, by a part of the GPU's name."""
 
 GPUS = {"B200": 180, "H200": 141, "H100": 80, "A100": 80, "L40S": 48, "4090": 24, "3090": 24}
@@ -84,7 +92,9 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
     here = config.batch // shares * config.data.length
     memory = {
         "weights, gradients, moments": 16.0 * parameters / devices,
-        "gathered weights and gradients": 8.0 * (2 * max(blocks) + parameters - sum(blocks)) if devices > 1 else 0.0,
+        "gathered weights and gradients": 8.0 * (2 * max(blocks) + parameters - sum(blocks))
+        if devices > 1
+        else 0.0,
         "activations": here * activations(config),
         "logits": here * config.model.vocabulary * 10.0,
         "states, before and after a step": (2.0 if config.carry else 1.0) * config.batch // shares * state,
@@ -108,7 +118,9 @@ def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
     """
     length, seconds, told = config.data.length, 0.0, []
     recomputed = False
-    captured = gpus == 1 and config.graph is not False and config.data.kind != "packed" and config.accumulate == 1
+    captured = (
+        gpus == 1 and config.graph is not False and config.data.kind != "packed" and config.accumulate == 1
+    )
     for kind in dict.fromkeys(config.model.blocks):
         found = reached(kind, config.model, length, captured and config.begin == "fresh")
         again = config.checkpointing and not found.checkpointing  # one forward more for three
@@ -128,7 +140,11 @@ def room(device: torch.device) -> float:
     """Bytes of the device's memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if hasattr(os, "sysconf") else float("inf")
+    return (
+        float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        if hasattr(os, "sysconf")
+        else float("inf")
+    )
 
 
 def measured(config: TrainConfig, device: torch.device) -> float:

@@ -13,7 +13,13 @@ from remanence.core.tokens import ByteTokenizer
 from remanence.data import Documents, Packed, Tokens, prepare
 from remanence.data.sources import File
 
-TEXTS = ["Call me Ishmael.", "é" * 40, "x", "It was the best of times, it was the worst of times. " * 6, "end\n"]
+TEXTS = [
+    "Call me Ishmael.",
+    "é" * 40,
+    "x",
+    "It was the best of times, it was the worst of times. " * 6,
+    "end\n",
+]
 
 
 @pytest.fixture
@@ -38,7 +44,12 @@ def read_all(data):
 def test_every_document_comes_through(corpus, tmp_path, workers):
     told = prepare([corpus], tmp_path / "out", workers=workers)
     data = Tokens(tmp_path / "out")
-    assert told == {"files": 5, "documents": 5, "tokens": sum(len(text.encode()) + 1 for text in TEXTS), "nulls": 0}
+    assert told == {
+        "files": 5,
+        "documents": 5,
+        "tokens": sum(len(text.encode()) + 1 for text in TEXTS),
+        "nulls": 0,
+    }
     assert read_all(data) == sorted(TEXTS)
     assert all(data[i][-1] == 256 for i in range(5)), "each ends with the end of a document"
     assert data.lengths.sum() == told["tokens"]
@@ -132,7 +143,9 @@ def data(tmp_path):
     """Forty documents of random lengths; token i of document d tells both, so that a stray one is seen."""
     chance = np.random.default_rng(0)
     lengths = [1, 2, *chance.integers(3, 90, 38)]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": chr(33 + d) * int(n)}) + "\n" for d, n in enumerate(lengths)))
+    (tmp_path / "t.jsonl").write_text(
+        "".join(json.dumps({"text": chr(33 + d) * int(n)}) + "\n" for d, n in enumerate(lengths))
+    )
     prepare([tmp_path / "t.jsonl"], tmp_path / "out")
     return Tokens(tmp_path / "out")
 
@@ -151,14 +164,20 @@ class TestPacked:
         for n in (0, 3, packed.per_epoch, 2 * packed.per_epoch + 1):
             batch = packed.step(n)
             tokens, targets = batch.tokens[0], batch.targets[0]
-            assert batch.offsets[0] == 0 and batch.offsets[-1] == 64 and set(range(0, 65, 16)) <= set(batch.offsets)
+            assert (
+                batch.offsets[0] == 0
+                and batch.offsets[-1] == 64
+                and set(range(0, 65, 16)) <= set(batch.offsets)
+            )
             for a, b in zip(batch.offsets, batch.offsets[1:], strict=False):
                 assert a < b
                 inside = tokens[a:b]
                 assert len(set(inside.tolist()) - {256}) <= 1, "one document between two borders"
                 assert 256 not in inside[:-1], "whose end is at its end"
                 assert torch.equal(targets[a : b - 1], tokens[a + 1 : b])
-                assert targets[b - 1] == -100 if tokens[b - 1] == 256 else targets[b - 1] in (tokens[b - 1], 256)
+                assert (
+                    targets[b - 1] == -100 if tokens[b - 1] == 256 else targets[b - 1] in (tokens[b - 1], 256)
+                )
 
     def test_any_step_again_and_every_epoch_anew(self, data):
         one, other = Packed(data, 16, 4, seed=3), Packed(data, 16, 4, seed=3)
@@ -210,7 +229,9 @@ class TestDocuments:
         order = Documents(Tokens(tmp_path / "out"), 64, 1)
         pieces = -(-10_000 // 64)
         assert sum(int((order.step(n).targets >= 0).sum()) for n in range(pieces)) == 10_000
-        assert [n for n in range(3 * pieces) if order.step(n).begins[0]] == [0, pieces, 2 * pieces], "and again, anew"
+        assert [n for n in range(3 * pieces) if order.step(n).begins[0]] == [0, pieces, 2 * pieces], (
+            "and again, anew"
+        )
 
     def test_every_document_is_read_to_its_end_whatever_the_others_lengths(self, tmp_path):
         lengths = (10, 50, 500, 1000)
@@ -226,12 +247,22 @@ class TestDocuments:
         assert furthest == [length // 10 - (length % 10 == 0) + 0 for length in lengths]
 
     def test_too_few_documents(self, data):
-        with pytest.raises(ValueError, match="data: expected at least 50 documents, one for each row, got 40"):
+        with pytest.raises(
+            ValueError, match="data: expected at least 50 documents, one for each row, got 40"
+        ):
             Documents(data, 16, 50)
 
 
 @pytest.mark.parametrize(
-    "change", [{"vocabulary": None}, {"vocabulary": "257"}, {"dtype": "<f4"}, {"shards": None}, {"shards": [{}]}, {"shards": [3]}]
+    "change",
+    [
+        {"vocabulary": None},
+        {"vocabulary": "257"},
+        {"dtype": "<f4"},
+        {"shards": None},
+        {"shards": [{}]},
+        {"shards": [3]},
+    ],
 )
 def test_an_index_that_is_damaged(data, change):
     index = read_json(data.folder / "tokens.json")

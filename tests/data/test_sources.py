@@ -27,13 +27,18 @@ pq = pytest.importorskip("pyarrow.parquet")
 pytest.importorskip("datasets")
 
 CHANCE = random.Random(0)
-TEXTS = [[chr(CHANCE.randrange(40, 400)) * CHANCE.randrange(1, 60) for _ in range(CHANCE.randrange(20, 40))] for _ in range(3)]
+TEXTS = [
+    [chr(CHANCE.randrange(40, 400)) * CHANCE.randrange(1, 60) for _ in range(CHANCE.randrange(20, 40))]
+    for _ in range(3)
+]
 """Of three files."""
 
 
 def table(path, texts, group=7, **columns):
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": texts, "id": list(range(len(texts))), **columns}), path, row_group_size=group)
+    pq.write_table(
+        pa.table({"text": texts, "id": list(range(len(texts))), **columns}), path, row_group_size=group
+    )
 
 
 @pytest.fixture
@@ -54,7 +59,10 @@ def documents(folder):
 def content(folder):
     """Every listed shard and the index, byte for byte."""
     names = [shard["name"] for shard in json.loads((folder / "tokens.json").read_text())["shards"]]
-    paths = [folder / "tokens.json", *(folder / f"{name}{suffix}" for name in names for suffix in (".bin", ".ends"))]
+    paths = [
+        folder / "tokens.json",
+        *(folder / f"{name}{suffix}" for name in names for suffix in (".bin", ".ends")),
+    ]
     return {path.name: path.read_bytes() for path in paths}
 
 
@@ -65,7 +73,9 @@ def flat(texts):
 class TestParquet:
     def test_a_folder_of_tables_is_what_lines_are(self, dataset, tmp_path):
         for number, texts in enumerate(TEXTS):
-            (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            (tmp_path / f"{number}.jsonl").write_text(
+                "".join(json.dumps({"text": text}) + "\n" for text in texts)
+            )
         told = prepare([dataset], tmp_path / "out")
         assert told == prepare([tmp_path / f"{number}.jsonl" for number in range(3)], tmp_path / "lines")
         assert content(tmp_path / "out") == content(tmp_path / "lines")
@@ -84,22 +94,32 @@ class TestParquet:
     def test_bad_tables_are_named(self, tmp_path, monkeypatch):
         path, out = tmp_path / "t.parquet", tmp_path / "out"
         table(path, ["a" * 500] * 90)
-        with pytest.raises(ValueError, match=r"t\.parquet: expected a column 'body', got text, id; --field names another"):
+        with pytest.raises(
+            ValueError, match=r"t\.parquet: expected a column 'body', got text, id; --field names another"
+        ):
             prepare([path], out, field="body")
-        with pytest.raises(ValueError, match=r"t\.parquet: column 'id': expected texts, got int64; --field names another"):
+        with pytest.raises(
+            ValueError, match=r"t\.parquet: column 'id': expected texts, got int64; --field names another"
+        ):
             prepare([path], out, field="id")
         whole = path.read_bytes()
         for damage in (whole[:-20], b"", b"PAR1" + bytes(200) + whole[204:]):
             path.write_bytes(damage)
             with pytest.raises(ValueError, match=r"t\.parquet: damaged, or not a parquet file \(.+\)$"):
                 prepare([path], out)
-        assert not [name for name in os.listdir(out) if name.startswith("0") or name.endswith(".tmp")], "nothing half made"
+        assert not [name for name in os.listdir(out) if name.startswith("0") or name.endswith(".tmp")], (
+            "nothing half made"
+        )
         path.rename(tmp_path / "t.parquet.gz")
-        with pytest.raises(ValueError, match=r"t\.parquet\.gz: expected a parquet file as it is, got a compressed one"):
+        with pytest.raises(
+            ValueError, match=r"t\.parquet\.gz: expected a parquet file as it is, got a compressed one"
+        ):
             prepare([tmp_path / "t.parquet.gz"], out)
         monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
         path.write_bytes(whole)
-        with pytest.raises(ValueError, match=r"reading \.parquet needs the extra 'data'; pip install 'remanence\[data\]'"):
+        with pytest.raises(
+            ValueError, match=r"reading \.parquet needs the extra 'data'; pip install 'remanence\[data\]'"
+        ):
             prepare([path], out)
 
 
@@ -108,14 +128,21 @@ class TestShards:
         """Five million tokens pass through in a few of their megabytes."""
         piece = list(range(1000))
         tracemalloc.start()
-        told = write_shard(tmp_path, "s", ((piece for _ in range(100)) for _ in range(50)), np.dtype("<u2"), end=7)
+        told = write_shard(
+            tmp_path, "s", ((piece for _ in range(100)) for _ in range(50)), np.dtype("<u2"), end=7
+        )
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert told["tokens"] == 50 * 100_001 and peak < 2e6
-        assert np.fromfile(tmp_path / "s.bin", "<u2").reshape(50, -1)[:, [0, 1, -2, -1]].tolist() == [[0, 1, 999, 7]] * 50
+        assert (
+            np.fromfile(tmp_path / "s.bin", "<u2").reshape(50, -1)[:, [0, 1, -2, -1]].tolist()
+            == [[0, 1, 999, 7]] * 50
+        )
         assert np.fromfile(tmp_path / "s.ends", "<i8").tolist() == [100_001 * n for n in range(1, 51)]
 
-    @pytest.mark.parametrize("room", [Room(25), Room(24), Room(None, 3), Room(25, 1), Room(3), Room(4), Room(9)])
+    @pytest.mark.parametrize(
+        "room", [Room(25), Room(24), Room(None, 3), Room(25, 1), Room(3), Room(4), Room(9)]
+    )
     def test_a_shard_cut_is_one_that_had_no_room(self, tmp_path, room):
         texts = [[[1, 2, 3]], None, [[4] * 4], [], [[5] * 5, [6] * 5], [[7]]]
         whole, cut = (write_shard(tmp_path, name, texts, np.dtype("<u4"), end=9) for name in ("whole", "cut"))
@@ -144,7 +171,9 @@ class TestStreams:
         before = content(out)
         opened = []
         real = streams.Part.documents
-        monkeypatch.setattr(streams.Part, "documents", lambda part, *rest: opened.append(part.number) or real(part, *rest))
+        monkeypatch.setattr(
+            streams.Part, "documents", lambda part, *rest: opened.append(part.number) or real(part, *rest)
+        )
         for workers in (1, 2):
             prepare([source], out, workers=workers, **limited)
             assert content(out) == before and not opened
@@ -176,10 +205,14 @@ class TestStreams:
             prepare([f"hf:{dataset}"], out, field="id")
         broken = dataset / "data" / "CC-MAIN-2024-10" / "train-00001-of-00003.parquet"
         broken.write_bytes(broken.read_bytes()[:-30])
-        with pytest.raises(ValueError, match=r"reading stopped at row 1 of file 2 of 3 \(.*\); the same command goes on"):
+        with pytest.raises(
+            ValueError, match=r"reading stopped at row 1 of file 2 of 3 \(.*\); the same command goes on"
+        ):
             prepare([f"hf:{dataset}"], out)
         monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(ValueError, match=r"reading datasets needs the extra 'data'; pip install 'remanence\[data\]'"):
+        with pytest.raises(
+            ValueError, match=r"reading datasets needs the extra 'data'; pip install 'remanence\[data\]'"
+        ):
             prepare([f"hf:{dataset}"], out)
 
 
@@ -210,12 +243,16 @@ class TestLimits:
 def test_killed_at_any_moment_it_goes_on_to_the_same(tmp_path, prefix, workers):
     """Killed without warning, its other processes end too; started again the result is as if nothing had happened."""
     for number in range(2 if prefix else 40):
-        table(tmp_path / "set" / f"{number:03d}.parquet", [f"{n} " * 150 for n in range(150 if prefix else 10)])
+        table(
+            tmp_path / "set" / f"{number:03d}.parquet", [f"{n} " * 150 for n in range(150 if prefix else 10)]
+        )
     source, out = f"{prefix}{tmp_path / 'set'}", tmp_path / "out"
     whole = prepare([source], tmp_path / "whole", shard_tokens=4000)
     code = f"from remanence.data import prepare; prepare([{source!r}], {str(out)!r}, workers={workers}, shard_tokens=4000)"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    running = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, env=environment, stderr=subprocess.PIPE)
+    running = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, env=environment, stderr=subprocess.PIPE
+    )
     enough = CHANCE.randrange(1, 9)
     while len(list(out.glob("0*.json"))) < enough and running.poll() is None:
         time.sleep(0.001)
@@ -248,11 +285,20 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(urlparse(self.path).path)
         if found := re.fullmatch(r"/api/datasets/some/set(?:/revision/(\w+))?", path):
-            self.answer({"id": "some/set", "sha": found[1] or f"{next(self.revisions):040d}", "siblings": [], "tags": []})
+            self.answer(
+                {
+                    "id": "some/set",
+                    "sha": found[1] or f"{next(self.revisions):040d}",
+                    "siblings": [],
+                    "tags": [],
+                }
+            )
         elif found := re.fullmatch(r"/api/datasets/some/set/tree/\w+/?(.*)", path):
             inside = (self.folder / found[1]).glob("**/*" if "recursive=true" in self.path.lower() else "*")
             self.answer([self.entry(path) for path in sorted(inside)])
-        elif (found := re.fullmatch(r"/datasets/some/set/resolve/(\w+)/(.+)", path)) and (self.folder / found[2]).is_file():
+        elif (found := re.fullmatch(r"/datasets/some/set/resolve/(\w+)/(.+)", path)) and (
+            self.folder / found[2]
+        ).is_file():
             data = (self.folder / found[2]).read_bytes()
             headers = {"X-Repo-Commit": found[1], "ETag": hashlib.sha1(data).hexdigest()}
             if asked := re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
@@ -271,7 +317,12 @@ class Hub(BaseHTTPRequestHandler):
     def entry(self, path):
         name = path.relative_to(self.folder).as_posix()
         kind = "directory" if path.is_dir() else "file"
-        return {"type": kind, "path": name, "size": path.stat().st_size, "oid": hashlib.sha1(name.encode()).hexdigest()}
+        return {
+            "type": kind,
+            "path": name,
+            "size": path.stat().st_size,
+            "oid": hashlib.sha1(name.encode()).hexdigest(),
+        }
 
     def answer(self, body, code=200, headers=None):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -290,9 +341,15 @@ def hub(dataset, tmp_path):
         "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: data/**\n"
         "- config_name: large\n  data_files:\n  - split: train\n    path: data/**\n---\n"
     )
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OneHub", (Hub,), {"folder": dataset, "revisions": count(1)}))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("OneHub", (Hub,), {"folder": dataset, "revisions": count(1)})
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    own = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    own = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+    }
 
     def run(*sources):
         """Several preparations in one process, as each start takes seconds: what they print, or their errors."""
@@ -313,12 +370,19 @@ def hub(dataset, tmp_path):
 
 
 def test_a_dataset_of_the_hub(hub, dataset, tmp_path):
-    said, errors = hub("hf:some/set:small", "hf:some/set", "hf:some/set:small:test", "hf:other/set", "hf:some/set:small")
+    said, errors = hub(
+        "hf:some/set:small", "hf:some/set", "hf:some/set:small:test", "hf:other/set", "hf:some/set:small"
+    )
     assert "from 3 files" in said[0] and said[1:] == ["code 2"] * 3 + said[:1], errors
     assert documents(tmp_path / "out") == flat(TEXTS)
-    assert "Config name is missing. Please pick one among the available configs: ['small', 'large']" in errors[0]
+    assert (
+        "Config name is missing. Please pick one among the available configs: ['small', 'large']" in errors[0]
+    )
     assert "Bad split: test. Available splits: ['train']" in errors[1]
-    assert errors[2] == "remanence: error: hf:other/set: no such dataset or folder, or a private one: then `hf auth login` first"
+    assert (
+        errors[2]
+        == "remanence: error: hf:other/set: no such dataset or folder, or a private one: then `hf auth login` first"
+    )
     assert len(errors) == 3
     assert json.loads((tmp_path / "out" / "sources.json").read_text()) == {"hf:some/set:small": f"{1:040d}"}
     notes = [json.loads(path.read_text())["from"]["revision"] for path in (tmp_path / "out").glob("0*.json")]
@@ -332,11 +396,25 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path, monkeypatch, capsys)
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1
     assert said.startswith("remanence: error: hf:some/set: the hub cannot be reached (")
-    assert "run `hf download some/set --repo-type dataset --local-dir FOLDER`, and give FOLDER instead" in said
+    assert (
+        "run `hf download some/set --repo-type dataset --local-dir FOLDER`, and give FOLDER instead" in said
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_the_command_says_what_it_did(tmp_path, capsys):
     table(tmp_path / "t.parquet", ["abc", None, "de", "f"])
-    cli.main(["data", "prepare", str(tmp_path / "t.parquet"), "--out", str(tmp_path / "out"), "--max-documents", "2"])
-    assert capsys.readouterr().out.endswith("out: 7 tokens in 2 documents from 1 files; 1 without a text passed over\n")
+    cli.main(
+        [
+            "data",
+            "prepare",
+            str(tmp_path / "t.parquet"),
+            "--out",
+            str(tmp_path / "out"),
+            "--max-documents",
+            "2",
+        ]
+    )
+    assert capsys.readouterr().out.endswith(
+        "out: 7 tokens in 2 documents from 1 files; 1 without a text passed over\n"
+    )

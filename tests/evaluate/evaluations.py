@@ -46,7 +46,11 @@ class Told(Subject):
         found = []
         for tokens, prompt, own in zip(texts, prompts, options, strict=True):
             said, best = self.answer(self.tokenizer.decode(tokens.tolist()) + prompt, own)
-            found.append(Answer(said, [Likelihood(-float(number != best), number == best) for number in range(len(own))]))
+            found.append(
+                Answer(
+                    said, [Likelihood(-float(number != best), number == best) for number in range(len(own))]
+                )
+            )
         return found
 
 

@@ -49,7 +49,13 @@ def babilong(home, **settings):
 
 
 def given(home, **settings):
-    own = {"data": str(home / "babi"), "books": str(home / "book.txt"), "tasks": "qa1,qa2", "lengths": "0,1K", "samples": "3"}
+    own = {
+        "data": str(home / "babi"),
+        "books": str(home / "book.txt"),
+        "tasks": "qa1,qa2",
+        "lengths": "0,1K",
+        "samples": "3",
+    }
     return {**own, **settings}
 
 
@@ -75,7 +81,9 @@ def test_every_text_is_as_asked(home, shots):
         place = 0
         for fact in story.facts:
             place = rest.index(fact, place) + len(fact)
-        assert len([part for part in rest.split(".") if " went to the " in part]) == len(story.facts), "each fact is told once"
+        assert len([part for part in rest.split(".") if " went to the " in part]) == len(story.facts), (
+            "each fact is told once"
+        )
     units = task.units()
     asked = [[task.sample(unit)[2] for unit in group] for group in units]
     assert asked[0] == asked[1] == asked[2] != asked[3], "every length asks the same stories"
@@ -116,9 +124,13 @@ def test_answers_are_judged_by_hand():
 
 
 def test_right_answers_score_100_wrong_ones_0_and_guesses_chance(home):
-    rows = measured(home, "babilong", subject=telling(home, lambda text, options: (options[0], 0)), **given(home))
+    rows = measured(
+        home, "babilong", subject=telling(home, lambda text, options: (options[0], 0)), **given(home)
+    )
     assert {row.value for row in rows} == {1.0}
-    rows = measured(home, "babilong", subject=telling(home, lambda text, options: (options[1], 1)), **given(home))
+    rows = measured(
+        home, "babilong", subject=telling(home, lambda text, options: (options[1], 1)), **given(home)
+    )
     assert {row.value for row in rows} == {0.0}
     chance = random.Random(1)
     guess = telling(home, lambda text, options: ("", chance.randrange(len(options))))
@@ -128,12 +140,24 @@ def test_right_answers_score_100_wrong_ones_0_and_guesses_chance(home):
 
 
 def test_the_mean_is_over_tasks_and_the_plot_has_the_papers_points(home, tmp_path):
-    rows = measured(home, "babilong", subject=telling(home, lambda text, own: (own[text.count("sea") > 9], 0)), **given(home))
-    assert rows.value("right", qa="mean", length=0) == 1.0 and rows.value("right", qa="mean", length=1024) == 0.0
+    rows = measured(
+        home,
+        "babilong",
+        subject=telling(home, lambda text, own: (own[text.count("sea") > 9], 0)),
+        **given(home),
+    )
+    assert (
+        rows.value("right", qa="mean", length=0) == 1.0 and rows.value("right", qa="mean", length=1024) == 0.0
+    )
     (path,) = babilong(home).plots({"on": rows, "off": rows}, tmp_path / "r")
     assert path.name == "r.babilong.png" and path.read_bytes().startswith(b"\x89PNG")
     assert not any("fine_tuned" in row.setting for row in rows)
-    said = measured(home, "babilong", subject=telling(home, lambda text, own: ("", 0)), **given(home, published="fine-tuned"))
+    said = measured(
+        home,
+        "babilong",
+        subject=telling(home, lambda text, own: ("", 0)),
+        **given(home, published="fine-tuned"),
+    )
     assert all(row.setting["fine_tuned"] for row in said)
     (home / "trained.json").write_text('{"data": "babilong"}')
     known = measured(home, "babilong", subject=telling(home, lambda text, own: ("", 0)), **given(home))
@@ -141,7 +165,10 @@ def test_the_mean_is_over_tasks_and_the_plot_has_the_papers_points(home, tmp_pat
 
 
 def test_a_model_runs_through_it(home):
-    one, many = (measured(home, "babilong", **given(home, tasks="qa1", samples="2", batch=batch)) for batch in ("1", "2"))
+    one, many = (
+        measured(home, "babilong", **given(home, tasks="qa1", samples="2", batch=batch))
+        for batch in ("1", "2")
+    )
     assert one == many
 
 
@@ -150,7 +177,11 @@ def test_an_archive_is_a_folder_and_en_comes_first(home):
         archive.add(home / "babi", "tasks")
     for task, split in (("qa1", "test"), ("qa10", "train")):
         text = next((home / "babi" / "en").glob(f"{task}_*_{split}.txt")).read_text()
-        assert find_file("data", home / "babi", task, split) == find_file("data", home / "babi.tar.xz", task, split) == text
+        assert (
+            find_file("data", home / "babi", task, split)
+            == find_file("data", home / "babi.tar.xz", task, split)
+            == text
+        )
 
 
 def test_the_hub_s_stories_are_the_archive_s(home, tmp_path):
@@ -160,13 +191,18 @@ def test_the_hub_s_stories_are_the_archive_s(home, tmp_path):
     (source / "0k").mkdir(parents=True)
     for task in ("qa1", "qa2"):
         found = read_stories("data", str(home / "babi"), task, "test")
-        rows = [{"input": " ".join(one.facts), "question": one.question, "target": one.answer} for one in found]
+        rows = [
+            {"input": " ".join(one.facts), "question": one.question, "target": one.answer} for one in found
+        ]
         (source / "0k" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     splits = "".join(f"      - split: {task}\n        path: 0k/{task}.jsonl\n" for task in ("qa1", "qa2"))
     (source / "README.md").write_text(f"---\nconfigs:\n  - config_name: 0k\n    data_files:\n{splits}---\n")
-    assert read_stories("data", f"hf:{source}", "qa2", "test") == read_stories("data", str(home / "babi"), "qa2", "test")
+    assert read_stories("data", f"hf:{source}", "qa2", "test") == read_stories(
+        "data", str(home / "babi"), "qa2", "test"
+    )
     there, here = (
-        measured(home, "babilong", **given(home, data=data, samples="1")) for data in (f"hf:{source}", str(home / "babi"))
+        measured(home, "babilong", **given(home, data=data, samples="1"))
+        for data in (f"hf:{source}", str(home / "babi"))
     )
     assert [row.value for row in there] == [row.value for row in here]
     with pytest.raises(ValueError, match="shots: expected 0 with a dataset of the hub"):
@@ -176,7 +212,10 @@ def test_the_hub_s_stories_are_the_archive_s(home, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data": "none"}, "babilong.data: expected bAbI's folder or archive, or hf:NAME, got none; it can be found at https"),
+        (
+            {"data": "none"},
+            "babilong.data: expected bAbI's folder or archive, or hf:NAME, got none; it can be found at https",
+        ),
         ({"data": "nowhere"}, "babilong.data: expected bAbI's folder or archive, or hf:NAME, got nowhere"),
         ({"tasks": "qa3"}, "babilong.data: expected qa3_..._test.txt in"),
         ({"tasks": "qa21"}, "babilong.tasks: expected one of qa1"),
@@ -186,7 +225,10 @@ def test_the_hub_s_stories_are_the_archive_s(home, tmp_path):
             "babilong.samples: expected at most 60 samples of qa1, which has no more stories, got",
         ),
         ({"lengths": "1M"}, "babilong.books: expected a text of at least 1,048,576 tokens"),
-        ({"lengths": "40"}, "babilong.samples: expected at most 0 samples of qa1, whose other stories have no room in 40 tokens"),
+        (
+            {"lengths": "40"},
+            "babilong.samples: expected at most 0 samples of qa1, whose other stories have no room in 40 tokens",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(home, settings, message):

@@ -50,12 +50,24 @@ def test_each_variant_changes_one_thing(tmp_path):
         ("no_momentum", {"rule": "no_momentum"}),
         ("no_forget", {"rule": "no_forget"}),
     ):
-        assert task.config(name, 3) == replace(base, model=replace(base.model, memory=replace(base.model.memory, **changed)))
+        assert task.config(name, 3) == replace(
+            base, model=replace(base.model, memory=replace(base.model.memory, **changed))
+        )
     assert task.config("no_persistent", 3) == replace(base, model=replace(base.model, persistent=0))
-    assert [grid(tmp_path, "depth").config(str(depth), 0).model.memory.depth for depth in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    assert [grid(tmp_path, "depth").config(str(depth), 0).model.memory.depth for depth in (1, 2, 3, 4)] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     deep = grid(tmp_path, recipe=replace(RECIPE, model=config("mac", vocabulary=11)))
-    assert deep.variants == ("base", "linear", "no_conv", "no_forget", "no_persistent"), "it has no momentum to take away"
-    assert (deep.config("linear", 0).model.memory.depth, deep.config("no_forget", 0).model.memory.rule) == (1, "delta")
+    assert deep.variants == ("base", "linear", "no_conv", "no_forget", "no_persistent"), (
+        "it has no momentum to take away"
+    )
+    assert (deep.config("linear", 0).model.memory.depth, deep.config("no_forget", 0).model.memory.rule) == (
+        1,
+        "delta",
+    )
     alone = replace(RECIPE, model=replace(RECIPE.model, pattern=("lmm",)))
     assert "no_persistent" not in grid(tmp_path, recipe=alone).variants, "an LMM has none to take away"
 
@@ -74,7 +86,9 @@ def test_numbers_by_hand(tmp_path):
                 loss += float(F.cross_entropy(logits, batch.targets[batch.targets >= 0], reduction="sum"))
                 count += len(logits)
             values.append(exp(loss / count))
-            assert rows.value("perplexity", variant="no_conv", length=length, trained=seed) == pytest.approx(values[-1], rel=1e-5)
+            assert rows.value("perplexity", variant="no_conv", length=length, trained=seed) == pytest.approx(
+                values[-1], rel=1e-5
+            )
         row = rows.row("perplexity", variant="no_conv", length=length, seeds=2)
         assert (row.value, row.deviation) == pytest.approx((mean(values), stdev(values)), rel=1e-4)
     names = [path.name for path in task.plots({"on": rows}, tmp_path / "r")]
@@ -115,7 +129,9 @@ def test_one_diverged_seed_leaves_the_rows_of_all(tmp_path):
 def test_going_on_gives_the_same_rows(tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
-    expected = measured(grid(tmp_path / "whole", "depth", variants="1,2", seeds="5"), journal=tmp_path / "whole" / "j")
+    expected = measured(
+        grid(tmp_path / "whole", "depth", variants="1,2", seeds="5"), journal=tmp_path / "whole" / "j"
+    )
     fit, fits = grid_module.fit, []
 
     def interrupted(config, out, *, resume, log):
@@ -149,7 +165,20 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     (tmp_path / "r.py").write_text(
         f"from remanence.train import TrainConfig\n\ndef recipe():\n    return TrainConfig.from_dict({words!r})\n"
     )
-    cli.main(["eval", "r.py", "depth", "--variants=1", "--steps=2", "--batches=1", "--json", "d.json", "--device", "cpu"])
+    cli.main(
+        [
+            "eval",
+            "r.py",
+            "depth",
+            "--variants=1",
+            "--steps=2",
+            "--batches=1",
+            "--json",
+            "d.json",
+            "--device",
+            "cpu",
+        ]
+    )
     assert "perplexity" in capsys.readouterr().out
     rows = json.loads((tmp_path / "d.json").read_text())["rows"]
     assert (
@@ -157,8 +186,23 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         and len(rows[0]["provenance"]["recipe"]) == 32
         and (tmp_path / "d.runs" / "depth-1-0" / "model").is_dir()
     )
-    cli.main(["eval", "r.py", "depth", "--variants=1", "--batches=1", "--recipe.steps=1", "--json", "c.json", "--device", "cpu"])
-    assert json.loads((tmp_path / "c.runs" / "depth-1-0" / "config.json").read_text())["steps"] == 1, "the recipe was changed"
+    cli.main(
+        [
+            "eval",
+            "r.py",
+            "depth",
+            "--variants=1",
+            "--batches=1",
+            "--recipe.steps=1",
+            "--json",
+            "c.json",
+            "--device",
+            "cpu",
+        ]
+    )
+    assert json.loads((tmp_path / "c.runs" / "depth-1-0" / "config.json").read_text())["steps"] == 1, (
+        "the recipe was changed"
+    )
     capsys.readouterr()
     for arguments, message in (
         (["r.py", "depth"], "depth: expected --json OUT, beside which the trained models are kept, got none"),
@@ -170,7 +214,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         ),
         (["r.py", "lm", "ablate"], "tasks: expected tasks of a model or tasks of a recipe, got both"),
         (["d.runs/depth-1-0/model", "depth", "--json", "x.json"], "model: expected a recipe, such as recall"),
-        (["r.py", "depth", "--variants=5", "--json", "x.json"], "depth.variants: expected one of 1, 2, 3, 4, got '5'"),
+        (
+            ["r.py", "depth", "--variants=5", "--json", "x.json"],
+            "depth.variants: expected one of 1, 2, 3, 4, got '5'",
+        ),
         (["r.py", "depth", "--lengths=3", "--json", "x.json"], "length: expected at least 8 for 2 rounds"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -182,24 +229,39 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 def test_recipes_without_memory_or_held_out_data_are_refused(tmp_path):
     with pytest.raises(ValueError, match="ablate: expected a recipe whose model has a memory"):
         grid(tmp_path, recipe=replace(RECIPE, model=replace(RECIPE.model, pattern=("window",))))
-    with pytest.raises(ValueError, match=r"ablate.data: expected held-out shards, got none; --ablate.data=FOLDER"):
+    with pytest.raises(
+        ValueError, match=r"ablate.data: expected held-out shards, got none; --ablate.data=FOLDER"
+    ):
         grid(tmp_path, recipe=replace(RECIPE, data=DataConfig(kind="packed", path="x")))
-    with pytest.raises(ValueError, match=r"ablate: expected a recipe that names the shards.*got none; --recipe.data.path=FOLDER"):
+    with pytest.raises(
+        ValueError,
+        match=r"ablate: expected a recipe that names the shards.*got none; --recipe.data.path=FOLDER",
+    ):
         grid(tmp_path, recipe=replace(RECIPE, data=DataConfig(kind="packed")), data="x")
 
 
 @pytest.mark.parametrize("kind", ["packed", "documents"])
 def test_shards_are_held_out(tmp_path, kind):
-    for name, text in (("train", "All happy families are alike. "), ("other", "Call me Ishmael, some years ago. ")):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{n} {text * 9}"}) + "\n" for n in range(6)))
+    for name, text in (
+        ("train", "All happy families are alike. "),
+        ("other", "Call me Ishmael, some years ago. "),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{n} {text * 9}"}) + "\n" for n in range(6))
+        )
         prepare([str(tmp_path / f"{name}.jsonl")], tmp_path / f"{name}-tokens")
     data = DataConfig(kind=kind, path=str(tmp_path / "train-tokens"), length=32)
-    recipe = replace(RECIPE, model=config("mag", vocabulary=257), data=data, carry=kind == "documents", steps=1)
+    recipe = replace(
+        RECIPE, model=config("mag", vocabulary=257), data=data, carry=kind == "documents", steps=1
+    )
     task = grid(tmp_path, recipe=recipe, variants="base", lengths="24", data=str(tmp_path / "other-tokens"))
     batch = task._rows(24, 0)
     assert "Ishmael" in bytes(token for token in batch.tokens.flatten().tolist() if token < 256).decode()
     row = measured(task).row("perplexity", variant="base", seeds=1)
-    assert row.count == sum(int((task._rows(24, number).targets >= 0).sum()) for number in range(2)) and row.value > 1
+    assert (
+        row.count == sum(int((task._rows(24, number).targets >= 0).sum()) for number in range(2))
+        and row.value > 1
+    )
 
 
 def test_the_papers_figure_stands_beside_texts_only(tmp_path):
@@ -209,18 +271,29 @@ def test_the_papers_figure_stands_beside_texts_only(tmp_path):
         prepare([str(tmp_path / f"{name}.txt")], tmp_path / f"{name}-tokens")
     data = DataConfig(kind="packed", path=str(tmp_path / "train-tokens"), length=32)
     recipe = replace(RECIPE, model=config("mag", vocabulary=257), data=data)
-    task = grid(tmp_path, "depth", recipe=recipe, variants="1,3", lengths="16,32", data=str(tmp_path / "other-tokens"))
-    assert set(task.beside("perplexity")) == {"depth 1, 170M", "depth 3, 170M"} and task.beside("accuracy") == {}
+    task = grid(
+        tmp_path, "depth", recipe=recipe, variants="1,3", lengths="16,32", data=str(tmp_path / "other-tokens")
+    )
+    assert (
+        set(task.beside("perplexity")) == {"depth 1, 170M", "depth 3, 170M"} and task.beside("accuracy") == {}
+    )
     assert task.beside("perplexity")["depth 3, 170M"][0] == (2048, 15.3)
 
 
 @pytest.mark.parametrize("modes", [("on",), ("on", "off")])
 def test_a_variant_has_one_colour_and_a_mode_one_pattern(tmp_path, monkeypatch, modes):
     drawn = []
-    monkeypatch.setattr(grid_module, "curves", lambda path, lines, **words: drawn.append((lines, words["looks"])))
+    monkeypatch.setattr(
+        grid_module, "curves", lambda path, lines, **words: drawn.append((lines, words["looks"]))
+    )
     task = grid(tmp_path, variants="base,no_conv", lengths="12,20")
-    results = [(unit, {str(n): {"loss": 1.0, "right": 0.5, "count": 8} for n in (12, 20)}) for (unit,) in task.units()]
+    results = [
+        (unit, {str(n): {"loss": 1.0, "right": 0.5, "count": 8} for n in (12, 20)})
+        for (unit,) in task.units()
+    ]
     task.plots(dict.fromkeys(modes, task.rows(results)), tmp_path / "r")
     lines, looks = drawn[0]
     assert set(lines) == set(looks) and len(set(looks.values())) == 2 * len(modes), "no two look the same"
-    assert {look for name, look in looks.items() if name.startswith("no_conv")} == {(1, at) for at in range(len(modes))}
+    assert {look for name, look in looks.items() if name.startswith("no_conv")} == {
+        (1, at) for at in range(len(modes))
+    }

@@ -23,7 +23,9 @@ TEXT = "All happy families are alike; every unhappy family is unhappy in its own
 @pytest.fixture
 def home(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "A short one."}) + "\n" + json.dumps({"text": None}) + "\n")
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"text": "A short one."}) + "\n" + json.dumps({"text": None}) + "\n"
+    )
     return saved(tmp_path, "mac")
 
 
@@ -53,7 +55,9 @@ def test_perplexity_is_that_of_a_plain_loop(tmp_path, variant):
 
 def test_a_stream_is_one_long_window(home):
     rows = measured(home, "lm", data=str(home / "a.txt"), window="4096")
-    assert rows.value("perplexity", view="window") == pytest.approx(rows.value("perplexity", view="stream"), rel=1e-6)
+    assert rows.value("perplexity", view="window") == pytest.approx(
+        rows.value("perplexity", view="stream"), rel=1e-6
+    )
 
 
 def test_positions_add_up_to_the_whole(home):
@@ -81,7 +85,9 @@ def test_windows_are_the_harnesss():
     utils = pytest.importorskip("lm_eval.utils")
     for count, window in ((10, 4), (8, 4), (3, 4), (9, 1)):
         tokens = list(range(100, 100 + count))
-        theirs = [utils.make_disjoint_window(pair) for pair in utils.get_rolling_token_windows(tokens, 7, window, 1)]
+        theirs = [
+            utils.make_disjoint_window(pair) for pair in utils.get_rolling_token_windows(tokens, 7, window, 1)
+        ]
         whole = [7, *tokens]
         ours = [(start, first, stop) for start, first, stop in harness_windows(count, window)]
         assert [(whole[start:stop], whole[first + 1 : stop + 1]) for start, first, stop in ours] == [
@@ -105,7 +111,9 @@ def test_wikitext_is_the_harnesss(home):
     (home / "wiki.txt").write_text(PAGES)
     pages = words.split_pages(PAGES)
     assert len(pages) == 2 and pages[1].startswith(" = Second page")
-    assert [words.detokenised(page) for page in pages] == [theirs.wikitext_detokenizer({"page": page}) for page in pages]
+    assert [words.detokenised(page) for page in pages] == [
+        theirs.wikitext_detokenizer({"page": page}) for page in pages
+    ]
     ByteTokenizer().save(home)
     harness = huggingface.HFLM(pretrained=str(home), device="cpu", batch_size=1, max_length=64)
     asked = [
@@ -138,7 +146,10 @@ def test_passages_of_the_hub_are_those_of_a_file(home):
     (home / "hub").mkdir()
     lines = [{"text": f"the cat sat on the {place}"} for place in ("mat", "rug", "bed")]
     (home / "hub" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    file, hub = (measured(home, "lambada", data=f"{start}{home}/hub{end}") for start, end in (("", "/train.jsonl"), ("hf:", "")))
+    file, hub = (
+        measured(home, "lambada", data=f"{start}{home}/hub{end}")
+        for start, end in (("", "/train.jsonl"), ("hf:", ""))
+    )
     assert hub.row("accuracy").count == 3 and hub.value("perplexity") == file.value("perplexity")
     assert measured(home, "lambada", data=f"hf:{home}/hub", samples="2").row("accuracy").count == 2
 
@@ -177,4 +188,8 @@ def test_parts_of_a_character_count_their_bytes(tmp_path):
     tokens = list("Grüße, 漢字!".encode())
     for end in range(len(tokens) + 1):
         assert size_of(tokenizer, tokens[:end]) == end
-    assert size_of(tokenizer, [0xE6]) == 1 and size_of(tokenizer, [256]) == 2 and size_of(tokenizer, [256, 0xA9]) == 3
+    assert (
+        size_of(tokenizer, [0xE6]) == 1
+        and size_of(tokenizer, [256]) == 2
+        and size_of(tokenizer, [256, 0xA9]) == 3
+    )

@@ -21,8 +21,24 @@ NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (\S+) is: (\
 
 def prose(sentences=600):
     chance = random.Random(7)
-    words = ("the", "river", "went", "slowly", "over", "1815", "évening,", "house;", "nobody", "said", "that", "winter")
-    return "".join(" ".join(chance.choices(words, k=chance.randint(4, 18))).capitalize() + ".\n" for _ in range(sentences))
+    words = (
+        "the",
+        "river",
+        "went",
+        "slowly",
+        "over",
+        "1815",
+        "évening,",
+        "house;",
+        "nobody",
+        "said",
+        "that",
+        "winter",
+    )
+    return "".join(
+        " ".join(chance.choices(words, k=chance.randint(4, 18))).capitalize() + ".\n"
+        for _ in range(sentences)
+    )
 
 
 @pytest.fixture
@@ -71,10 +87,14 @@ def test_every_text_is_as_asked(home, request, kind, encoded):
         assert len({*sample.right, *sample.wrong}) == 10
         asked = re.findall(r"for (.+) mentioned", text.rsplit("\n", 1)[1])[0].replace("and ", "").split(", ")
         assert {value for key, value in told if key in asked} == set(sample.right)
-        first = [f"for {asked[0]} is: {value}" for value in sample.right if f"for {asked[0]} is: {value}" in text]
+        first = [
+            f"for {asked[0]} is: {value}" for value in sample.right if f"for {asked[0]} is: {value}" in text
+        ]
         places = [len(tokenizer.encode(text[: text.index(needle)])) for needle in first]
         assert places == sorted(places), "several values of one key are expected in the order of the text"
-        assert min(abs(place - unit["depth"] * unit["length"]) for place in places) < 450, "near its depth, between two sentences"
+        assert min(abs(place - unit["depth"] * unit["length"]) for place in places) < 450, (
+            "near its depth, between two sentences"
+        )
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
@@ -117,7 +137,9 @@ def test_tokens_are_those_of_the_text(home, bpe, depth):
         end = len(bpe.encode(text[text.rindex("\n") :]))
         again = bpe.encode(text[: text.rindex("\n")])
         whole = tokens[:-end]
-        cut = next((place for place, (a, b) in enumerate(zip(again, whole, strict=False)) if a != b), len(again))
+        cut = next(
+            (place for place, (a, b) in enumerate(zip(again, whole, strict=False)) if a != b), len(again)
+        )
         assert cut >= len(whole) - 3, "but for the last word of the hay, which may be cut"
         assert "  " not in text and "\n " not in text
 
@@ -164,13 +186,18 @@ def SMALL(home):
 def test_an_answer_may_be_as_long_as_in_ruler_whatever_is_asked_beside_it(home, monkeypatch):
     asked = []
     answers = Told.answers
-    monkeypatch.setattr(Told, "answers", lambda self, *given: asked.append(given[-1]) or answers(self, *given))
+    monkeypatch.setattr(
+        Told, "answers", lambda self, *given: asked.append(given[-1]) or answers(self, *given)
+    )
     measured(home, "niah", subject=telling(home, lambda text, options: ("", 0)), **SMALL(home))
     assert set(asked) == {128}
 
 
 def test_scores_by_hand():
-    likely = [Likelihood(log, greedy) for log, greedy in ((-9, False), (-3, False), (-5, False), (-4, True), (-7, False))]
+    likely = [
+        Likelihood(log, greedy)
+        for log, greedy in ((-9, False), (-3, False), (-5, False), (-4, True), (-7, False))
+    ]
     sample = Sample(np.zeros(1), "", ["123", "456"], ["789", "000"])
     result = score(sample, Answer("it is 456, or 12", likely))
     assert (result["said"], result["likeliest"], result["chosen"]) == (0.5, 0.0, 0.5)
@@ -229,7 +256,10 @@ def test_the_heat_map_is_drawn(home, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data": "none"}, "niah.data: expected a text to hide needles in: a file, a folder or hf:NAME, got none"),
+        (
+            {"data": "none"},
+            "niah.data: expected a text to hide needles in: a file, a folder or hf:NAME, got none",
+        ),
         ({"lengths": "1M"}, r"niah.data: expected a text of at least 1,048,576 tokens, got \d"),
         ({"lengths": "64"}, r"niah.lengths: expected at least \d+ tokens for the kind"),
         ({"kinds": "multikeys"}, "did you mean 'multikey'?"),

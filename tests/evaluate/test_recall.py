@@ -7,7 +7,15 @@ from models import model
 
 from remanence.evaluate import TASKS, Subject, configured, evaluate
 
-SMALL = {"keys": "4", "noise": "3", "pairs": "2", "distances": "4,9,40", "capacities": "1,4", "distance": "12", "texts": "5"}
+SMALL = {
+    "keys": "4",
+    "noise": "3",
+    "pairs": "2",
+    "distances": "4,9,40",
+    "capacities": "1,4",
+    "distance": "12",
+    "texts": "5",
+}
 
 
 class Knowing(Subject):
@@ -27,7 +35,8 @@ class Knowing(Subject):
         assert len(state.position) == len(tokens)
         each = len(tokens) // len(self.pairs)
         found = [
-            [self.answer(self.pairs[row // each].get(token, 0)) for token in line] for row, line in enumerate(tokens.tolist())
+            [self.answer(self.pairs[row // each].get(token, 0)) for token in line]
+            for row, line in enumerate(tokens.tolist())
         ]
         return torch.tensor(found)
 
@@ -100,5 +109,7 @@ def test_what_cannot_be_is_said():
         configured(TASKS["recall"], {**SMALL, "capacities": "5"})
     with pytest.raises(ValueError, match=r"recall.pairs: expected at most 4 pairs"):
         configured(TASKS["recall"], {**SMALL, "pairs": "5"})
-    with pytest.raises(ValueError, match=r"recall.keys: expected at most the model's 11 kinds of tokens, got 80"):
+    with pytest.raises(
+        ValueError, match=r"recall.keys: expected at most the model's 11 kinds of tokens, got 80"
+    ):
         TASKS["recall"](Subject(torch.device("cpu"), network=model()), configured(TASKS["recall"], {}))

@@ -49,7 +49,9 @@ def run(command):
 
 
 def test_the_command_writes_rows_with_their_origin_and_tells_what_the_memory_is_worth(home, run):
-    said = run("m", "lm", "--data=t", "--window=64", "--memory", "on", "off", "--json", "r.json", "--device", "cpu")
+    said = run(
+        "m", "lm", "--data=t", "--window=64", "--memory", "on", "off", "--json", "r.json", "--device", "cpu"
+    )
     assert "on - off" in said and "perplexity" in said
     rows = json.loads((home / "r.json").read_text())["rows"]
     assert {"task", "metric", "value", "setting", "provenance"} <= set(rows[0])
@@ -77,7 +79,9 @@ def test_a_difference_of_shares_is_in_points_like_the_shares():
     shares = [row("on", **share(9, 10)), row("off", **share(1, 10))]
     assert cells(shares) == ["y", "90.0% (60-98)", "10.0% (2-40)", "+80.0 points"]
     assert cells([row("on", value=3.0), row("off", value=4.5)]) == ["y", "3", "4.5", "-1.5"]
-    assert cells([row("on", value=0.1 + 0.2), row("off", value=0.3)])[-1] == "+0", "what is rounded is no difference"
+    assert cells([row("on", value=0.1 + 0.2), row("off", value=0.3)])[-1] == "+0", (
+        "what is rounded is no difference"
+    )
 
 
 def test_going_on_after_an_interruption_gives_the_same_rows(home, monkeypatch):
@@ -106,7 +110,19 @@ def test_going_on_after_an_interruption_gives_the_same_rows(home, monkeypatch):
 
 def test_killed_at_any_moment_it_goes_on(home):
     (home / "t" / "long.txt").write_text(TEXT * 10)
-    words = ["-m", "remanence", "eval", "m", "lm", "--data=t", "--window=64", "--json", "r.json", "--device", "cpu"]
+    words = [
+        "-m",
+        "remanence",
+        "eval",
+        "m",
+        "lm",
+        "--data=t",
+        "--window=64",
+        "--json",
+        "r.json",
+        "--device",
+        "cpu",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -117,9 +133,13 @@ def test_killed_at_any_moment_it_goes_on(home):
         time.sleep(0.01)
     process.wait()
     assert not (home / "r.json").exists() or process.returncode == 0, "rows are whole or not there"
-    assert subprocess.run([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL).returncode == 0
+    assert (
+        subprocess.run([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL).returncode == 0
+    )
     expected = [row.value for row in measured("m", "lm", data="t", window="64")]
-    assert [row["value"] for row in json.loads((home / "r.json").read_text())["rows"]] == pytest.approx(expected, rel=1e-6)
+    assert [row["value"] for row in json.loads((home / "r.json").read_text())["rows"]] == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_results_of_another_model_are_refused(home, run):
@@ -130,7 +150,9 @@ def test_results_of_another_model_are_refused(home, run):
     assert "expected a new file" in run("m", "lm", "--data=t", "--json", "mine.json", code=2)
     assert json.loads((home / "mine.json").read_text()) == {"precious": 1}
     (home / "mine.json").write_text("[1]")
-    assert "--json: expected a new file, or an earlier evaluation's" in run("m", "lm", "--data=t", "--json", "mine.json", code=2)
+    assert "--json: expected a new file, or an earlier evaluation's" in run(
+        "m", "lm", "--data=t", "--json", "mine.json", code=2
+    )
 
 
 def test_rows_that_cannot_be_written_are_known_before_anything_is_measured(home, run, monkeypatch):
@@ -170,11 +192,18 @@ def test_rows_tell_where_earlier_units_were_measured(home, run, monkeypatch):
     journal.write_text("\n".join(lines[:-1]) + "\n")
     run(*asked)
     mixed = json.loads((home / "r.json").read_text())["rows"][0]["provenance"]
-    assert mixed["hardware"] == ["an old machine", "a new machine"] and mixed["commit"] == [first["commit"], "c0ffee"]
+    assert mixed["hardware"] == ["an old machine", "a new machine"] and mixed["commit"] == [
+        first["commit"],
+        "c0ffee",
+    ]
     assert mixed["torch"] == first["torch"] and mixed["model"] == first["model"]
-    journal.write_text("\n".join(lines[:1] + [line.replace('"origin"', '"other"') for line in lines[1:]]) + "\n")
+    journal.write_text(
+        "\n".join(lines[:1] + [line.replace('"origin"', '"other"') for line in lines[1:]]) + "\n"
+    )
     run(*asked)
-    assert json.loads((home / "r.json").read_text())["rows"][0]["provenance"]["hardware"] is None, "of an older file: not known"
+    assert json.loads((home / "r.json").read_text())["rows"][0]["provenance"]["hardware"] is None, (
+        "of an older file: not known"
+    )
 
 
 def test_a_journal_returns_what_it_was_given(tmp_path):
@@ -189,10 +218,16 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
     [
         (["m", "lmm", "--data=t"], "task: expected one of"),
         (["m", "lm", "--data=t", "--seed=-1"], "--seed: expected a whole number from 0 on, got -1"),
-        (["m", "lm", "--data=empty.txt"], "lm.data: expected texts of at least two tokens, got the empty file empty.txt"),
+        (
+            ["m", "lm", "--data=empty.txt"],
+            "lm.data: expected texts of at least two tokens, got the empty file empty.txt",
+        ),
         (["m", "nia"], "did you mean 'niah'?"),
         (["m"], "tasks: expected at least one of"),
-        (["m", "lm"], "lm.data: expected a text file, a folder of them or hf:NAME, got none; --lm.data=PATH gives one"),
+        (
+            ["m", "lm"],
+            "lm.data: expected a text file, a folder of them or hf:NAME, got none; --lm.data=PATH gives one",
+        ),
         (["m", "lm", "--data=nowhere"], "nowhere, which is not there"),
         (["m", "lm", "--dta=t"], "did you mean 'data'?"),
         (["m", "lm", "--lm.windw=3"], "did you mean 'window'?"),
@@ -208,8 +243,14 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
         (["m", "lambada", "--data=t"], "lambada.data: expected a jsonl file"),
         (["m", "lambada", "--data=cut.jsonl.xz"], "cut.jsonl.xz: damaged (Compressed file ended"),
         (["m", "lambada", "--data=other.jsonl.xz"], "other.jsonl.xz: damaged (Input format not supported"),
-        (["m", "babilong", "--data=cut.jsonl.xz"], "babilong.data: expected a folder or a tar archive, got cut.jsonl.xz"),
-        (["m", "babilong", "--data=other.jsonl.xz"], "babilong.data: expected a folder or a tar archive, got other.jsonl.xz"),
+        (
+            ["m", "babilong", "--data=cut.jsonl.xz"],
+            "babilong.data: expected a folder or a tar archive, got cut.jsonl.xz",
+        ),
+        (
+            ["m", "babilong", "--data=other.jsonl.xz"],
+            "babilong.data: expected a folder or a tar archive, got other.jsonl.xz",
+        ),
         (["m", "niah", "--kinds=pk", "--niah.depths=nan"], "niah.depths: expected at least 0, got nan"),
         (["nowhere", "lm", "--data=t"], "model: expected a folder with config.json"),
     ],
@@ -223,7 +264,13 @@ def test_wrong_arguments_are_one_line(home, run, arguments, message):
 
 
 def test_the_last_of_a_repeated_setting_counts_and_a_tasks_own_comes_first():
-    given = [("samples", "1"), ("niah.samples", "5"), ("samples", "2"), ("niah.batch", "3"), ("niah.batch", "4")]
+    given = [
+        ("samples", "1"),
+        ("niah.samples", "5"),
+        ("samples", "2"),
+        ("niah.batch", "3"),
+        ("niah.batch", "4"),
+    ]
     found = by_owner(given, {name: TASKS[name].Settings.__dataclass_fields__ for name in ("niah", "lambada")})
     assert found == {"niah": {"samples": "5", "batch": "4"}, "lambada": {"samples": "2"}}
 
@@ -236,7 +283,9 @@ def test_a_model_without_memory_has_nothing_to_freeze(home, run):
 
 def test_a_model_of_another_vocabulary_reads_no_text(home, run):
     model("mac", torch.float32, vocabulary=80).save(home / "small")
-    assert "tokenizer: expected at most the model's 80 tokens, got 257" in run("small", "lm", "--data=t", code=2)
+    assert "tokenizer: expected at most the model's 80 tokens, got 257" in run(
+        "small", "lm", "--data=t", code=2
+    )
 
 
 def test_wilsons_interval_by_hand():
@@ -251,13 +300,22 @@ def test_wilsons_interval_by_hand():
 
 def test_what_is_not_finite_is_null(tmp_path):
     assert perplexity(1e6) == math.inf and perplexity(0.0) == 1.0
-    write_rows(tmp_path / "r.json", [Row(task="lm", metric="perplexity", value=math.inf, setting={})], {"seed": 0})
+    write_rows(
+        tmp_path / "r.json", [Row(task="lm", metric="perplexity", value=math.inf, setting={})], {"seed": 0}
+    )
     (row,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert row["value"] is None and row["provenance"] == {"seed": 0}
 
 
 def test_all_that_is_not_finite_is_null(tmp_path):
-    row = Row(task="x", metric="y", value=1.0, setting={"at": math.nan}, interval=(0.0, math.inf), deviation=math.nan)
+    row = Row(
+        task="x",
+        metric="y",
+        value=1.0,
+        setting={"at": math.nan},
+        interval=(0.0, math.inf),
+        deviation=math.nan,
+    )
     write_rows(tmp_path / "r.json", [row], {})
     (read,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert (read["setting"], read["interval"], read["deviation"]) == ({"at": None}, [0.0, None], None)
@@ -286,13 +344,17 @@ def test_numbers_as_people_write_them():
     assert [format_length(number) for number in (7, 4096, 10 * 2**20, 1500)] == ["7", "4K", "10M", "1500"]
     settings = configured(TASKS["lm"], {"data": "x", "views": "window", "max_tokens": "2K", "window": "64"})
     assert (settings.views, settings.max_tokens, settings.window) == (("window",), 2048, 64)
-    assert replace(settings, max_tokens=None) == configured(TASKS["lm"], {"data": "x", "views": "window", "window": "64"})
+    assert replace(settings, max_tokens=None) == configured(
+        TASKS["lm"], {"data": "x", "views": "window", "window": "64"}
+    )
 
 
 def test_the_commit_is_the_checkouts(tmp_path):
     assert commit(tmp_path) is None
     if (ROOT / ".git").exists():
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
         assert commit(ROOT) in (head, head + "+")
 
 

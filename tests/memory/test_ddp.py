@@ -19,7 +19,11 @@ STEPS = 3
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.before, self.memory, self.head = nn.Linear(6, 12), NeuralMemory(dim=12, heads=2, chunk=4), nn.Linear(12, 6)
+        self.before, self.memory, self.head = (
+            nn.Linear(6, 12),
+            NeuralMemory(dim=12, heads=2, chunk=4),
+            nn.Linear(12, 6),
+        )
 
     def forward(self, x, state=None):
         y, state = self.memory(self.before(x), state)
@@ -67,7 +71,9 @@ def test_two_processes_equal_one(tmp_path):
         state = train(model, data())
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for name, tensor in model.state_dict().items():
-        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name]), f"{name} differs between the ranks"
+        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name]), (
+            f"{name} differs between the ranks"
+        )
         torch.testing.assert_close(ranks[0]["weights"][name], tensor, atol=1e-6, rtol=1e-5)
     for layer, tensor in enumerate(state.memory.weights):
         both = torch.cat([rank["memory"][layer] for rank in ranks])

@@ -53,7 +53,16 @@ def _model(depth: int = 2, chunk: int = 16, forget: float = -5.0, trained: bool 
     torch.manual_seed(1)
     memory = {"heads": 2, "depth": depth, "chunk": chunk, "forget_bias": forget}
     model = Model(
-        ModelConfig(vocabulary=17, dim=32, depth=2, heads=2, pattern=("lmm",), segment=128, persistent=0, memory=memory)
+        ModelConfig(
+            vocabulary=17,
+            dim=32,
+            depth=2,
+            heads=2,
+            pattern=("lmm",),
+            segment=128,
+            persistent=0,
+            memory=memory,
+        )
     )
     if trained:  # gates that open and shut, features that bend
         with torch.no_grad():
@@ -65,7 +74,8 @@ def _model(depth: int = 2, chunk: int = 16, forget: float = -5.0, trained: bool 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["untrained", "trained"])
 @pytest.mark.parametrize(
-    ("depth", "chunk", "forget"), [(1, 16, -10.0), (2, 16, -3.0), (2, 128, -5.0), (3, 64, -7.0), (4, 32, -10.0)]
+    ("depth", "chunk", "forget"),
+    [(1, 16, -10.0), (2, 16, -3.0), (2, 128, -5.0), (3, 64, -7.0), (4, 32, -10.0)],
 )
 def test_twins_stay_twins(depth, chunk, forget, trained):
     """Two models that differ by 1e-6 in their memories and read the same text are as near to one another afterwards."""
@@ -76,7 +86,8 @@ def test_twins_stay_twins(depth, chunk, forget, trained):
 
         def moved(block):
             layers = tuple(
-                w + 1e-6 * w.norm() * F.normalize(torch.randn_like(w).flatten(), dim=0).view_as(w) for w in block.memory.layers
+                w + 1e-6 * w.norm() * F.normalize(torch.randn_like(w).flatten(), dim=0).view_as(w)
+                for w in block.memory.layers
             )
             return block._replace(memory=block.memory._replace(layers=layers))
 
@@ -121,7 +132,10 @@ def test_what_training_left_is_never_forgotten():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"net": "deep", "activation": "silu"}, "activation: expected None, as the net 'deep' has no activation, got 'silu'"),
+        (
+            {"net": "deep", "activation": "silu"},
+            "activation: expected None, as the net 'deep' has no activation, got 'silu'",
+        ),
         ({"net": "deep", "depth": 5}, "depth: expected 1, 2, 3 or 4 layers, got 5"),
         ({"net": "dep"}, "did you mean 'deep'?"),
     ],
@@ -142,7 +156,13 @@ def test_a_net_brings_its_own_defaults():
     titans = NeuralMemory(dim=128, net="titans").config
     assert (titans.rule, titans.chunk, titans.forget_bias, titans.shape) == ("titans", 16, -10.0, (2, 64))
     deep = NeuralMemory(dim=128).config
-    assert (deep.net, deep.rule, deep.chunk, deep.forget_bias, deep.shape) == ("deep", "gated_delta", 64, -6.0, (1, 128))
+    assert (deep.net, deep.rule, deep.chunk, deep.forget_bias, deep.shape) == (
+        "deep",
+        "gated_delta",
+        64,
+        -6.0,
+        (1, 128),
+    )
     changed = NeuralMemory(deep, net="titans", conv=2).config
     assert (changed.rule, changed.chunk, changed.conv, changed.step_bias) == ("titans", 16, 2, None)
     model = ModelConfig(vocabulary=9, dim=32, depth=1, segment=48)

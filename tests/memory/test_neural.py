@@ -84,7 +84,10 @@ class TestLaws:
         assert_close(state, before, 0.0)
         mask = torch.ones(2, 11, dtype=torch.bool)
         assert_close(memory.read(x[:, 10:], state, mask=mask), y, 1e-12)
-        none, all_ = torch.full((2, 11, 2), -torch.inf, dtype=torch.float64), torch.zeros(2, 11, 2, dtype=torch.float64)
+        none, all_ = (
+            torch.full((2, 11, 2), -torch.inf, dtype=torch.float64),
+            torch.zeros(2, 11, 2, dtype=torch.float64),
+        )
         still = Gates(none, none if memory.rule.momentum else None, all_ if memory.rule.forget else None)
         monkeypatch.setattr(memory, "log_gates", lambda x: still)
         assert_close(memory(x[:, 10:], state)[0], y, 1e-10)
@@ -122,7 +125,9 @@ def test_built_from_fields_or_from_a_config():
     assert NeuralMemory(dim=200).head_dim == 100, "or as near to it as divides the width"
     for fields in ({"heads": 4}, {"dim": 24}, {"head_dim": 3}):
         given = {"dim": 12, "heads": 2, **fields}
-        assert NeuralMemory(config, **fields).config.shape == MemoryConfig(**given).shape, "beside a config, fields mean the same"
+        assert NeuralMemory(config, **fields).config.shape == MemoryConfig(**given).shape, (
+            "beside a config, fields mean the same"
+        )
     assert NeuralMemory(dim=12, heads=2, net="linear").rule.anchor == "token", "exact where exactness is free"
 
 
@@ -155,7 +160,11 @@ def test_state_and_gates_stay_float32(how):
         seen = memory.trace(x)
         again = memory.trace(x, seen.state)
     assert seen.y.dtype == torch.bfloat16
-    for tensor in (*seen.gates.tensors(), seen.surprise, *[t for t in again.state.tensors() if t.is_floating_point()]):
+    for tensor in (
+        *seen.gates.tensors(),
+        seen.surprise,
+        *[t for t in again.state.tensors() if t.is_floating_point()],
+    ):
         assert tensor.dtype == torch.float32
     again.y.float().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in memory.parameters())
@@ -177,7 +186,12 @@ def test_finite_in_bf16_over_16k_tokens(depth, kind):
     """Law 6 for the layer as it starts: random weights, default gates, bf16 parameters and inputs, forward and backward."""
     memory = NeuralMemory(dim=16, heads=2, depth=depth, chunk=64).bfloat16()
     x = torch.randn(1, 16_384, 16)
-    x = {"random": x, "constant": torch.ones_like(x), "huge": 1e4 * x, "repeated": x[:, :8].repeat(1, 2048, 1)}[kind]
+    x = {
+        "random": x,
+        "constant": torch.ones_like(x),
+        "huge": 1e4 * x,
+        "repeated": x[:, :8].repeat(1, 2048, 1),
+    }[kind]
     x = x.bfloat16().requires_grad_()
     y, state = memory(x)
     (y.float() * torch.randn_like(y, dtype=torch.float32)).mean().backward()
@@ -287,7 +301,10 @@ def test_hugging_face_loads_a_checkpoint_from_before_the_memory_was_added(tmp_pa
     for name, parameter in loaded.named_parameters():
         if "_proj" in name:
             continue  # nn.Linear is Hugging Face's to draw
-        assert abs(parameter.std() - ordinary.get_parameter(name).std()) <= 0.5 * ordinary.get_parameter(name).std() + 1e-6, name
+        assert (
+            abs(parameter.std() - ordinary.get_parameter(name).std())
+            <= 0.5 * ordinary.get_parameter(name).std() + 1e-6
+        ), name
 
 
 def test_saved_parameters_load_into_another_layer():
@@ -306,7 +323,9 @@ def test_truncated_backpropagation_through_a_detached_state():
     y, _ = memory(x[:, 10:], state.detach())
     y.sum().backward()
     assert memory.k_proj.weight.grad.any()
-    assert all(not weight.grad.any() for weight in memory.initial.parameters()), "a detached state owes it nothing"
+    assert all(not weight.grad.any() for weight in memory.initial.parameters()), (
+        "a detached state owes it nothing"
+    )
 
 
 def test_surprise_falls_as_a_document_repeats():
@@ -323,12 +342,21 @@ class TestBadInput:
             ({"dim": 10, "heads": 3}, "heads: expected a divisor of dim=10, got 3"),
             ({"dim": 0}, "dim: expected a whole number of at least 1, got 0"),
             ({"dim": 12, "heads": 2, "chunk": 0}, "chunk: expected a whole number of at least 1, got 0"),
-            ({"dim": 12, "heads": 2, "net": "rnn"}, "net: expected one of deep, titans, residual, linear, got 'rnn'"),
+            (
+                {"dim": 12, "heads": 2, "net": "rnn"},
+                "net: expected one of deep, titans, residual, linear, got 'rnn'",
+            ),
             ({"dim": 12, "heads": 2, "rule": "sgd"}, "rule: expected one of titans"),
             ({"dim": 12, "heads": 2, "depth": 5}, "depth: expected 1, 2, 3 or 4 layers, got 5"),
             ({"dim": 12, "heads": 2, "chunk": 2.5}, "chunk: expected a whole number"),
-            ({"dim": 12, "heads": 2, "net": "titans", "rule": "delta"}, "anchor: 'token' .* needs a net linear in its weights"),
-            ({"dim": 12, "heads": 2, "anchor": "word"}, "anchor: expected 'chunk', 'token' or None, got 'word'"),
+            (
+                {"dim": 12, "heads": 2, "net": "titans", "rule": "delta"},
+                "anchor: 'token' .* needs a net linear in its weights",
+            ),
+            (
+                {"dim": 12, "heads": 2, "anchor": "word"},
+                "anchor: expected 'chunk', 'token' or None, got 'word'",
+            ),
             ({"dim": 12, "heads": 2, "step_bias": float("nan")}, "step_bias: expected a finite number"),
             ({"config": 512}, "config: expected a MemoryConfig, or fields by name"),
             ({"dim": 12, "heads": 2, "conv": -1}, "conv: expected a whole number of at least 0, got -1"),
@@ -341,7 +369,9 @@ class TestBadInput:
     def test_inputs(self):
         memory = layer(dtype=torch.float32)
         x = tokens(dtype=torch.float32)
-        with pytest.raises(ValueError, match=r"x: expected a floating-point tensor \[batch, tokens, 12\], got \[2, 21, 11\]"):
+        with pytest.raises(
+            ValueError, match=r"x: expected a floating-point tensor \[batch, tokens, 12\], got \[2, 21, 11\]"
+        ):
             memory(x[..., :11])
         with pytest.raises(ValueError, match="x: expected a floating-point"):
             memory(x.long())
@@ -354,7 +384,9 @@ class TestBadInput:
             memory(x, mask=torch.ones(2, 21))
         with pytest.raises(ValueError, match="offsets: expected None beside a mask"):
             memory(x, mask=torch.ones(2, 21, dtype=torch.bool), offsets=[0, 42])
-        with pytest.raises(ValueError, match="offsets: packed documents lie in a single batch row, got a batch of 2"):
+        with pytest.raises(
+            ValueError, match="offsets: packed documents lie in a single batch row, got a batch of 2"
+        ):
             memory(x, offsets=[0, 10, 21])
         with pytest.raises(ValueError, match="offsets: expected to rise from 0 to 21"):
             memory(x[:1], offsets=[0, 10, 20])
@@ -376,7 +408,9 @@ class TestBadInput:
             paper(dtype=torch.float32, rule="no_momentum")(x, state)
         with pytest.raises(ValueError, match="state: expected one of a rule with forget=False"):
             paper(dtype=torch.float32, rule="no_forget")(x, state)
-        with pytest.raises(ValueError, match="state: expected the state this layer returned, or None, got dict"):
+        with pytest.raises(
+            ValueError, match="state: expected the state this layer returned, or None, got dict"
+        ):
             memory(x, {})
         with pytest.raises(ValueError, match="state: expected convolution inputs"):
             paper(dtype=torch.float32, conv=2)(x, state)
@@ -414,7 +448,9 @@ class TestOtherPeoplesMachinery:
         assert torch.equal(memory(x)[0], memory(x.contiguous())[0])
         _, state = memory(x)
         assert_close(copy.deepcopy(state.detach()), state, 0.0)
-        assert torch.equal(pickle.loads(pickle.dumps(memory))(x)[0], memory(x)[0]), "a module can go to another process"
+        assert torch.equal(pickle.loads(pickle.dumps(memory))(x)[0], memory(x)[0]), (
+            "a module can go to another process"
+        )
 
     @pytest.mark.slow
     def test_compile(self):

@@ -16,7 +16,10 @@ def read(tokens, position):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_score_depends_on_the_call(name):
-    tokens, position = torch.randint(10, (3, 48)), torch.arange(48).expand(3, -1) + torch.tensor([[0], [96], [5 * 48]])
+    tokens, position = (
+        torch.randint(10, (3, 48)),
+        torch.arange(48).expand(3, -1) + torch.tensor([[0], [96], [5 * 48]]),
+    )
     whole = POLICIES[name](read(tokens, position))
     assert whole.shape == (3, 48)
     for sizes in ([1] * 48, [5, 40, 3], [16, 32]):

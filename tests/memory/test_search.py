@@ -37,7 +37,9 @@ def loop(q, state, k, limit):
 
 
 class TestExact:
-    @pytest.mark.parametrize(("size", "empty", "k"), [(40, 0, 3), (83, 20, 5), (6, 5, 6), (9, 9, 2), (130, 0, 1)])
+    @pytest.mark.parametrize(
+        ("size", "empty", "k"), [(40, 0, 3), (83, 20, 5), (6, 5, 6), (9, 9, 2), (130, 0, 1)]
+    )
     @pytest.mark.parametrize("block", [16, 64, 2**16])
     def test_is_the_loop(self, size, empty, k, block, monkeypatch):
         monkeypatch.setattr(search, "BLOCK", block)
@@ -89,7 +91,11 @@ class TestAttend:
         score = torch.einsum("rthe,rnhe->rthn", q, state.k) * scale.view(-1, 1)
         hidden = (state.position < 0).unsqueeze(1) | (state.position.unsqueeze(1) > limit.unsqueeze(-1))
         score = score.masked_fill(hidden.unsqueeze(2), -math.inf)
-        return score, torch.einsum("rthn,rnhe->rthe", score.softmax(-1).nan_to_num(), state.v), score.logsumexp(-1)
+        return (
+            score,
+            torch.einsum("rthn,rnhe->rthe", score.softmax(-1).nan_to_num(), state.v),
+            score.logsumexp(-1),
+        )
 
     @pytest.mark.parametrize("name", ["exact", "dense"])
     def test_all_found_is_plain_attention(self, name, monkeypatch):
@@ -120,7 +126,11 @@ class TestAttend:
         with torch.autograd.detect_anomaly(check_nan=True):
             loss(q, scale).backward()
         assert state.k.grad is None and state.v.grad is None
-        assert bool((q.grad[0, :2] == 0).all()) and bool((q.grad[1] != 0).any()) and bool((scale.grad != 0).all())
+        assert (
+            bool((q.grad[0, :2] == 0).all())
+            and bool((q.grad[1] != 0).any())
+            and bool((scale.grad != 0).all())
+        )
         assert torch.autograd.gradcheck(loss, (q, scale))
 
 
@@ -130,7 +140,9 @@ class TestCombine:
         q, local = queries(1, 3, 2, 4), torch.randn(1, 3, 2, 4, dtype=torch.float64)
         state = store.start(1, q)
         for find in (exact, dense):
-            output, lse = attend(q, find(q, state, 4, torch.full((1, 3), 99)), state, torch.ones(2, dtype=torch.float64))
+            output, lse = attend(
+                q, find(q, state, 4, torch.full((1, 3), 99)), state, torch.ones(2, dtype=torch.float64)
+            )
             assert bool((output == 0).all()) and bool((lse == -math.inf).all())
             for gate in (None, torch.full((2,), 3.0, dtype=torch.float64)):
                 assert torch.equal(combine(local, torch.zeros(1, 3, 2), output, lse, gate), local)
@@ -148,7 +160,9 @@ class TestCombine:
         local, memory = torch.randn(2, 1, 5, 2, 4)
         gate = torch.tensor([-1.0, 2.0])
         g = gate.sigmoid().view(-1, 1)
-        assert_close(combine(local, None, memory, torch.zeros(1, 5, 2), gate), memory * g + local * (1 - g), 1e-6)
+        assert_close(
+            combine(local, None, memory, torch.zeros(1, 5, 2), gate), memory * g + local * (1 - g), 1e-6
+        )
 
 
 class TestIvf:
@@ -171,7 +185,9 @@ class TestIvf:
         assert ivf.recall > 0.8 and "recall" in caplog.text
         assert int(state.position[0][found.index].max()) <= 5000
         assert_close(
-            found.score, torch.einsum("rthe,rthke->rthk", q, state.k[0][found.index, torch.arange(2)[:, None]][None][0]), 1e-5
+            found.score,
+            torch.einsum("rthe,rthke->rthk", q, state.k[0][found.index, torch.arange(2)[:, None]][None][0]),
+            1e-5,
         )
 
     @pytest.mark.parametrize("reuse", [False, True])
@@ -214,13 +230,19 @@ class TestTriton:
 
     def test_a_missing_triton_names_the_extra(self, monkeypatch):
         monkeypatch.setattr("remanence.ops.triton.launch.kernels", lambda: None)
-        with pytest.raises(ImportError, match=r"search 'triton' needs Triton: pip install 'remanence\[triton\]'"):
+        with pytest.raises(
+            ImportError, match=r"search 'triton' needs Triton: pip install 'remanence\[triton\]'"
+        ):
             SEARCHES["triton"]()
 
     def test_without_a_gpu_it_is_refused_by_name_only(self):
         pytest.importorskip("triton")
-        state, q = (x.to("cpu") for x in (stored(1, 4, 1, 2, dtype=torch.float32), queries(1, 3, 1, 2, torch.float32)))
-        with pytest.raises(ValueError, match=r"search: 'triton' cannot run this call: the kernels run on CUDA .* got cpu"):
+        state, q = (
+            x.to("cpu") for x in (stored(1, 4, 1, 2, dtype=torch.float32), queries(1, 3, 1, 2, torch.float32))
+        )
+        with pytest.raises(
+            ValueError, match=r"search: 'triton' cannot run this call: the kernels run on CUDA .* got cpu"
+        ):
             SEARCHES["triton"]()(q, state, 2, torch.zeros(1, 3, device="cpu"))
         exact(q, state, 2, torch.zeros(1, 3, dtype=torch.int64, device="cpu"))
 
@@ -236,11 +258,15 @@ def test_annotated_shapes_are_true():
 
     state, q, limit = stored(2, 9, 3, 4), queries(2, 5, 3, 4), torch.full((2, 5), 9)
     for find in (exact, dense):
-        output, lse = checked(attend)(q, checked(find)(q, state, 4, limit), state, torch.ones(3, dtype=torch.float64))
+        output, lse = checked(attend)(
+            q, checked(find)(q, state, 4, limit), state, torch.ones(3, dtype=torch.float64)
+        )
         checked(combine)(output, lse, output, lse, torch.zeros(3, dtype=torch.float64))
     with pytest.raises(Exception, match=r"[Tt]ype"):
         checked(combine)(output, lse[0], output, lse)
     checked(Store.add)(Store(9, 3, 4), state, q, q, limit, torch.ones(2, 5), limit > 3)
-    read = policies.Tokens(limit, limit, checked(policies.unigrams)(limit, 10).to(limit.device), torch.rand(2, 5))
+    read = policies.Tokens(
+        limit, limit, checked(policies.unigrams)(limit, 10).to(limit.device), torch.rand(2, 5)
+    )
     for policy in policies.POLICIES.values():
         checked(policies.keep)(checked(policy)(read), 0.5, 2)

@@ -122,7 +122,9 @@ def test_importance_is_the_slow_loop(half_life):
 
 def test_equal_importance_is_oldest_first():
     new = entries(2, 17)[:3]
-    states = [store.add(store.start(2, new[0]), *new) for store in (Store(5, 2, 3, evict) for evict in EVICTIONS)]
+    states = [
+        store.add(store.start(2, new[0]), *new) for store in (Store(5, 2, 3, evict) for evict in EVICTIONS)
+    ]
     assert sorted(states[0].position[0].tolist()) == states[1].position[0].tolist() == [12, 13, 14, 15, 16]
 
 

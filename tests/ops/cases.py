@@ -33,7 +33,10 @@ class Case:
         shape = (self.batch, self.tokens, self.heads)
         rows = self.batch if self.offsets is None else len(self.offsets) - 1
         wide = {} if self.values is None else {"values": self.values}
-        q, k, v = (torch.randn(*shape, width, dtype=self.dtype) for width in (self.width, self.width, self.values or self.width))
+        q, k, v = (
+            torch.randn(*shape, width, dtype=self.dtype)
+            for width in (self.width, self.width, self.values or self.width)
+        )
         k = F.normalize(k, dim=-1)
         log_step = F.logsigmoid(torch.randn(shape, dtype=self.dtype) + self.step)
         log_momentum = F.logsigmoid(torch.randn(shape, dtype=self.dtype))
@@ -47,7 +50,11 @@ class Case:
             log_step = log_step.masked_fill(some, -torch.inf)
         gates = [log_step, *[log_momentum] * self.rule.momentum, *[log_keep] * self.rule.forget]
         weights = [weight.to(self.dtype) for weight in self.net.init(self.heads, self.width, **wide)]
-        momentum = [0.1 * torch.randn(rows, *weight.shape, dtype=self.dtype) for weight in weights] if self.rule.momentum else []
+        momentum = (
+            [0.1 * torch.randn(rows, *weight.shape, dtype=self.dtype) for weight in weights]
+            if self.rule.momentum
+            else []
+        )
         self.depth = len(weights)
         return [x.detach().requires_grad_() for x in (q, k, v, *gates, *weights, *momentum)]
 
@@ -61,7 +68,15 @@ class Case:
             weights, momentum = tuple(rest[: self.depth]), tuple(rest[self.depth :])
             rows = self.batch if self.offsets is None else len(self.offsets) - 1
             width, keys = self.values or self.width, self.width
-            state = start(weights, rows, rule=self.rule, chunk=self.chunk, width=width, keys=keys, momentum=momentum or None)
+            state = start(
+                weights,
+                rows,
+                rule=self.rule,
+                chunk=self.chunk,
+                width=width,
+                keys=keys,
+                momentum=momentum or None,
+            )
             gates = Gates(log_step, log_momentum, log_keep)
             y, new, surprise = memorize(
                 q, k, v, gates, state, net=self.net, rule=self.rule, chunk=self.chunk, offsets=self.offsets, backend=backend,
@@ -91,7 +106,8 @@ def pairwise(**axes):
                 row[other] = max(
                     range(len(axes[names[other]])),
                     key=lambda value, other=other, row=row: sum(
-                        (min(other, x), value if other < x else y, max(other, x), y if other < x else value) in missing
+                        (min(other, x), value if other < x else y, max(other, x), y if other < x else value)
+                        in missing
                         for x, y in row.items()
                     ),
                 )

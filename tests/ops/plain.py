@@ -17,7 +17,9 @@ def plain(q, k, v, gates, weights, momentum=None, *, net: MLP, rule: Rule, chunk
     product = lambda a, b: (a.to(dtype) @ b.to(dtype)).to(exact)
     b, t, h, _ = q.shape
     n = -(-t // chunk)
-    cut = lambda x: F.pad(x, [0, 0] * (x.dim() - 2) + [0, n * chunk - t]).unflatten(1, (n, chunk)).movedim(3, 1).unbind(2)
+    cut = lambda x: (
+        F.pad(x, [0, 0] * (x.dim() - 2) + [0, n * chunk - t]).unflatten(1, (n, chunk)).movedim(3, 1).unbind(2)
+    )
     q, k, v = (cut(x.to(exact)) for x in (q, k, v))
     columns = [[None] * n if gate is None else cut(gate) for gate in gates]
     W = [weight.expand(b, *weight.shape) for weight in weights]

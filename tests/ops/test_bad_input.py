@@ -11,7 +11,15 @@ def good(**changes):
     case = Case(dtype=torch.float32, tokens=5)
     q, k, v, log_step, log_momentum, log_keep, *rest = (x.detach() for x in case.leaves())
     state = start(tuple(rest[:2]), 2, chunk=4)
-    call = {"q": q, "k": k, "v": v, "gates": Gates(log_step, log_momentum, log_keep), "state": state, "net": case.net, "chunk": 4}
+    call = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "gates": Gates(log_step, log_momentum, log_keep),
+        "state": state,
+        "net": case.net,
+        "chunk": 4,
+    }
     return {**call, "check": True, **changes}
 
 
@@ -25,7 +33,10 @@ def test_the_good_call_is_good():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: {"q": c["q"][0]}, r"q: expected a floating-point tensor \[batch, tokens, heads, width\], got \[5, 2, 4\]"),
+        (
+            lambda c: {"q": c["q"][0]},
+            r"q: expected a floating-point tensor \[batch, tokens, heads, width\], got \[5, 2, 4\]",
+        ),
         (lambda c: {"q": None}, "q: expected a floating-point tensor .* got NoneType"),
         (lambda c: {"k": c["k"][:, :4]}, r"k: expected shape \[2, 5, 2, 4\] \(like q\), got \[2, 4, 2, 4\]"),
         (lambda c: {"v": c["v"].double()}, "v: expected torch.float32 on .* got torch.float64"),
@@ -34,13 +45,25 @@ def test_the_good_call_is_good():
             lambda c: {"gates": c["gates"]._replace(log_step=c["gates"].log_step[..., :1])},
             r"gates.log_step: expected shape \[2, 5, 2\]",
         ),
-        (lambda c: {"gates": c["gates"]._replace(log_keep=None)}, "gates.log_keep: expected a tensor of shape .* got NoneType"),
-        (lambda c: {"gates": c["gates"].map(lambda g: g.bfloat16())}, "gates.log_step: expected torch.float32"),
-        (lambda c: {"rule": Rule(momentum=False)}, "state: expected one of a rule with momentum=False, got momentum=True"),
+        (
+            lambda c: {"gates": c["gates"]._replace(log_keep=None)},
+            "gates.log_keep: expected a tensor of shape .* got NoneType",
+        ),
+        (
+            lambda c: {"gates": c["gates"].map(lambda g: g.bfloat16())},
+            "gates.log_step: expected torch.float32",
+        ),
+        (
+            lambda c: {"rule": Rule(momentum=False)},
+            "state: expected one of a rule with momentum=False, got momentum=True",
+        ),
         (lambda c: {"chunk": 0}, "chunk: expected an integer of at least 1, got 0"),
         (lambda c: {"chunk": 2.5}, "chunk: expected an integer of at least 1, got 2.5"),
         (lambda c: {"chunk": 8}, "state: expected one of chunk 8, got one of chunk 4"),
-        (lambda c: {"state": c["state"].rows(0)}, "state: expected 2 rows, one for each row of the batch, got 1"),
+        (
+            lambda c: {"state": c["state"].rows(0)},
+            "state: expected 2 rows, one for each row of the batch, got 1",
+        ),
         (
             lambda c: {"state": c["state"].map(lambda x: x.double())},
             "state: expected dtype torch.float32 beside q of torch.float32",
@@ -49,8 +72,14 @@ def test_the_good_call_is_good():
         (lambda c: {"net": MLP(depth=3)}, "state: expected weights of shapes"),
         (lambda c: {"net": "titans"}, "net: expected an object with init and apply, got str"),
         (lambda c: {"rule": "titans"}, "rule: expected a Rule .* got str"),
-        (lambda c: {"rule": Rule(anchor="token")}, "rule: anchor='token' needs a memory linear in its weights"),
-        (lambda c: {"backend": "cuda"}, "backend: expected 'auto' or one of reference, chunked, triton, got 'cuda'"),
+        (
+            lambda c: {"rule": Rule(anchor="token")},
+            "rule: anchor='token' needs a memory linear in its weights",
+        ),
+        (
+            lambda c: {"backend": "cuda"},
+            "backend: expected 'auto' or one of reference, chunked, triton, got 'cuda'",
+        ),
         (lambda c: {"offsets": [0, 2, 5]}, "offsets: packed documents lie in a single batch row"),
         (lambda c: {"q": c["q"] / 0}, "q: expected finite numbers, got 80 infinite or NaN of 80"),
         (
@@ -89,11 +118,16 @@ def test_recall_and_start_refuse():
         start(NETS["titans"].init(1, 4), 0)
     with pytest.raises(ValueError, match="momentum: expected None for a rule without momentum"):
         start(NETS["titans"].init(1, 4), 1, rule=Rule(momentum=False), momentum=NETS["titans"].init(1, 4))
-    with pytest.raises(ValueError, match=r"momentum: expected tensors of shapes \[\[2, 1, 4, 16\], \[2, 1, 16, 4\]\]"):
+    with pytest.raises(
+        ValueError, match=r"momentum: expected tensors of shapes \[\[2, 1, 4, 16\], \[2, 1, 16, 4\]\]"
+    ):
         start(NETS["titans"].init(1, 4), 2, momentum=NETS["titans"].init(1, 4))
     with pytest.raises(ValueError, match="weights: expected a tuple of tensors"):
         start(torch.zeros(1, 4, 4), 1)
-    for wrong, message in ({"net": "titans"}, "net: expected an object"), ({"rule": "titans"}, "rule: expected a Rule"):
+    for wrong, message in (
+        ({"net": "titans"}, "net: expected an object"),
+        ({"rule": "titans"}, "rule: expected a Rule"),
+    ):
         with pytest.raises(ValueError, match=message):
             recall(call["q"], call["state"], **wrong)
     for offsets in (5, [0], [0, 2.7, 5], torch.tensor([0.0, 5.0])):
@@ -111,7 +145,10 @@ def test_recall_and_start_refuse():
         (lambda: MLP(activation="relu"), "activation: expected 'gelu' or 'silu', got 'relu'"),
         (lambda: Rule(anchor="document"), "anchor: expected 'chunk' or 'token', got 'document'"),
         (lambda: Rule(loss="huber"), "loss: expected a function or one of squared, dot, got 'huber'"),
-        (lambda: Rule(forget=False, decay_first=True), "decay_first: expected False for a rule that does not forget"),
+        (
+            lambda: Rule(forget=False, decay_first=True),
+            "decay_first: expected False for a rule that does not forget",
+        ),
     ],
 )
 def test_nets_and_rules_refuse(make, message):

@@ -31,10 +31,14 @@ def walk(case, backend, steps):
     weights, momentum = rest[len(names) :][: case.depth], rest[len(names) + case.depth :]
     keywords = {"net": case.net, "rule": case.rule, "chunk": case.chunk, "backend": "chunked"}
     widths = {"width": case.values or case.width, "keys": case.width}
-    state = start(tuple(weights), 3, rule=case.rule, chunk=case.chunk, **widths, momentum=tuple(momentum) or None)
+    state = start(
+        tuple(weights), 3, rule=case.rule, chunk=case.chunk, **widths, momentum=tuple(momentum) or None
+    )
 
     def read(state, part):
-        return memorize(q[:, part], k[:, part], v[:, part], gates.map(lambda gate: gate[:, part]), state, **keywords)
+        return memorize(
+            q[:, part], k[:, part], v[:, part], gates.map(lambda gate: gate[:, part]), state, **keywords
+        )
 
     for t in range(8):
         state = where([t < 1, t < 4, True], read(state, slice(t, t + 1))[1], state)
@@ -53,7 +57,10 @@ def walk(case, backend, steps):
         if t % 5 == 0:
             assert_close(state, running.state, 1e-10, "state")
     assert_close(state, running.state, 1e-10, "state")
-    rows, weights = torch.tensor([True, False, True]), tuple(torch.zeros_like(weight) for weight in running.weights)
+    rows, weights = (
+        torch.tensor([True, False, True]),
+        tuple(torch.zeros_like(weight) for weight in running.weights),
+    )
     running.adopt(weights, rows)
     for weight, held in zip(weights, running.weights, strict=True):
         assert_close(held[rows], weight[rows], 0.0)
@@ -78,9 +85,17 @@ def walk(case, backend, steps):
     ids=lambda s: "-".join(map(str, s.values())),
 )
 def test_every_mlp(s):
-    net = MLP(**{name: s[name] for name in ("depth", "norm", "residual", "bias", "activation")}, expansion=1.5)
-    rule = Rule(momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=s["loss"])
-    walk(Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"], step=-1.0 if net.norm else -5.0), "plain", 14)
+    net = MLP(
+        **{name: s[name] for name in ("depth", "norm", "residual", "bias", "activation")}, expansion=1.5
+    )
+    rule = Rule(
+        momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=s["loss"]
+    )
+    walk(
+        Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"], step=-1.0 if net.norm else -5.0),
+        "plain",
+        14,
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +142,18 @@ def test_the_kernel(s, monkeypatch):
     monkeypatch.setattr(decode_kernels, "BLOCK", s["block"])
     net = MLP(norm=s["norm"], residual=s["residual"], activation=s["activation"], expansion=s["expansion"])
     rule = Rule(momentum=s["momentum"], forget=s["forget"])
-    walk(Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"], step=-1.0 if net.norm else -5.0, heads=1), "triton", 6)
+    walk(
+        Case(
+            net=net,
+            rule=rule,
+            chunk=s["chunk"],
+            extreme=s["extreme"],
+            step=-1.0 if net.norm else -5.0,
+            heads=1,
+        ),
+        "triton",
+        6,
+    )
 
 
 @inside
@@ -157,13 +183,19 @@ def test_the_kernel_of_a_matrix(s, monkeypatch):
     forget = {"forget": s["forget"] != "no", "decay_first": s["forget"] == "first"}
     rule = Rule(momentum=s["momentum"], loss=s["loss"], anchor=s["anchor"], **forget)
     values = None if residual else s["values"]
-    walk(Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"], values=values, heads=1), "triton", 9)
+    walk(
+        Case(net=net, rule=rule, chunk=s["chunk"], extreme=s["extreme"], values=values, heads=1), "triton", 9
+    )
 
 
 @inside
 @pytest.mark.parametrize(
     "s",
-    pairwise(rule=list(TOKEN_EXACT), widths=[(5, 18), (18, 5), (16, 16)], extreme=["none", "clear", "no past", "no step"]),
+    pairwise(
+        rule=list(TOKEN_EXACT),
+        widths=[(5, 18), (18, 5), (16, 16)],
+        extreme=["none", "clear", "no past", "no step"],
+    ),
     ids=lambda s: "-".join(map(str, s.values())),
 )
 def test_the_token_exact_rules_of_a_matrix(s, monkeypatch):
@@ -220,7 +252,9 @@ def test_auto_takes_the_kernels():
     state = start(net.init(1, 4), 1)
     running = decode.Running(state, net, Rule())
     assert running.step == running._plain
-    with pytest.raises(ValueError, match="backend: 'triton' cannot decode this memory: the kernels decode two layers"):
+    with pytest.raises(
+        ValueError, match="backend: 'triton' cannot decode this memory: the kernels decode two layers"
+    ):
         decode.Running(state, net, Rule(), "triton")
     wide = start(NETS["linear"].init(1, 4, values=129), 1, keys=4)
     running = decode.Running(wide, NETS["linear"], Rule())

@@ -13,7 +13,9 @@ from remanence.ops import MLP, NETS, RULES, Gates, Rule, memorize, start
 from remanence.ops.triton import dispatch
 
 PACKAGE = Path(remanence.__file__).parent
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 def on_cuda(dtype=torch.bfloat16, count=1):
@@ -21,7 +23,15 @@ def on_cuda(dtype=torch.bfloat16, count=1):
     return type("OnCuda", (), {"is_cuda": True, "dtype": dtype, "numel": lambda self: count})()
 
 
-def memory(net=NETS["titans"], rule=RULES["titans"], width=64, values=64, chunk=64, dtype=torch.bfloat16, device="cuda"):
+def memory(
+    net=NETS["titans"],
+    rule=RULES["titans"],
+    width=64,
+    values=64,
+    chunk=64,
+    dtype=torch.bfloat16,
+    device="cuda",
+):
     return dispatch.memory_kind_reason(net, rule, width, values, chunk, dtype, torch.device(device))
 
 
@@ -77,7 +87,12 @@ def test_parts_of_a_layer():
 def test_one_switch_turns_all_of_them_off(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", ())
     x = torch.zeros(1, 1, 1, 4)
-    reasons = [memory(), dispatch.layer_reason(on_cuda()), dispatch.decode_reason(x, 4), dispatch.search_reason(x, x)]
+    reasons = [
+        memory(),
+        dispatch.layer_reason(on_cuda()),
+        dispatch.decode_reason(x, 4),
+        dispatch.search_reason(x, x),
+    ]
     assert reasons == [dispatch.OFF] * 4
 
 

@@ -20,7 +20,9 @@ from remanence.ops.triton.launch import PRECISION, kernels
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled under the interpreter"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled under the interpreter"
+    ),
 ]
 
 ARCHS = (80, 86, 89, 90)
@@ -48,7 +50,9 @@ def plan(hidden, chunk, **changes):
 
 def check(arch, case):
     hidden, chunk, dtype = case
-    reason = dispatch.build_reason(plan(hidden, chunk), DTYPES[dtype], arch, resources.SHARED[arch] * 1024, True)
+    reason = dispatch.build_reason(
+        plan(hidden, chunk), DTYPES[dtype], arch, resources.SHARED[arch] * 1024, True
+    )
     assert reason is None or (dtype == "fp32" and "of shared memory" in reason), reason
 
 
@@ -138,13 +142,17 @@ def test_one_token_fits(case, monkeypatch):
         gates = Gates(gate, gate if rule.momentum else None, gate if rule.forget else None)
         decode.Running(state, net, rule, "triton").step(q, q, v, gates, torch.ones(1, dtype=torch.bool))
     launches = [resources.Launch(*each, decode_kernels.WARPS, 1) for each in recorded]
-    assert [launch.name for launch in launches] == ["decode_kernel" if net.depth == 2 else "decode_linear_kernel"]
+    assert [launch.name for launch in launches] == [
+        "decode_kernel" if net.depth == 2 else "decode_linear_kernel"
+    ]
     reason = resources.lacking(kernels(), launches, arch, resources.SHARED[arch] * 1024)
     assert reason is None, reason
 
 
 def test_every_kernel_is_among_the_launches():
-    noted = {launch.name for hidden in (64, 256) for launch in fused.launches(plan(hidden, 64), torch.bfloat16, 90)}
+    noted = {
+        launch.name for hidden in (64, 256) for launch in fused.launches(plan(hidden, 64), torch.bfloat16, 90)
+    }
     assert noted == set(fused.WARPS)
     reading = [launch.name for launch in fused.launches(plan(64, 64), torch.bfloat16, 90, train=False)]
     assert reading == ["coef_kernel", "state_kernel", "read_kernel"]
@@ -157,7 +165,12 @@ def test_no_narrow_tiles_on_hopper(width, dtype):
     for depth in (1, 2):
         made = memory.plan_of(MLP(depth=depth), RULES["titans"], width, width, 1, 64)
         written = (fused if depth == 2 else fused_linear).launches(made, dtype, 90)
-        sides = [launch.constants[name] for launch in written for name in ("BD", "BH", "BV") if name in launch.constants]
+        sides = [
+            launch.constants[name]
+            for launch in written
+            for name in ("BD", "BH", "BV")
+            if name in launch.constants
+        ]
         assert sides and min(sides) * dtype.itemsize >= 128
 
 
@@ -178,7 +191,9 @@ def test_auto_says_it_once_and_goes_on_without_the_kernels(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Chip)
     q = type("Query", (), {"device": torch.device("cuda"), "shape": (1, 32, 1, 16), "dtype": torch.bfloat16})
     with torch.no_grad():
-        chosen = [dispatch.memory_backend(q, q, MLP(expansion=1.0), RULES["titans"], 16, False) for _ in range(2)]
+        chosen = [
+            dispatch.memory_backend(q, q, MLP(expansion=1.0), RULES["titans"], 16, False) for _ in range(2)
+        ]
     assert chosen == ["chunked", "chunked"]
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == 1 and "shared memory" in warned[0]

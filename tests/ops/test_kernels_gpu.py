@@ -21,7 +21,13 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="not under the interpreter"),
 ]
 
-NAMES = ["y", "surprise", "state 1", "state 2", *[f"d{x}" for x in ("q", "k", "v", "step", "momentum", "keep", "W1", "W2")]]
+NAMES = [
+    "y",
+    "surprise",
+    "state 1",
+    "state 2",
+    *[f"d{x}" for x in ("q", "k", "v", "step", "momentum", "keep", "W1", "W2")],
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +50,9 @@ def leaves(hidden, tokens, dtype, width=64, batch=2, heads=4):
 
 def results(leaves, hidden, chunk, backend, dtype=None):
     """Outputs and gradients; in `dtype` throughout if given."""
-    q, k, v, *rest = wanted = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in leaves]
+    q, k, v, *rest = wanted = [
+        (x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in leaves
+    ]
     net, gates = MLP(expansion=hidden / q.shape[-1]), Gates(*rest[:3])
     if backend == "plain":
         outputs = plain(q, k, v, gates, rest[3:], net=net, rule=RULES["titans"], chunk=chunk, dtype=q.dtype)
@@ -53,7 +61,9 @@ def results(leaves, hidden, chunk, backend, dtype=None):
         y, new, surprise = memorize(q, k, v, gates, state, net=net, chunk=chunk, backend=backend, check=False)
         outputs = (y, surprise, *new.layers)
     generator = torch.Generator("cuda").manual_seed(1)
-    upstream = [torch.randn(x.shape, generator=generator, device="cuda").bfloat16().to(x.dtype) for x in outputs]
+    upstream = [
+        torch.randn(x.shape, generator=generator, device="cuda").bfloat16().to(x.dtype) for x in outputs
+    ]
     return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, wanted, upstream))]
 
 
@@ -83,17 +93,30 @@ def test_the_kernels_are_right_on_this_chip(rows, hidden, chunk, dtype, monkeypa
     times = 5.0 if (hidden, chunk, dtype) == (256, 16, torch.float32) else 2.0
     for name, exact, ours, theirs in zip(NAMES, true, first, usual, strict=True):
         error, usually = apart(exact, ours), apart(exact, theirs)
-        assert error <= times * usually, f"{name}: {error:.1e} from float64, where plain torch in {dtype} is {usually:.1e}"
+        assert error <= times * usually, (
+            f"{name}: {error:.1e} from float64, where plain torch in {dtype} is {usually:.1e}"
+        )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "two runs differ"
 
 
-SHAPES = [(128, 256, 64), (128, 128, 16), (96, 192, 64), (48, 96, 20), (32, 64, 128), (32, 32, 64), (16, 32, 64), (16, 16, 16)]
+SHAPES = [
+    (128, 256, 64),
+    (128, 128, 16),
+    (96, 192, 64),
+    (48, 96, 20),
+    (32, 64, 128),
+    (32, 32, 64),
+    (16, 32, 64),
+    (16, 16, 16),
+]
 
 
 @pytest.mark.parametrize(("width", "hidden", "chunk"), SHAPES)
 def test_other_shapes(width, hidden, chunk):
     given = leaves(hidden, 4 * chunk + 5, torch.bfloat16, width=width, heads=2)
-    true, usual, ours = (results(given, hidden, chunk, *how) for how in (("chunked", torch.float64), ("plain",), ("triton",)))
+    true, usual, ours = (
+        results(given, hidden, chunk, *how) for how in (("chunked", torch.float64), ("plain",), ("triton",))
+    )
     for name, exact, x, theirs in zip(NAMES, true, ours, usual, strict=True):
         assert apart(exact, x) <= 2.0 * apart(exact, theirs), name
 
@@ -117,7 +140,8 @@ def test_one_call_reads_what_several_read():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("width", [8, 16, 32, 48, 64, 96, 128])
 @pytest.mark.parametrize(
-    ("tokens", "size", "k"), [(1, 5000, 32), (50, 70_001, 8), (700, 9000, 256), (300, 200, 200), (130, 40_000, 1)]
+    ("tokens", "size", "k"),
+    [(1, 5000, 32), (50, 70_001, 8), (700, 9000, 256), (300, 200, 200), (130, 40_000, 1)],
 )
 def test_the_search_is_right_on_this_chip(tokens, size, k, width, dtype):
     """Vectors of whole numbers: products are exact, equal scores many."""
@@ -143,7 +167,8 @@ def test_the_search_is_right_on_this_chip(tokens, size, k, width, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
-    ("width", "hidden"), [(64, 64), (64, 128), (128, 64), (128, 128), (32, 32), (16, 48), (100, 20), (256, 512)]
+    ("width", "hidden"),
+    [(64, 64), (64, 128), (128, 64), (128, 128), (32, 32), (16, 48), (100, 20), (256, 512)],
 )
 @pytest.mark.parametrize("tokens", [1, 700, 20_000])
 def test_features_are_right_on_this_chip(tokens, width, hidden, dtype, monkeypatch):
@@ -153,18 +178,25 @@ def test_features_are_right_on_this_chip(tokens, width, hidden, dtype, monkeypat
     upstream = torch.randn(2, tokens, 16, width, device="cuda").to(dtype)
     used = []
     launched = layer._launch
-    monkeypatch.setattr(layer, "_launch", lambda name, *args, **how: (used.append(name), launched(name, *args, **how))[1])
+    monkeypatch.setattr(
+        layer, "_launch", lambda name, *args, **how: (used.append(name), launched(name, *args, **how))[1]
+    )
 
     def results(kernels, dtype=dtype):
         monkeypatch.setattr(dispatch, "KERNELS", ("layer",) if kernels else ())
         given = x.detach().to(dtype, copy=True).requires_grad_()
         y = features.to(dtype if dtype == torch.float64 else torch.float32)(given)
-        return [y.detach(), *torch.autograd.grad(y, [given, features.up0, features.down0], upstream.to(dtype))]
+        return [
+            y.detach(),
+            *torch.autograd.grad(y, [given, features.up0, features.down0], upstream.to(dtype)),
+        ]
 
     first, second = results(True), results(True)
     at_once = max(width, hidden) <= (128 if dtype == torch.bfloat16 else 64)
     between = {"lift_gated", "lift_gated_backward", "lift_added", "lift_added_backward"}
-    assert set(used) == ({"lift_kernel", "lift_slopes", "heads_kernel", "heads_weight"} if at_once else between)
+    assert set(used) == (
+        {"lift_kernel", "lift_slopes", "heads_kernel", "heads_weight"} if at_once else between
+    )
     usual, true = results(False), results(False, torch.float64)
     for name, exact, a, b, again in zip(["y", "dx", "dup", "ddown"], true, usual, first, second, strict=True):
         assert a.dtype == b.dtype and torch.equal(b, again), name

@@ -24,7 +24,9 @@ LAST = torch.iinfo(torch.int64).max
 def _full_of_winners(monkeypatch):
     """Memory as allocated: a number that no kernel writes would be chosen."""
     empty = torch.empty
-    filled = lambda *shape, **how: empty(*shape, **how).fill_(2**62 if how.get("dtype") == torch.int64 else math.nan)
+    filled = lambda *shape, **how: empty(*shape, **how).fill_(
+        2**62 if how.get("dtype") == torch.int64 else math.nan
+    )
     monkeypatch.setattr(torch, "empty", filled)
 
 
@@ -35,7 +37,9 @@ def whole_numbers(*shape, most=2):
 def by_hand(q, keys, position, limit, k):
     score = torch.einsum("rthe,rnhe->rthn", q.double(), keys.double())
     hidden = (position < 0).unsqueeze(1) | (position.unsqueeze(1) > limit.unsqueeze(-1))
-    score, index = score.masked_fill(hidden.unsqueeze(2), -math.inf).sort(dim=-1, descending=True, stable=True)
+    score, index = score.masked_fill(hidden.unsqueeze(2), -math.inf).sort(
+        dim=-1, descending=True, stable=True
+    )
     return score[..., :k], index[..., :k].masked_fill(score[..., :k] == -math.inf, -1)
 
 
@@ -47,10 +51,19 @@ def check(q, keys, position, limit, k):
     assert torch.equal(index, slots)
 
 
-LIMITS = {"all": lambda size, shape: torch.full(shape, LAST), "none": lambda size, shape: torch.full(shape, -1)}
+LIMITS = {
+    "all": lambda size, shape: torch.full(shape, LAST),
+    "none": lambda size, shape: torch.full(shape, -1),
+}
 LIMITS["some"] = lambda size, shape: torch.randint(-2, size, shape)
-EMPTY = {"none": lambda p: p, "last": lambda p: p.masked_fill(torch.arange(p.shape[1]) >= p.shape[1] // 3, -1)}
-EMPTY |= {"here and there": lambda p: p.masked_fill(torch.rand(p.shape) < 0.3, -1), "all": lambda p: torch.full_like(p, -1)}
+EMPTY = {
+    "none": lambda p: p,
+    "last": lambda p: p.masked_fill(torch.arange(p.shape[1]) >= p.shape[1] // 3, -1),
+}
+EMPTY |= {
+    "here and there": lambda p: p.masked_fill(torch.rand(p.shape) < 0.3, -1),
+    "all": lambda p: torch.full_like(p, -1),
+}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +106,11 @@ def test_duplicates_and_minus_zero_are_in_the_order_of_their_slots():
 
 @pytest.mark.parametrize("held", [1, 400])
 def test_blocks_of_queries_change_nothing(held, monkeypatch):
-    q, keys, position = whole_numbers(2, 5, 1, 8), whole_numbers(2, 300, 1, 8), torch.arange(300).expand(2, -1)
+    q, keys, position = (
+        whole_numbers(2, 5, 1, 8),
+        whole_numbers(2, 300, 1, 8),
+        torch.arange(300).expand(2, -1),
+    )
     monkeypatch.setattr(module, "HELD", held)
     assert module.plan_of(q.shape, 300, 5, 32, torch.float32, 1).block < 5
     check(q, keys, position, torch.randint(300, (2, 5)), 5)
@@ -121,7 +138,13 @@ def test_vectors_are_read_where_they_lie(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x if x.dim() < 4 else pytest.fail("copied"))
     check(*cases, position, limit, 6)
     check(cases[0][1:], cases[1][1:], position[1:], limit[1:], 6)
-    check(cases[0][:, :1].expand(-1, -1, 3, -1), cases[1][:, :, :1].expand(-1, -1, 3, -1), position, limit[:, :1], 6)
+    check(
+        cases[0][:, :1].expand(-1, -1, 3, -1),
+        cases[1][:, :, :1].expand(-1, -1, 3, -1),
+        position,
+        limit[:, :1],
+        6,
+    )
 
 
 def test_vectors_that_lie_otherwise_are_copied():
@@ -130,10 +153,14 @@ def test_vectors_that_lie_otherwise_are_copied():
 
 
 @pytest.mark.parametrize(
-    ("asked", "stored"), [("float32", "float32"), ("bfloat16",) * 2, ("float32", "bfloat16"), ("float16",) * 2]
+    ("asked", "stored"),
+    [("float32", "float32"), ("bfloat16",) * 2, ("float32", "bfloat16"), ("float16",) * 2],
 )
 def test_scores_are_float32_sums(asked, stored):
-    q, keys = torch.randn(1, 20, 2, 48).to(getattr(torch, asked)), torch.randn(1, 500, 2, 48).to(getattr(torch, stored))
+    q, keys = (
+        torch.randn(1, 20, 2, 48).to(getattr(torch, asked)),
+        torch.randn(1, 500, 2, 48).to(getattr(torch, stored)),
+    )
     position, limit = torch.arange(500)[None], torch.full((1, 20), 400)
     score, index = nearest(q, keys, position, limit, 16)
     want, slots = by_hand(q, keys, position, limit, 16)
@@ -159,10 +186,18 @@ def test_exact_and_triton_by_name_are_the_kernels(monkeypatch):
 
 def test_what_the_kernels_do_not_know_is_said():
     def state(**how):
-        return StoreState(*[torch.zeros(1, 9, 1, how.pop("width", 4), **how)] * 2, torch.arange(9)[None], torch.ones(1, 9), None)
+        return StoreState(
+            *[torch.zeros(1, 9, 1, how.pop("width", 4), **how)] * 2,
+            torch.arange(9)[None],
+            torch.ones(1, 9),
+            None,
+        )
 
     find, limit = SEARCHES["triton"](), torch.full((1, 1), 9)
-    for other, reason in ((state(dtype=torch.float64), "got float64"), (state(width=130), "head widths up to 128, got 130")):
+    for other, reason in (
+        (state(dtype=torch.float64), "got float64"),
+        (state(width=130), "head widths up to 128, got 130"),
+    ):
         with pytest.raises(ValueError, match=f"search: 'triton' cannot run this call: .*{reason}"):
             find(other.k[:, :1], other, 2, limit)
         assert exact(other.k[:, :1], other, 2, limit).index.tolist() == [[[[0, 1]]]]
@@ -170,6 +205,14 @@ def test_what_the_kernels_do_not_know_is_said():
 
 def test_it_is_an_operator_of_torch(monkeypatch):
     monkeypatch.undo()
-    arguments = (whole_numbers(1, 3, 2, 4), whole_numbers(1, 20, 2, 4), torch.arange(20)[None], torch.full((1, 3), 9), 4)
+    arguments = (
+        whole_numbers(1, 3, 2, 4),
+        whole_numbers(1, 20, 2, 4),
+        torch.arange(20)[None],
+        torch.full((1, 3), 9),
+        4,
+    )
     torch.library.opcheck(nearest, arguments)
-    assert [x.shape for x in nearest(arguments[0][:, :0], *arguments[1:3], arguments[3][:, :0], 4)] == [(1, 0, 2, 4)] * 2
+    assert [x.shape for x in nearest(arguments[0][:, :0], *arguments[1:3], arguments[3][:, :0], 4)] == [
+        (1, 0, 2, 4)
+    ] * 2

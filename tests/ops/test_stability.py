@@ -30,16 +30,30 @@ def test_default_net_is_finite_in_bf16_over_16k_tokens(depth, kind):
     net, rule, chunk = MLP(depth=depth), Rule(), 64
     shape = (1, TOKENS, 2, 8)
     q, k, v = adversary(kind, shape, deep=depth == 4)
-    gates = Gates(*[F.logsigmoid(torch.randn(shape[:3]) + bias).requires_grad_() for bias in (-2.0, 1.0, 5.0)])
+    gates = Gates(
+        *[F.logsigmoid(torch.randn(shape[:3]) + bias).requires_grad_() for bias in (-2.0, 1.0, 5.0)]
+    )
     weights = tuple(weight.requires_grad_() for weight in net.init(2, 8))
-    y, state, surprise = memorize(q, k, v, gates, start(weights, 1, chunk=chunk), net=net, rule=rule, chunk=chunk)
+    y, state, surprise = memorize(
+        q, k, v, gates, start(weights, 1, chunk=chunk), net=net, rule=rule, chunk=chunk
+    )
     (y.float() * torch.randn(shape)).mean().backward()
     assert y.dtype == torch.bfloat16
     assert surprise.dtype == torch.float32
-    for name, tensor in {"y": y, "surprise": surprise, **{f"w{i}": w for i, w in enumerate(state.weights)}}.items():
+    for name, tensor in {
+        "y": y,
+        "surprise": surprise,
+        **{f"w{i}": w for i, w in enumerate(state.weights)},
+    }.items():
         assert tensor.isfinite().all(), name
     assert not state.diverged.any()
-    for name, leaf in {"q": q, "k": k, "v": v, **gates._asdict(), **{f"w{i}": w for i, w in enumerate(weights)}}.items():
+    for name, leaf in {
+        "q": q,
+        "k": k,
+        "v": v,
+        **gates._asdict(),
+        **{f"w{i}": w for i, w in enumerate(weights)},
+    }.items():
         assert leaf.grad.isfinite().all(), f"gradient of {name}"
 
 
@@ -51,7 +65,9 @@ def _equal_keys(net, rows, tokens, chunk, backend, calm_row=None):
     if calm_row is not None:
         log_step[calm_row] = -20.0
     gates = Gates(log_step, torch.full_like(log_step, -0.1), torch.zeros_like(log_step))
-    return memorize(k, k, v, gates, start(net.init(1, 4), rows, chunk=chunk), net=net, chunk=chunk, backend=backend)
+    return memorize(
+        k, k, v, gates, start(net.init(1, 4), rows, chunk=chunk), net=net, chunk=chunk, backend=backend
+    )
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
@@ -80,7 +96,9 @@ def test_small_gates_do_not_underflow_into_nan():
     net, chunk, tokens = MLP(depth=2), 64, 128
     q, k, v = (torch.randn(1, tokens, 1, 8) for _ in range(3))
     gates = Gates(*[torch.full((1, tokens, 1), value).requires_grad_() for value in (-2.0, -5.0, -2.3026)])
-    y, _, _ = memorize(q, F.normalize(k, dim=-1), v, gates, start(net.init(1, 8), 1, chunk=chunk), net=net, chunk=chunk)
+    y, _, _ = memorize(
+        q, F.normalize(k, dim=-1), v, gates, start(net.init(1, 8), 1, chunk=chunk), net=net, chunk=chunk
+    )
     reset_leashed()
     y.sum().backward()
     assert y.isfinite().all()
@@ -89,7 +107,8 @@ def test_small_gates_do_not_underflow_into_nan():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scale", "chunks"), [(torch.float64, 1.0, 12), (torch.float32, 1.0, 12), (torch.float32, 1e8, 2)]
+    ("dtype", "scale", "chunks"),
+    [(torch.float64, 1.0, 12), (torch.float32, 1.0, 12), (torch.float32, 1e8, 2)],
 )
 def test_the_leash_does_not_touch_a_gradient_that_still_means_something(dtype, scale, chunks):
     """Equal keys and a full step multiply a matrix memory's gradient by -3 in every chunk of 4: 3^12 is exact, and must stay."""
@@ -103,10 +122,20 @@ def test_the_leash_does_not_touch_a_gradient_that_still_means_something(dtype, s
         weights = (torch.zeros(1, 4, 4, dtype=dtype, requires_grad=True),)
         state = start(weights, 1, rule=rule, chunk=chunk)
         y, _, _ = memorize(
-            q, k, v, Gates(torch.zeros(1, tokens, 1, dtype=dtype)), state, net=net, rule=rule, chunk=chunk, backend=backend
+            q,
+            k,
+            v,
+            Gates(torch.zeros(1, tokens, 1, dtype=dtype)),
+            state,
+            net=net,
+            rule=rule,
+            chunk=chunk,
+            backend=backend,
         )
         grads.append(torch.autograd.grad((y[:, -1] * upstream).sum(), weights)[0])
-    assert grads[0].abs().max() > scale * 3 ** (chunks - 1) * upstream.abs().max() / 8, "the gradient was amplified"
+    assert grads[0].abs().max() > scale * 3 ** (chunks - 1) * upstream.abs().max() / 8, (
+        "the gradient was amplified"
+    )
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=0.0)
 
 
@@ -132,7 +161,9 @@ def test_a_held_gradient_is_counted_once_for_each_row_and_head_and_call(net):
     for calls in (1, 2):
         weights = tuple(weight.requires_grad_() for weight in net.init(heads, 4))
         state = start(weights, 3, rule=rule, chunk=chunk)
-        y, _, _ = memorize(k, k, v, Gates(log_step), state, net=net, rule=rule, chunk=chunk, backend="chunked")
+        y, _, _ = memorize(
+            k, k, v, Gates(log_step), state, net=net, rule=rule, chunk=chunk, backend="chunked"
+        )
         assert leashed() == 4 * (calls - 1), "reading counts nothing"
         y[:, -1].sum().backward()
         assert leashed() == 4 * calls

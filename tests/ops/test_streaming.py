@@ -29,11 +29,17 @@ def as_step(net, rule, chunk, backend="chunked", heads=2, width=3):
     def step(x, state=None, offsets=None):
         q, k, v = x[..., : 3 * width].unflatten(-1, (3, width)).unbind(-2)
         logs = torch.nn.functional.logsigmoid(x[..., 3 * width :])
-        gates = Gates(logs[..., 0] - 1, logs[..., 1] if rule.momentum else None, logs[..., 2] if rule.forget else None)
+        gates = Gates(
+            logs[..., 0] - 1, logs[..., 1] if rule.momentum else None, logs[..., 2] if rule.forget else None
+        )
         if state is None:
-            state = start(weights, x.shape[0] if offsets is None else len(offsets) - 1, rule=rule, chunk=chunk)
+            state = start(
+                weights, x.shape[0] if offsets is None else len(offsets) - 1, rule=rule, chunk=chunk
+            )
         k = torch.nn.functional.normalize(k, dim=-1)
-        y, state, _ = memorize(q, k, v, gates, state, net=net, rule=rule, chunk=chunk, offsets=offsets, backend=backend)
+        y, state, _ = memorize(
+            q, k, v, gates, state, net=net, rule=rule, chunk=chunk, offsets=offsets, backend=backend
+        )
         return y, state
 
     return step
@@ -111,7 +117,9 @@ def test_packed_rows_continue_at_different_places():
     assert_close(z.view_as(y), y, 1e-10)
 
 
-@pytest.mark.parametrize("s", pairwise(kind=list(KINDS), head=[0, 3, 4, 9], packed=[False, True], chunk=[1, 4, 16]), ids=str)
+@pytest.mark.parametrize(
+    "s", pairwise(kind=list(KINDS), head=[0, 3, 4, 9], packed=[False, True], chunk=[1, 4, 16]), ids=str
+)
 def test_recall_asks_the_weights_as_they_are(s):
     """Asking without writing = writing one token that changes nothing (no step, no past, all kept) and reading its answer."""
     net, rule = KINDS[s["kind"]]
@@ -124,10 +132,14 @@ def test_recall_asks_the_weights_as_they_are(s):
     else:
         answers = recall(q, state, net=net, rule=rule)
     nothing = torch.full((2, 1, 2), -torch.inf, dtype=torch.float64)
-    gates = Gates(nothing, nothing if rule.momentum else None, torch.zeros_like(nothing) if rule.forget else None)
+    gates = Gates(
+        nothing, nothing if rule.momentum else None, torch.zeros_like(nothing) if rule.forget else None
+    )
     for t in range(5):
         one, zero = q[:, t : t + 1], torch.zeros(2, 1, 2, 3, dtype=torch.float64)
-        y, _, _ = memorize(one, zero, zero, gates, state, net=net, rule=rule, chunk=s["chunk"], backend="reference")
+        y, _, _ = memorize(
+            one, zero, zero, gates, state, net=net, rule=rule, chunk=s["chunk"], backend="reference"
+        )
         assert_close(answers[:, t : t + 1], y, 1e-10)
 
 
@@ -161,7 +173,9 @@ def test_linear_tokens_do_not_need_a_state_per_token():
     """Memory: what is kept for backward grows with t e, not with a copy of the weights per chunk."""
 
     def kept(tokens):
-        case = Case(net=MLP(expansion=4.0), chunk=4, tokens=tokens, batch=1, heads=1, width=8, dtype=torch.float32)
+        case = Case(
+            net=MLP(expansion=4.0), chunk=4, tokens=tokens, batch=1, heads=1, width=8, dtype=torch.float32
+        )
         leaves = case.leaves()
         seen = {}
 

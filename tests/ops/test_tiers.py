@@ -33,7 +33,9 @@ def _case(s):
         bias=s["bias"],
         expansion=s["expansion"],
     )
-    rule = Rule(momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=s["loss"])
+    rule = Rule(
+        momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=s["loss"]
+    )
     case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], extreme=s["extreme"])
     # Where a net runs away (no LayerNorm), or answers through LayerNorm of almost nothing (deep, just cleared), the reference
     # itself moves by 1e-8 when a key moves by its last bit. Small steps and few clearings keep the law about the code.
@@ -70,7 +72,9 @@ def test_values_may_have_another_width_than_the_keys_of_a_matrix(s):
     }
     net = MLP(depth=1, norm=False, residual=False, bias=s["bias"])
     rule = Rule(momentum=s["momentum"], **settings[s["kind"]])
-    case = Case(net=net, rule=rule, chunk=s["chunk"], width=5, values=s["values"], extreme=s["extreme"], step=-3.0)
+    case = Case(
+        net=net, rule=rule, chunk=s["chunk"], width=5, values=s["values"], extreme=s["extreme"], step=-3.0
+    )
     assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(), tolerance=1e-10)
 
 
@@ -90,7 +94,11 @@ EXACT = pairwise(
 def test_token_exact_equals_reference(s):
     net = MLP(depth=1, norm=False, residual=s["residual"], bias=s["bias"])
     rule = Rule(
-        momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=s["loss"], anchor="token"
+        momentum=s["momentum"],
+        forget=s["forget"] != "no",
+        decay_first=s["forget"] == "first",
+        loss=s["loss"],
+        anchor="token",
     )
     case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], extreme=s["extreme"])
     assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(), tolerance=1e-10)
@@ -107,7 +115,9 @@ def test_token_exact_does_not_depend_on_the_tile(momentum):
     one, other = (Case(net=net, rule=rule, chunk=chunk, tokens=35) for chunk in (1, 16))
     leaves = one.leaves()
     other.leaves()
-    assert_same_function(lambda *x: one.call("chunked")(*x)[:2], lambda *x: other.call("chunked")(*x)[:2], leaves)
+    assert_same_function(
+        lambda *x: one.call("chunked")(*x)[:2], lambda *x: other.call("chunked")(*x)[:2], leaves
+    )
 
 
 @given(
@@ -134,8 +144,19 @@ def test_packed_sequences_of_any_shape(
         offsets.append(offsets[-1] + length)
     net = MLP(depth=depth, norm=norm, bias=bias, expansion=1.5, activation=activation, residual=residual)
     anchor = "token" if exact and net.linear else "chunk"
-    rule = Rule(momentum=momentum, forget=forget != "no", decay_first=forget == "first", loss=loss, anchor=anchor)
-    case = Case(net=net, rule=rule, chunk=chunk, tokens=offsets[-1], batch=1, heads=heads, width=width, offsets=offsets)
+    rule = Rule(
+        momentum=momentum, forget=forget != "no", decay_first=forget == "first", loss=loss, anchor=anchor
+    )
+    case = Case(
+        net=net,
+        rule=rule,
+        chunk=chunk,
+        tokens=offsets[-1],
+        batch=1,
+        heads=heads,
+        width=width,
+        offsets=offsets,
+    )
     case.step = -3.0
     assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(seed), tolerance=1e-10)
 
@@ -170,7 +191,9 @@ OWN = pairwise(
 @pytest.mark.parametrize("s", OWN, ids=lambda s: "-".join(map(str, s.values())))
 def test_a_users_own_net_and_loss(s):
     loss = huber if s["loss"] == "huber" else "squared"
-    rule = Rule(momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=loss)
+    rule = Rule(
+        momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=loss
+    )
     net = GatedNet() if s["net"] == "gated" else MLP(expansion=1.5)
     case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=13, batch=1, offsets=s["offsets"])
     assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(), tolerance=1e-10)
@@ -189,7 +212,9 @@ def test_gradcheck(rule):
 
 
 def test_gradcheck_token_exact():
-    case = Case(net=MLP(depth=1, norm=False), rule=Rule(anchor="token"), tokens=5, chunk=3, batch=1, heads=1, width=3)
+    case = Case(
+        net=MLP(depth=1, norm=False), rule=Rule(anchor="token"), tokens=5, chunk=3, batch=1, heads=1, width=3
+    )
     assert torch.autograd.gradcheck(lambda *x: case.call("chunked")(*x)[:2], case.leaves(), atol=1e-6)
 
 
@@ -228,4 +253,6 @@ def test_parameters_of_a_users_net_and_loss_get_their_gradients():
 def test_the_reference_differentiates_twice():
     case = Case(net=MLP(depth=1), tokens=3, chunk=2, batch=1, heads=1, width=3)
     leaves = case.leaves()
-    assert torch.autograd.gradgradcheck(lambda k: case.call("reference")(leaves[0], k, *leaves[2:])[0], (leaves[1],), atol=1e-5)
+    assert torch.autograd.gradgradcheck(
+        lambda k: case.call("reference")(leaves[0], k, *leaves[2:])[0], (leaves[1],), atol=1e-5
+    )

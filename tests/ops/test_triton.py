@@ -43,14 +43,24 @@ def test_triton_equals_chunked(s, monkeypatch):
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     if s["chunk"] != 4:  # held apart as on long chunks
         tiles = fused.Plan.tiles
-        force = lambda *args: {name: True if name == "APART" else value for name, value in tiles(*args).items()}
+        force = lambda *args: {
+            name: True if name == "APART" else value for name, value in tiles(*args).items()
+        }
         monkeypatch.setattr(fused.Plan, "tiles", force)
     if s["quick"]:  # the gates' products as beside bfloat16 operands
         coefficients = fused.Plan.coefficients
         monkeypatch.setattr(fused.Plan, "coefficients", lambda *args: {**coefficients(*args), "QUICK": True})
     net = MLP(norm=s["norm"], residual=s["residual"], activation=s["activation"], expansion=s["expansion"])
     rule = Rule(momentum=s["momentum"], forget=s["forget"])
-    case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], batch=1, heads=s["heads"], extreme=s["extreme"])
+    case = Case(
+        net=net,
+        rule=rule,
+        chunk=s["chunk"],
+        tokens=s["tokens"],
+        batch=1,
+        heads=s["heads"],
+        extreme=s["extreme"],
+    )
     if not net.norm:
         case.step = -6.0
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
@@ -95,7 +105,11 @@ def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
     exact = case.leaves()
     weights = None
     found = {}
-    for backend, dtype in (("reference", torch.float64), ("chunked", torch.float32), ("triton", torch.float32)):
+    for backend, dtype in (
+        ("reference", torch.float64),
+        ("chunked", torch.float32),
+        ("triton", torch.float32),
+    ):
         leaves = [x.detach().to(dtype).requires_grad_() for x in exact]
         y, surprise, new = case.call(backend)(*leaves)
         outputs = [y, surprise, *new.layers]
@@ -233,7 +247,16 @@ def test_a_whole_model_compiles_without_a_break(monkeypatch):
     monkeypatch.setattr(dispatch, "memory_backend", lambda *_: "triton")
     pattern = ("lmm", "mag", "mal", "mac", "gated_delta")
     model = Model(
-        preset("tiny", pattern, depth=len(pattern), dim=16, heads=1, memory={"heads": 1, "chunk": 8}, segment=8, window=8)
+        preset(
+            "tiny",
+            pattern,
+            depth=len(pattern),
+            dim=16,
+            heads=1,
+            memory={"heads": 1, "chunk": 8},
+            segment=8,
+            window=8,
+        )
     )
     tokens = torch.randint(0, model.config.vocabulary, (1, 18))
 

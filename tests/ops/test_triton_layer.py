@@ -26,7 +26,9 @@ def torch_conv(x, past, weight, heads, unit):
 
 
 def torch_gates(x, weight, bias, heads, flipped):
-    return with_parameters(GateProjection(x.shape[-1], heads, [0.0] * len(flipped)), weight=weight, bias=bias).logs(x, flipped)
+    return with_parameters(
+        GateProjection(x.shape[-1], heads, [0.0] * len(flipped)), weight=weight, bias=bias
+    ).logs(x, flipped)
 
 
 def torch_norm(x, gate, weight, eps):
@@ -90,9 +92,17 @@ GATES = {  # rows, tokens, channels, heads, flipped
     "one token": (1, 1, 5, 1, (True,)),
     "many gates": (1, 40, 64, 40, (False, False, True)),
 }
-NORMS = {"many tiles": (2, 40, 3, 64), "odd": (2, 37, 2, 12), "one token": (1, 1, 1, 5), "wide": (1, 5, 2, 200)}
+NORMS = {
+    "many tiles": (2, 40, 3, 64),
+    "odd": (2, 37, 2, 12),
+    "one token": (1, 1, 1, 5),
+    "wide": (1, 5, 2, 200),
+}
 WIDE_NORMS = {"many tiles": (2, 9, 64), "odd": (3, 5, 300), "one token": (1, 1, 7)}
-ROTARIES = {"one start": (2, 21, 3, 12, [0]), "each its own": (2, 9, 1, 64, [5, 1000])}  # rows, tokens, heads, width, starts
+ROTARIES = {
+    "one start": (2, 21, 3, 12, [0]),
+    "each its own": (2, 9, 1, 64, [5, 1000]),
+}  # rows, tokens, heads, width, starts
 PRODUCTS = {  # rows, tokens, heads, inputs, outputs
     "many tiles": (2, 70, 2, 64, 64),
     "odd": (2, 37, 3, 12, 20),
@@ -117,10 +127,18 @@ def lift_leaves(rows, tokens, heads, width, hidden):
 def cases():
     """Each kernel and torch's function of the same leaves."""
     for name, (rows, tokens, heads, width, taps, history, unit) in CONVS.items():
-        leaves = [randn(rows, tokens, heads * width), randn(rows, history, heads * width), randn(heads * width, taps)]
+        leaves = [
+            randn(rows, tokens, heads * width),
+            randn(rows, history, heads * width),
+            randn(heads * width, taps),
+        ]
         yield f"conv, {name}", torch_conv, layer.short_conv, leaves, (heads, unit)
     for name, (rows, tokens, channels, heads, flipped) in GATES.items():
-        leaves = [randn(rows, tokens, channels), randn(heads * len(flipped), channels), randn(heads * len(flipped))]
+        leaves = [
+            randn(rows, tokens, channels),
+            randn(heads * len(flipped), channels),
+            randn(heads * len(flipped)),
+        ]
         yield f"gates, {name}", torch_gates, layer.log_gates, leaves, (heads, flipped)
     for name, (rows, tokens, heads, width) in NORMS.items():
         leaves = [randn(rows, tokens, heads, width), randn(rows, tokens, heads * width), randn(width)]
@@ -137,7 +155,11 @@ def cases():
         position = torch.tensor(starts).unsqueeze(-1) + torch.arange(tokens)
         yield f"rotary, {name}", torch_rotary, rotary, [randn(rows, tokens, heads, width)], (position,)
     for name, (rows, tokens, heads, inputs, outputs) in PRODUCTS.items():
-        leaves = [randn(rows, tokens, heads, inputs), randn(heads, inputs, outputs), randn(rows, tokens, heads, outputs)]
+        leaves = [
+            randn(rows, tokens, heads, inputs),
+            randn(heads, inputs, outputs),
+            randn(rows, tokens, heads, outputs),
+        ]
         yield f"product, {name}", torch_heads, layer.by_heads, leaves, ()
         yield f"product alone, {name}", torch_heads, layer.by_heads, leaves[:2], ()
     for groups in (2, 3):  # several layers' weights, each for its share of the rows
@@ -149,7 +171,10 @@ def cases():
         leaves = [randn(rows, 21, 2, 12), randn(rows, 21, 2 * 12), randn(groups, 12)]
         yield f"norm, {groups} layers", torch_norm, layer.gated_norm, leaves, (1e-6,)
         parts = [lift_leaves(2, 23, 2, 12, 20) for _ in range(groups)]
-        leaves = [torch.cat([x.detach() for x, _, _ in parts]), *[torch.stack([p[i].detach() for p in parts]) for i in (1, 2)]]
+        leaves = [
+            torch.cat([x.detach() for x, _, _ in parts]),
+            *[torch.stack([p[i].detach() for p in parts]) for i in (1, 2)],
+        ]
         yield f"lift, {groups} layers", torch_lift, layer.lift, [x.requires_grad_() for x in leaves], ()
         leaves = [randn(rows, 21, 2, 12), randn(groups, 2, 12, 20), randn(rows, 21, 2, 20)]
         yield f"product, {groups} layers", torch_heads, layer.by_heads, leaves, ()
@@ -183,14 +208,18 @@ def gradients(function, leaves, constants, seed=1):
 
 def test_the_same_function(case):
     plain, ours, leaves, constants = case
-    assert_same_function(lambda *x: plain(*x, *constants), lambda *x: ours(*x, *constants), leaves, tolerance=1e-10)
+    assert_same_function(
+        lambda *x: plain(*x, *constants), lambda *x: ours(*x, *constants), leaves, tolerance=1e-10
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_as_exact_as_torch_and_twice_the_same(case, dtype):
     plain, ours, leaves, constants = case
     # Parameters stay float32, as they do under autocast; so does a past.
-    narrow = {torch_norm: (0, 1), torch_join: (0, 1), torch_swiglu: (0, 1), torch_heads: (0, 2)}.get(plain, (0,))
+    narrow = {torch_norm: (0, 1), torch_join: (0, 1), torch_swiglu: (0, 1), torch_heads: (0, 2)}.get(
+        plain, (0,)
+    )
     moved = [x.detach().to(dtype if i in narrow else torch.float32) for i, x in enumerate(leaves)]
     constants = tuple(dtype if each is torch.float64 else each for each in constants)
     true = gradients(plain, [x.double().requires_grad_() for x in moved], constants)
@@ -271,7 +300,9 @@ def test_features_of_any_depth_take_the_kernels(hidden, monkeypatch):
     plain = gradients(call, leaves, ())
     asked, used, launch = [], [], layer._launch
     monkeypatch.setattr(layer, "fits", lambda x, **sizes: asked.append(sizes) or True)
-    monkeypatch.setattr(layer, "_launch", lambda name, *args, **how: (used.append(name), launch(name, *args, **how))[1])
+    monkeypatch.setattr(
+        layer, "_launch", lambda name, *args, **how: (used.append(name), launch(name, *args, **how))[1]
+    )
     assert_close(plain, gradients(call, leaves, ()), 1e-10)
     assert asked == [{"width": 12, "features": hidden}]
     forward, back = ["lift_gated", "lift_added"], ["lift_gated", "lift_added_backward", "lift_gated_backward"]
@@ -296,7 +327,9 @@ def test_the_compiler_sees_one_operator():
         y, _ = layer.short_conv(1.5 * x, past, conv, 2, True)
         first, second, third = layer.log_gates(x, gates, bias, 2, [False, True, False])
         lifted = layer.lift(y, up, down).sin().sum()
-        return (layer.gated_norm(y, x, gain, 1e-6).square().sum() + (first * second).sum() + third.sin().sum()).log() + lifted
+        return (
+            layer.gated_norm(y, x, gain, 1e-6).square().sum() + (first * second).sum() + third.sin().sum()
+        ).log() + lifted
 
     x, up, down = randn(2, 5, 8), randn(2, 4, 6), randn(2, 3, 4)
     torch.library.opcheck(layer.short_conv_forward, (x, past, conv, 2, True))
@@ -334,10 +367,14 @@ def test_a_whole_layer(rule, monkeypatch):
     used = []
     monkeypatch.setattr(layer, "fits", lambda x, **sizes: x.numel() > 0)
     launch = layer._launch
-    monkeypatch.setattr(layer, "_launch", lambda name, *args, **kwargs: (used.append(name), launch(name, *args, **kwargs))[1])
+    monkeypatch.setattr(
+        layer, "_launch", lambda name, *args, **kwargs: (used.append(name), launch(name, *args, **kwargs))[1]
+    )
     ours = results()
     assert_close(plain, ours, 1e-10)
-    elsewhere = {name for name in layer.TILE if name.startswith(("rms_norm", "join", "rotary", "lift"))}  # or of wider features
+    elsewhere = {
+        name for name in layer.TILE if name.startswith(("rms_norm", "join", "rotary", "lift"))
+    }  # or of wider features
     at_once = {"lift_kernel", "lift_slopes", "heads_kernel", "heads_weight"}
     assert set(used) == ({*layer.TILE, *layer.GATE_TILE} - elsewhere) | at_once
 

@@ -86,7 +86,15 @@ def test_a_call_continues_what_another_began(kind):
             for part in (slice(0, 6), slice(6, 7), slice(7, 11)):
                 piece = Gates(*[gate[:, part] for gate in gates])
                 y, state, surprise = memorize(
-                    q[:, part], k[:, part], v[:, part], piece, state, net=case.net, rule=case.rule, chunk=4, backend=backend
+                    q[:, part],
+                    k[:, part],
+                    v[:, part],
+                    piece,
+                    state,
+                    net=case.net,
+                    rule=case.rule,
+                    chunk=4,
+                    backend=backend,
                 )
                 outputs += [y, surprise]
             return (*outputs, *state.layers, state.k, state.position)
@@ -99,7 +107,9 @@ def test_a_call_continues_what_another_began(kind):
 @pytest.mark.parametrize("chunk", [64, 128])
 def test_the_solver_merges_blocks_as_torch_solves(chunk):
     """The whole of a long chunk's system, on keys of which some repeat."""
-    case = Case(net=NETS["linear"], rule=Rule(anchor="token"), tokens=chunk, chunk=chunk, batch=1, heads=1, step=2.0)
+    case = Case(
+        net=NETS["linear"], rule=Rule(anchor="token"), tokens=chunk, chunk=chunk, batch=1, heads=1, step=2.0
+    )
     leaves = case.leaves()
     with torch.no_grad():
         leaves[1][:, 5:40] = leaves[1][:, 5:6]
@@ -117,7 +127,10 @@ def exactness(case, exact):
         weights = weights or [torch.randn_like(x) for x in outputs]
         loss = sum((x * w.to(dtype)).sum() for x, w in zip(outputs, weights, strict=True))
         found[backend, dtype] = [x.double() for x in (*outputs, *torch.autograd.grad(loss, leaves))]
-    return [(distance(true, plain), distance(true, ours)) for true, plain, ours in zip(*found.values(), strict=True)]
+    return [
+        (distance(true, plain), distance(true, ours))
+        for true, plain, ours in zip(*found.values(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -132,7 +145,9 @@ def test_float32_is_as_exact_as_torch(kind):
 
 def test_repeated_keys_do_not_cancel():
     """One key a whole chunk long at a full step: every entry below the system's diagonal is one."""
-    case = Case(net=NETS["linear"], rule=RULES["delta"], width=16, tokens=64, chunk=64, batch=1, heads=1, step=20.0)
+    case = Case(
+        net=NETS["linear"], rule=RULES["delta"], width=16, tokens=64, chunk=64, batch=1, heads=1, step=20.0
+    )
     leaves = case.leaves()
     leaves[1] = leaves[1].detach()[:, :1].expand_as(leaves[1]).contiguous()
     for index, (plain, ours) in enumerate(exactness(case, leaves)):
@@ -171,7 +186,9 @@ def test_the_leash_holds_as_chunked_does(kind, largest, monkeypatch):
     assert counts == [1, 1]
 
 
-@pytest.mark.parametrize("settings", [(True, False, True, False, False), (False, True, True, True, True)], ids=["LN", "decayed"])
+@pytest.mark.parametrize(
+    "settings", [(True, False, True, False, False), (False, True, True, True, True)], ids=["LN", "decayed"]
+)
 def test_the_compiler_sees_one_operator(settings):
     """torch's own checks of it, and a compiled function that calls it, whole."""
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64).mul_(0.3).requires_grad_()

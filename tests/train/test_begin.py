@@ -23,7 +23,10 @@ KINDS = ("recall", "packed", "documents", "carried")
 
 def setting(kind, shards, variant="lmm", **fields):
     data = DataConfig(
-        kind="documents" if kind == "carried" else kind, path=None if kind == "recall" else shards, length=24, pairs=4
+        kind="documents" if kind == "carried" else kind,
+        path=None if kind == "recall" else shards,
+        length=24,
+        pairs=4,
     )
     return config(variant, data=data, carry=kind == "carried", **fields)
 
@@ -74,12 +77,16 @@ def test_packed_documents_begin_with_what_the_row_beside_ended_with(shards):
     assert len(rows) > 4, "several documents in a row"
     expected = [ends[row ^ 1] for row in rows]
     state = begin.begun(begun(model, later), later, 1)
-    assert_close(memories(state)[0].layers, tuple(layer[expected] for layer in memories(before)[0].layers), 0.0)
+    assert_close(
+        memories(state)[0].layers, tuple(layer[expected] for layer in memories(before)[0].layers), 0.0
+    )
 
 
 def test_a_memory_that_has_diverged_is_not_passed(shards):
     given = setting("recall", shards, begin="passed", begin_share=1.0)
-    given = override(given, {"model.memory.net": "titans", "model.memory.chunk": "4"})  # whose start is learned
+    given = override(
+        given, {"model.memory.net": "titans", "model.memory.chunk": "4"}
+    )  # whose start is learned
     model, begin = Model(given.model), begin_of(given, HERE)
     batch, before = read(model, given, 0)
     memory = memories(before)[0]
@@ -111,7 +118,9 @@ def test_noise_is_as_large_as_what_memories_hold(shards, kind):
         assert new.mean().abs() < 0.05 * new.std()
     again = begin.begun(begun(model, batch), batch, 1)
     assert_close(again, state, 0.0)
-    assert not torch.equal(memories(begin.begun(begun(model, batch), batch, 2))[0].layers[0], memories(state)[0].layers[0])
+    assert not torch.equal(
+        memories(begin.begun(begun(model, batch), batch, 2))[0].layers[0], memories(state)[0].layers[0]
+    )
 
 
 def test_a_share_of_the_documents_begins_elsewhere(shards):
@@ -122,7 +131,9 @@ def test_a_share_of_the_documents_begins_elsewhere(shards):
     assert 0.2 < sum(drawn) / len(drawn) < 0.3
     halves = [begin_of(given, World(torch.device("cpu"), rank, 2)) for rank in (0, 1)]
     for number in range(20):
-        together = [seed for half in halves for seed in half.seeds(batch._replace(tokens=batch.tokens[:2]), number)]
+        together = [
+            seed for half in halves for seed in half.seeds(batch._replace(tokens=batch.tokens[:2]), number)
+        ]
         assert together == begin.seeds(batch, number), "whatever the number of processes"
 
 
@@ -196,9 +207,15 @@ def test_the_command_line_knows_it(tmp_path, command):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"begin": "pased"}, "begin: expected one of fresh, passed, noise, got 'pased'; did you mean 'passed'"),
+        (
+            {"begin": "pased"},
+            "begin: expected one of fresh, passed, noise, got 'pased'; did you mean 'passed'",
+        ),
         ({"begin_share": "1.5"}, "begin_share: expected a number from 0 to 1, got 1.5"),
-        ({"begin": "noise", "model.pattern": "window,knn"}, r"begin: expected 'fresh', as .* have no neural memory, got 'noise'"),
+        (
+            {"begin": "noise", "model.pattern": "window,knn"},
+            r"begin: expected 'fresh', as .* have no neural memory, got 'noise'",
+        ),
     ],
 )
 def test_nonsense_is_refused(changes, message):
@@ -208,7 +225,8 @@ def test_nonsense_is_refused(changes, message):
 
 def test_rows_pass_in_pairs_or_not_at_all(tmp_path):
     with pytest.raises(
-        ValueError, match=r"begin: expected an even number of rows, .* got batch / \(accumulate x processes\) = 1"
+        ValueError,
+        match=r"begin: expected an even number of rows, .* got batch / \(accumulate x processes\) = 1",
     ):
         fit(config(begin="passed", batch=2, accumulate=2), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -217,7 +235,9 @@ def test_rows_pass_in_pairs_or_not_at_all(tmp_path):
 def test_models_of_one_kind_of_mixer_and_another(shards):
     """The order of the memories is that of the layers, whatever lies between them."""
     sizes = {"vocabulary": 257, "dim": 16, "depth": 4, "heads": 2, "window": 8, "segment": 8, "persistent": 2}
-    made = ModelConfig(**sizes, pattern=("mac", "attention", "lmm", "knn"), memory={"heads": 2, "chunk": 4, "expansion": 1.0})
+    made = ModelConfig(
+        **sizes, pattern=("mac", "attention", "lmm", "knn"), memory={"heads": 2, "chunk": 4, "expansion": 1.0}
+    )
     given = config(model=made, begin="passed", begin_share=1.0)
     model, begin = Model(made), begin_of(given, HERE)
     batch, before = read(model, given, 0)

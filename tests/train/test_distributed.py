@@ -31,7 +31,9 @@ def port():
 
 
 def worker(rank, master, function, arguments):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(master), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(master), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2"
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     function(*arguments)
@@ -48,8 +50,12 @@ def settings(shards):
     return {
         "recall": config("mac", model=config("mac", **common).model, **common, accumulate=2),
         "carried": config("mag", **common, data=documents, carry=True),
-        "packed": config("lmm", **common, data=DataConfig(kind="packed", path=shards, length=24), checkpointing=True),
-        "passed": config("mac", **common, data=DataConfig(kind="packed", path=shards, length=24), begin="passed"),
+        "packed": config(
+            "lmm", **common, data=DataConfig(kind="packed", path=shards, length=24), checkpointing=True
+        ),
+        "passed": config(
+            "mac", **common, data=DataConfig(kind="packed", path=shards, length=24), begin="passed"
+        ),
         "noise": config("lmm", **common, data=documents, carry=True, begin="noise"),
     }
 
@@ -71,9 +77,19 @@ def test_a_wavefront_of_shared_weights(tmp_path, shards):
     model = change(config("mac", **common).model, {**small, "depth": 3})
     named = {
         "recall": config("mac", model=model, **common),
-        "carried": config("mac", model=model, **common, data=DataConfig(kind="documents", path=shards, length=48), carry=True),
+        "carried": config(
+            "mac",
+            model=model,
+            **common,
+            data=DataConfig(kind="documents", path=shards, length=48),
+            carry=True,
+        ),
         "packed": config(
-            "mac", model=model, **common, data=DataConfig(kind="packed", path=shards, length=48), checkpointing=True
+            "mac",
+            model=model,
+            **common,
+            data=DataConfig(kind="packed", path=shards, length=48),
+            checkpointing=True,
         ),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -162,12 +178,15 @@ def test_what_two_processes_see_refuse_and_export(tmp_path):
     export(tmp_path / "run", tmp_path / "whole")
     shutil.rmtree(tmp_path / "run" / "model")
     export(tmp_path / "run", tmp_path / "parts")
-    assert_close(Model.load(tmp_path / "parts").state_dict(), Model.load(tmp_path / "whole").state_dict(), 0.0)
+    assert_close(
+        Model.load(tmp_path / "parts").state_dict(), Model.load(tmp_path / "whole").state_dict(), 0.0
+    )
     last = checkpoints(tmp_path / "run" / "checkpoints")[-1]
     part = next((last / "parts").iterdir())
     part.write_bytes(part.read_bytes()[:100])
     with pytest.raises(
-        ValueError, match=r"00000004: .*; the checkpoint cannot be taken up, remove that folder to go on from 00000002"
+        ValueError,
+        match=r"00000004: .*; the checkpoint cannot be taken up, remove that folder to go on from 00000002",
     ):
         fit(None, tmp_path / "run", resume=True)
 
@@ -175,9 +194,19 @@ def test_what_two_processes_see_refuse_and_export(tmp_path):
 def test_torchrun_and_the_command_line(tmp_path):
     recipe = Path(__file__).parents[2] / "remanence" / "recipes" / "recall.py"
     small = ["--steps=2", "--batch=2", "--model.depth=1", "--data.length=48", "--log_every=1", "--device=cpu"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port())]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(port()),
+    ]
     command = [*launch, "-m", "remanence", "train", str(recipe), "--out", str(tmp_path / "run"), *small]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("parameters, see metrics.jsonl") == 1, "only one process speaks"
     assert list(losses(tmp_path / "run")) == [1, 2]

@@ -22,7 +22,16 @@ from remanence import Model, Session
 from remanence.core.files import read_json, read_tensors, write_json, write_tensors
 from remanence.ops import chunked
 from remanence.testing import assert_close
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig, TrainingError, engine, export, fit, override
+from remanence.train import (
+    DataConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrainingError,
+    engine,
+    export,
+    fit,
+    override,
+)
 from remanence.train.carry import carry_in
 from remanence.train.checkpoint import checkpoints
 from remanence.train.sources import SOURCES
@@ -70,7 +79,8 @@ def test_the_end_of_a_document(tmp_path, shards):
     fit(given, tmp_path / "run")
     over, inside = ends[last].index(True), ends[last].index(False)
     with pytest.raises(
-        ValueError, match=rf"row: expected one of [\d, ]+, got {over}, whose document ended with the run's last step"
+        ValueError,
+        match=rf"row: expected one of [\d, ]+, got {over}, whose document ended with the run's last step",
     ):
         export(tmp_path / "run", tmp_path / "no", memory=tmp_path / "no.mem", row=over)
     assert not (tmp_path / "no").exists() and not (tmp_path / "no.mem").exists()
@@ -84,7 +94,9 @@ def test_the_end_of_a_document(tmp_path, shards):
 
 
 def test_a_graph_is_refused_where_there_is_none(tmp_path):
-    with pytest.raises(ValueError, match="graph: expected None or false on cpu, which has no CUDA graphs, got true"):
+    with pytest.raises(
+        ValueError, match="graph: expected None or false on cpu, which has no CUDA graphs, got true"
+    ):
         fit(config(graph=True), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -107,7 +119,9 @@ fit(config(steps=40), sys.argv[1], resume=os.path.exists(sys.argv[1] + "/config.
 def start(run):
     command = [sys.executable, "-c", RUN, str(run), os.path.dirname(__file__)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background would be started deaf to it
+    heard = lambda: signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # a job in the background would be started deaf to it
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heard)
 
 
@@ -216,7 +230,9 @@ def test_parts_add_up_to_the_step(tmp_path):
     torch.manual_seed(0)
     model = Model(one.model).double()
     batches = [SOURCES["recall"](four, 1, 0, 1).step(n) for n in range(4)]
-    together = batches[0]._replace(tokens=torch.cat([b.tokens for b in batches]), targets=torch.cat([b.targets for b in batches]))
+    together = batches[0]._replace(
+        tokens=torch.cat([b.tokens for b in batches]), targets=torch.cat([b.targets for b in batches])
+    )
     grads = []
     for parts in ([together], batches):
         optimizer = engine.make_optimizer(model, one)
@@ -255,7 +271,9 @@ def test_what_the_leash_held_is_told_by_line(tmp_path, monkeypatch, command):
 
     monkeypatch.setattr(chunked.Leash, "__init__", short)
     recipe = tmp_path / "recipe.py"
-    recipe.write_text(f"import sys\nsys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom runs import config as recipe\n")
+    recipe.write_text(
+        f"import sys\nsys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom runs import config as recipe\n"
+    )
     with contextlib.redirect_stderr(io.StringIO()) as said:
         command("train", recipe, "--out", tmp_path / "run", "--steps=5", "--log_every=2")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -273,7 +291,8 @@ def test_documents_carry_their_memory_and_begin_anew(tmp_path, shards):
 
     data = Tokens(shards)
     whole = {
-        bytes(data[i][:3].astype("uint8")): model(torch.from_numpy(data[i].astype("int64"))[None])[0] for i in range(len(data))
+        bytes(data[i][:3].astype("uint8")): model(torch.from_numpy(data[i].astype("int64"))[None])[0]
+        for i in range(len(data))
     }
     read = ["", ""]
     for n in range(8):
@@ -284,7 +303,9 @@ def test_documents_carry_their_memory_and_begin_anew(tmp_path, shards):
         for row in range(2):
             inputs = batch.tokens[row][batch.mask[row]].tolist()
             read[row] = inputs if batch.begins[row] else read[row] + inputs
-            expected = whole[bytes(token % 256 for token in read[row][:3])][0, len(read[row]) - len(inputs) : len(read[row])]
+            expected = whole[bytes(token % 256 for token in read[row][:3])][
+                0, len(read[row]) - len(inputs) : len(read[row])
+            ]
             assert_close(model.logits(seen.hidden[row][batch.mask[row]]), expected, 1e-9)
 
 
@@ -301,7 +322,12 @@ class TestConfigs:
                 "model.pattern": "mac,lmm",
             },
         )
-        assert (changed.optimizer.lr, changed.model.memory.chunk, changed.steps, changed.checkpointing) == (3e-4, 8, 5, True)
+        assert (changed.optimizer.lr, changed.model.memory.chunk, changed.steps, changed.checkpointing) == (
+            3e-4,
+            8,
+            5,
+            True,
+        )
         assert changed.model.pattern == ("mac", "lmm") and changed.data.path is None
         assert TrainConfig.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
 
@@ -313,7 +339,11 @@ class TestConfigs:
             ("steps", "many", r"steps: expected a whole number \(1K is .*\), got 'many'"),
             ("precision", "half", "precision: expected one of float32, bfloat16, got 'half'"),
             ("steps.more", "1", r"steps\.more: expected a field, got something inside 'steps'"),
-            ("optimizer.schedule", "cosin", "expected one of cosine, wsd, constant, got 'cosin'; did you mean 'cosine'"),
+            (
+                "optimizer.schedule",
+                "cosin",
+                "expected one of cosine, wsd, constant, got 'cosin'; did you mean 'cosine'",
+            ),
             ("accumulate", "3", "accumulate: expected a divisor of batch=4, got 3"),
             ("carry", "yes", r"carry: expected data\.kind='documents' and accumulate=1"),
         ],
@@ -327,7 +357,9 @@ class TestConfigs:
         assert o.rate(0, 100) == pytest.approx(0.1) and o.rate(9, 100) == pytest.approx(1.0)
         assert o.rate(99, 100) == pytest.approx(0.1) and o.rate(54, 100) == pytest.approx(0.55)
         wsd = OptimizerConfig(lr=1.0, warmup=10, schedule="wsd", decay=0.2, final=0.0)
-        assert wsd.rate(79, 100) == 1.0 and wsd.rate(89, 100) == pytest.approx(0.5) and wsd.rate(99, 100) == 0.0
+        assert (
+            wsd.rate(79, 100) == 1.0 and wsd.rate(89, 100) == pytest.approx(0.5) and wsd.rate(99, 100) == 0.0
+        )
         edges = [("wsd", 50, 0.8, 100), ("wsd", 0, 0.01, 10), ("cosine", 0, 0.2, 1), ("wsd", 9, 1, 5)]
         for schedule, warmup, decay, steps in edges:
             edge = OptimizerConfig(lr=1.0, warmup=warmup, schedule=schedule, decay=decay, final=0.1)
@@ -345,7 +377,8 @@ class TestConfigs:
         with pytest.raises(ValueError, match="out: expected a run, with its config"):
             fit(None, tmp_path / "nowhere", resume=True)
         with pytest.raises(
-            ValueError, match=r"data\.kind: expected one of packed, documents, recall, needle, babilong, got 'recal'; did you"
+            ValueError,
+            match=r"data\.kind: expected one of packed, documents, recall, needle, babilong, got 'recal'; did you",
         ):
             fit(config(data=DataConfig(kind="recal")), tmp_path / "new")
         with pytest.raises(ValueError, match="length: expected at least 16 for 2 rounds of 4 pairs, got 10"):
@@ -356,17 +389,30 @@ class TestConfigs:
 class TestWhatReviewersFound:
     def test_what_is_not_finite_inside_the_model_is_skipped_too(self, tmp_path):
         """Not only in the loss: a layer that meets NaN does not end the run by itself."""
-        setting = config("lmm", model=config("lmm").model, steps=6, patience=3, optimizer=OptimizerConfig(lr=1e30, warmup=0))
+        setting = config(
+            "lmm",
+            model=config("lmm").model,
+            steps=6,
+            patience=3,
+            optimizer=OptimizerConfig(lr=1e30, warmup=0),
+        )
         setting = override(setting, {"model.depth": "2", "accumulate": "2"})
         with pytest.raises(TrainingError, match="got 3 steps in a row without"):
             fit(setting, tmp_path / "run")
         found = read_tensors(tmp_path / "run" / "bad-batch.safetensors")
-        assert {"tokens.0", "targets.0", "tokens.1", "targets.1"} <= found.tensors.keys() and found.metadata["step"] == "3"
+        assert {"tokens.0", "targets.0", "tokens.1", "targets.1"} <= found.tensors.keys() and found.metadata[
+            "step"
+        ] == "3"
 
     def test_a_skipped_step_still_begins_documents_anew(self, tmp_path, shards, monkeypatch):
         """And a carried memory that has diverged can be saved, loaded, and begins anew."""
         setting = config(
-            "lmm", data=DataConfig(kind="documents", path=shards, length=16), carry=True, steps=8, save_every=1, keep=9
+            "lmm",
+            data=DataConfig(kind="documents", path=shards, length=16),
+            carry=True,
+            steps=8,
+            save_every=1,
+            keep=9,
         )
         entered, real = [], engine.take_step
 
@@ -399,7 +445,9 @@ class TestWhatReviewersFound:
         last = checkpoints(tmp_path / "run" / "checkpoints")[-1]
         whole = read_tensors(last / "model.safetensors").tensors
         name = next(iter(whole))
-        write_tensors(last / "model.safetensors", {key: value for key, value in whole.items() if key != name}, {})
+        write_tensors(
+            last / "model.safetensors", {key: value for key, value in whole.items() if key != name}, {}
+        )
         message = rf"00000006: {re.escape(name)}: expected a tensor .*, got none; .* remove that folder to go on from 00000003"
         with pytest.raises(ValueError, match=message):
             fit(None, tmp_path / "run", resume=True)
@@ -459,7 +507,9 @@ class TestWhatReviewersFound:
 
     def test_a_run_is_exported_from_anywhere_whole_or_not_at_all(self, tmp_path, shards, monkeypatch):
         monkeypatch.chdir(os.path.dirname(shards))
-        fit(config("lmm", data=DataConfig(kind="packed", path="tokens", length=24), steps=2), tmp_path / "run")
+        fit(
+            config("lmm", data=DataConfig(kind="packed", path="tokens", length=24), steps=2), tmp_path / "run"
+        )
         monkeypatch.chdir("/")
         shutil.rmtree(shards)
         export(tmp_path / "run", tmp_path / "model")

@@ -25,11 +25,15 @@ def test_every_recipe_makes_a_config_that_survives_being_saved(path):
     assert TrainConfig.from_dict(json.loads(json.dumps(made.to_dict()))) == made
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if "titans" in path.stem], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if "titans" in path.stem], ids=lambda path: path.stem
+)
 def test_the_papers_recipes_fit_eight_gpus(path):
     made = runpy.run_path(str(path))["recipe"]()
     costs = plan(made, 8, "H100")
-    billions = {"170m": 15, "340m": 15, "760m": 30, "1.3b": 100}[path.stem.removeprefix("titans_").replace("_", ".")]
+    billions = {"170m": 15, "340m": 15, "760m": 30, "1.3b": 100}[
+        path.stem.removeprefix("titans_").replace("_", ".")
+    ]
     assert costs.tokens == pytest.approx(billions * 1e9, rel=1e-4)
     with torch.device("meta"):
         assert costs.parameters == sum(p.numel() for p in Model(made.model).parameters())
@@ -45,8 +49,12 @@ def test_operations_of_a_transformer_are_six_per_weight_and_token():
 
 
 def test_what_cannot_fit_is_refused():
-    large = TrainConfig(model=preset("1.3b", "mac", vocabulary=32_000), data=DataConfig(length=4096), batch=512)
-    with pytest.raises(ValueError, match=r"memory: expected at most 80.0 GB on a device, .* --checkpointing=true"):
+    large = TrainConfig(
+        model=preset("1.3b", "mac", vocabulary=32_000), data=DataConfig(length=4096), batch=512
+    )
+    with pytest.raises(
+        ValueError, match=r"memory: expected at most 80.0 GB on a device, .* --checkpointing=true"
+    ):
         plan(large, 8)
     small = replace(large, batch=1, data=DataConfig(length=64), model=preset("1.3b", "lmm", depth=48))
     with pytest.raises(ValueError, match=r"memory: .* more GPUs share it"):
@@ -80,17 +88,23 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_is_not_there_leaves_no_run_behind(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="trackers: expected one of tensorboard, wandb, got 'wandbb'; did you mean 'wandb'"):
+    with pytest.raises(
+        ValueError, match="trackers: expected one of tensorboard, wandb, got 'wandbb'; did you mean 'wandb'"
+    ):
         fit(config("lmm", trackers=("wandbb",)), tmp_path / "run")
     monkeypatch.setattr("remanence.train.metrics.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"trackers: 'wandb' needs the extra .* pip install 'remanence\[wandb\]'"):
+    with pytest.raises(
+        ValueError, match=r"trackers: 'wandb' needs the extra .* pip install 'remanence\[wandb\]'"
+    ):
         fit(config("lmm", trackers=("wandb",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_sample_is_written_when_asked(tmp_path, shards):
     run = tmp_path / "run"
-    setting = config("mac", steps=4, data=DataConfig(kind="packed", path=shards, length=24), prompt="ab", sample_tokens=7)
+    setting = config(
+        "mac", steps=4, data=DataConfig(kind="packed", path=shards, length=24), prompt="ab", sample_tokens=7
+    )
 
     def ask(line):
         if line["step"] == 2:

@@ -18,7 +18,13 @@ BENCH = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(variant, size="340m", length=4096, **changes):
-    given = {"precision": "bfloat16", "checkpointing": True, "batch": 8, "data": DataConfig(length=length), **changes}
+    given = {
+        "precision": "bfloat16",
+        "checkpointing": True,
+        "batch": 8,
+        "data": DataConfig(length=length),
+        **changes,
+    }
     return TrainConfig(model=preset(size, variant), **given)
 
 
@@ -46,7 +52,9 @@ def test_the_table_is_what_its_speeds_come_to():
     table = speeds.table()
     assert {"attention", "lmm", "mag", "mac"} <= {row["variant"] for row in table["rows"]}
     for row in table["rows"]:
-        memory = {"net": "titans", "expansion": 2.0, "chunk": row["chunk"]} if row.get("net") == "titans" else {}
+        memory = (
+            {"net": "titans", "expansion": 2.0, "chunk": row["chunk"]} if row.get("net") == "titans" else {}
+        )
         config = matched(preset(table["preset"], row["variant"], memory=memory))
         share = flops_per_token(config, row["length"]) * row["tokens_per_s"] / PEAKS[table["gpu"]]
         assert row["share"] == pytest.approx(share, rel=0.02) and 0.001 < share < 0.8 and row["from"]
@@ -55,7 +63,11 @@ def test_the_table_is_what_its_speeds_come_to():
 @pytest.mark.parametrize("variant", ["attention", "lmm", "mag", "mal", "mac", "gated_delta", "window", "knn"])
 def test_a_plan_says_what_it_comes_from(variant):
     one = plan(run(variant), 1)
-    assert "from the 340m preset on one H200" in one.basis and "% of the peak" in one.basis and variant in one.basis
+    assert (
+        "from the 340m preset on one H200" in one.basis
+        and "% of the peak" in one.basis
+        and variant in one.basis
+    )
     assert "other sizes and GPUs differ" in one.basis and "exchange" not in one.basis
     eight = plan(run(variant), 8)
     assert eight.rate == pytest.approx(8 * one.rate) and "exchange is not counted" in eight.basis
@@ -86,7 +98,9 @@ def test_the_nearest_net_and_chunk_count_and_are_told(made_up):
     found = {chunk: reached("lmm", paper(chunk=chunk), 4096) for chunk in (8, 16, 64, 128)}
     assert [each.share for each in found.values()] == pytest.approx([0.02, 0.02, 0.08, 0.08])
     assert "chunks of 16" in found[8].told and "chunks" not in found[16].told
-    assert reached("lmm", change(paper(), {"memory": {"net": "residual", "chunk": 64}}), 4096).share == pytest.approx(0.08)
+    assert reached(
+        "lmm", change(paper(), {"memory": {"net": "residual", "chunk": 64}}), 4096
+    ).share == pytest.approx(0.08)
     for config in (preset("340m", "lmm"), change(paper(), {"memory": {"net": "linear", "chunk": 64}})):
         assert reached("lmm", config, 4096).share == pytest.approx(0.2)
     told = reached("mag", preset("340m", "mag", memory={"net": "titans"}), 4096).told
@@ -104,7 +118,10 @@ def test_kinds_that_were_not_measured_take_the_nearest(made_up):
 
 
 def test_a_hybrid_takes_the_mean_of_its_blocks_times(made_up):
-    hours = {name: plan(run(name, checkpointing=False, batch=1), 1, "H200").hours for name in ("mag", "knn", ("mag", "knn"))}
+    hours = {
+        name: plan(run(name, checkpointing=False, batch=1), 1, "H200").hours
+        for name in ("mag", "knn", ("mag", "knn"))
+    }
     assert hours[("mag", "knn")] == pytest.approx((hours["mag"] + hours["knn"]) / 2)
     told = plan(run(("mag", "knn")), 1).basis
     assert "mag 5 %" in told and "knn as attention 10 %" in told
@@ -113,7 +130,10 @@ def test_a_hybrid_takes_the_mean_of_its_blocks_times(made_up):
 def test_recomputing_costs_a_forward_unless_it_was_measured_so(made_up):
     for variant, more in {"mag": 4 / 3, "mac": 1.0}.items():
         small = run(variant, "170m")
-        with_it, without = plan(small, 1, "H200"), plan(replace(small, checkpointing=False, batch=1), 1, "H200")
+        with_it, without = (
+            plan(small, 1, "H200"),
+            plan(replace(small, checkpointing=False, batch=1), 1, "H200"),
+        )
         assert without.rate / with_it.rate == pytest.approx(more)
         assert ("a third more" in with_it.basis) == (more > 1)
 
@@ -137,10 +157,19 @@ def test_a_run_of_the_benchmark_makes_the_table(tmp_path, monkeypatch):
     command = [sys.executable, str(BENCH / "speeds.py"), str(measured), "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True, cwd=BENCH.parent)
     made = json.loads(out.read_text())
-    assert made["gpu"] == "H200" and kept in made["rows"] and gone not in made["rows"] and len(made["rows"]) == 4
-    found = {(row["variant"], row["length"]): row for row in made["rows"] if row is not kept and row["from"] != "before"}
+    assert (
+        made["gpu"] == "H200" and kept in made["rows"] and gone not in made["rows"] and len(made["rows"]) == 4
+    )
+    found = {
+        (row["variant"], row["length"]): row
+        for row in made["rows"]
+        if row is not kept and row["from"] != "before"
+    }
     assert found["mag", 4096]["share"] == pytest.approx(0.1) and found["mag", 16384]["checkpointing"]
-    assert "gpu.py --parts c, torch 2.9" in found["attention", 4096]["from"] and "net" not in found["attention", 4096]
+    assert (
+        "gpu.py --parts c, torch 2.9" in found["attention", 4096]["from"]
+        and "net" not in found["attention", 4096]
+    )
     script = __import__("speeds")
     with pytest.raises(ValueError, match="peak is known"):
         script.speeds({"device": "cpu", "rows": rows}, {})

@@ -17,14 +17,24 @@ def text(step, length=4096):
     """Bytes with the statistics of a language, roughly: frequent letters, and phrases that come back."""
     chance = torch.Generator().manual_seed(step)
     phrases = (64 * torch.rand(40, 24, generator=chance) ** 3).long()
-    return phrases[torch.randint(40, (length // 24 + 1,), generator=chance)].flatten()[: length + 1].unsqueeze(0)
+    return (
+        phrases[torch.randint(40, (length // 24 + 1,), generator=chance)].flatten()[: length + 1].unsqueeze(0)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "depth", "precision"), SETTINGS)
 def test_no_step_is_lost(variant, depth, precision):
     memory = {"depth": depth, "heads": 1, "expansion": 2.0, "chunk": 64}
-    sizes = {"vocabulary": 64, "dim": 32, "depth": 1, "heads": 2, "window": 128, "segment": 256, "persistent": 4}
+    sizes = {
+        "vocabulary": 64,
+        "dim": 32,
+        "depth": 1,
+        "heads": 2,
+        "window": 128,
+        "segment": 256,
+        "persistent": 4,
+    }
     config = TrainConfig(
         model=ModelConfig(**sizes, pattern=(variant,), memory=memory),
         data=DataConfig(kind="recall"),  # not read: the text is made here
@@ -39,7 +49,9 @@ def test_no_step_is_lost(variant, depth, precision):
     losses = []
     for number in range(config.steps):
         x = text(number)
-        step = take_step(model, optimizer, config, [Batch(x[:, :-1], x[:, 1:], None, None, None)], None, number)
+        step = take_step(
+            model, optimizer, config, [Batch(x[:, :-1], x[:, 1:], None, None, None)], None, number
+        )
         assert step.taken, f"step {number}: loss {step.loss}, gradient {step.gradient}"
         assert not step.trace.state.diverged.any()
         losses.append(step.loss)

@@ -27,12 +27,16 @@ def home(tmp_path):
             for n in range(16)
         ]
         (tmp_path / "babi" / f"qa1_one_{split}.txt").write_text("".join(told))
-    (tmp_path / "book.txt").write_text("".join(f"It was the {n}th day of the long journey. " for n in range(300)))
+    (tmp_path / "book.txt").write_text(
+        "".join(f"It was the {n}th day of the long journey. " for n in range(300))
+    )
     return tmp_path
 
 
 def stories(home, **fields):
-    data = DataConfig(kind="babilong", path=str(home / "babi"), books=str(home / "book.txt"), tasks=("qa1",), length=256)
+    data = DataConfig(
+        kind="babilong", path=str(home / "babi"), books=str(home / "book.txt"), tasks=("qa1",), length=256
+    )
     return replace(data, **fields)
 
 
@@ -63,7 +67,9 @@ def test_a_run_begins_where_another_ended(home, tmp_path):
     other = config("mac", data=stories(home), optimizer=still, init_from=str(model), steps=1, save_every=1)
     fit(other, tmp_path / "second")
     before, after = weights(tmp_path / "first"), weights(tmp_path / "second")
-    assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in before), "its shape counts, and its weights"
+    assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in before), (
+        "its shape counts, and its weights"
+    )
     assert Model.load(tmp_path / "second" / "model").config.blocks == ("lmm",)
     assert isinstance(load_tokenizer(tmp_path / "second" / "model"), ByteTokenizer)
     assert json.loads((tmp_path / "second" / "model" / "trained.json").read_text())["data"] == "babilong"
@@ -72,7 +78,13 @@ def test_a_run_begins_where_another_ended(home, tmp_path):
 def test_a_started_run_goes_on_without_the_weights_it_began_with(home, tmp_path):
     fit(config(data=stories(home), steps=2), tmp_path / "first")
     steady = OptimizerConfig(schedule="constant", warmup=1)
-    own = config(data=stories(home), optimizer=steady, init_from=str(tmp_path / "first" / "model"), steps=6, save_every=2)
+    own = config(
+        data=stories(home),
+        optimizer=steady,
+        init_from=str(tmp_path / "first" / "model"),
+        steps=6,
+        save_every=2,
+    )
     fit(own, tmp_path / "whole")
     fit(replace(own, steps=4), tmp_path / "part")
     (tmp_path / "first" / "model" / "model.safetensors").unlink()
@@ -89,8 +101,14 @@ def test_a_started_run_goes_on_without_the_weights_it_began_with(home, tmp_path)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"path": None}, "data.path: expected bAbI's folder or archive, or hf:NAME, got none; it can be found at"),
-        ({"books": None}, "data.books: expected a text to hide stories in: a file, a folder or hf:NAME, got none"),
+        (
+            {"path": None},
+            "data.path: expected bAbI's folder or archive, or hf:NAME, got none; it can be found at",
+        ),
+        (
+            {"books": None},
+            "data.books: expected a text to hide stories in: a file, a folder or hf:NAME, got none",
+        ),
         ({"tasks": ("qa2",)}, r"data.path: expected qa2_..._train.txt in"),
         ({"tasks": ("qa0",)}, "data.tasks: expected one of qa1"),
         ({"tasks": ()}, "data.tasks: expected at least one, got none"),
@@ -105,16 +123,23 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(home, tmp_path, fields, m
 
 
 def test_a_model_to_begin_with_must_be_one_and_read_the_same_tokens(home, tmp_path):
-    with pytest.raises(ValueError, match=r"init_from: expected a model's folder, with its config.json, got nowhere"):
+    with pytest.raises(
+        ValueError, match=r"init_from: expected a model's folder, with its config.json, got nowhere"
+    ):
         fit(config(init_from="nowhere"), tmp_path / "run")
     tokenizers = pytest.importorskip("tokenizers")
     fit(config(data=stories(home), steps=1), tmp_path / "bytes")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"It": 0, "was": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"It": 0, "was": 1, "[UNK]": 2}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     prepare([home / "book.txt"], tmp_path / "tokens", tokenizer=tmp_path / "tokenizer.json")
     packed = DataConfig(kind="packed", path=str(tmp_path / "tokens"), length=32)
-    with pytest.raises(ValueError, match=r"init_from: expected data with the tokens of .*, got other ones; prepare it with that"):
+    with pytest.raises(
+        ValueError,
+        match=r"init_from: expected data with the tokens of .*, got other ones; prepare it with that",
+    ):
         fit(config(data=packed, init_from=str(tmp_path / "bytes" / "model")), tmp_path / "run")
 
 
@@ -122,6 +147,9 @@ def test_what_is_rare_stays_what_the_first_corpus_told(home, tmp_path):
     own = config("knn", data=stories(home), steps=1)
     own = replace(own, model=replace(own.model, knn=replace(own.model.knn, write="rare", size=16, k=4)))
     fit(own, tmp_path / "first")
-    fit(replace(own, data=stories(home, length=200), init_from=str(tmp_path / "first" / "model")), tmp_path / "second")
+    fit(
+        replace(own, data=stories(home, length=200), init_from=str(tmp_path / "first" / "model")),
+        tmp_path / "second",
+    )
     before, after = (weights(tmp_path / name)["log_unigrams"] for name in ("first", "second"))
     assert torch.equal(before, after) and len(before.unique()) > 5

@@ -20,7 +20,13 @@ from remanence.train.checkpoint import checkpoints
 def setting(shards, **knn):
     data = DataConfig(kind="documents", path=shards, length=16)
     made = config("window", data=data, batch=2, carry=True, keep=9)
-    changes = {"pattern": ("window", "knn"), "window": 8, "depth": 2, "vocabulary": 257, "knn": {"k": 4, "size": 32, **knn}}
+    changes = {
+        "pattern": ("window", "knn"),
+        "window": 8,
+        "depth": 2,
+        "vocabulary": 257,
+        "knn": {"k": 4, "size": 32, **knn},
+    }
     return replace(made, model=change(made.model, changes))
 
 

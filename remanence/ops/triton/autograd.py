@@ -13,7 +13,12 @@ from remanence.ops.state import Gates
 
 
 def memory_operator(
-    name: str, plan: Any, forward: Callable[..., Any], backward: Callable[..., Any], layers: tuple[str, ...], saved: int
+    name: str,
+    plan: Any,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    layers: tuple[str, ...],
+    saved: int,
 ) -> Any:
     """Register ``<name>_forward`` of (q, k, v, gates, initial layers, totals, train, the plan's fields), with its
     gradient.

@@ -45,11 +45,16 @@ def adopt(memory: Running, weights: Weights, rows: Tensor) -> None:
     """Copy the memory's weights at its chunk's start to `weights`, in place, in these rows ``[r]``."""
     for layer, weight in zip(memory.layers, weights, strict=True):
         size, block = weight[0, 0].numel(), 1024
-        grid, constants = (memory.rows * memory.heads, -(-size // block)), (size, layer.shape[1], memory.heads, block)
+        grid, constants = (
+            (memory.rows * memory.heads, -(-size // block)),
+            (size, layer.shape[1], memory.heads, block),
+        )
         launch("adopt_kernel", grid, rows.view(torch.uint8), layer, weight, *constants, options={})
 
 
-def step(memory: Running, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor) -> tuple[Tensor, Tensor]:
+def step(
+    memory: Running, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor
+) -> tuple[Tensor, Tensor]:
     """Read one token into a memory, as `Running.step` does. Answers and surprise of rows that are not active are 0."""
     y = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
     surprise = torch.empty_like(gates.log_step)
@@ -69,13 +74,30 @@ def step(memory: Running, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active:
 
 def _constants(memory: Running) -> dict[str, Any]:
     """What the kernel is compiled for."""
-    net, rule, chunk, width, columns = memory.net, memory.rule, memory.chunk, memory.width, memory.layers[0].shape[-1]
+    net, rule, chunk, width, columns = (
+        memory.net,
+        memory.rule,
+        memory.chunk,
+        memory.width,
+        memory.layers[0].shape[-1],
+    )
     block = min(power(columns), BLOCK >> (width > 64) + (chunk > 64))
     constants: dict[str, Any] = {
         "HEADS": memory.heads, "CHUNK": chunk, "BC": power(chunk), "D": width, "BD": power(width),
         "MOMENTUM": rule.momentum, "FORGET": rule.forget, "RESIDUAL": net.residual, "ACC": triton_type(memory.v.dtype),
     }  # fmt: skip
     if net.depth == 2:
-        return constants | {"HIDDEN": columns, "BH": block, "NORM": net.norm, "GELU": net.activation == "gelu"}
+        return constants | {
+            "HIDDEN": columns,
+            "BH": block,
+            "NORM": net.norm,
+            "GELU": net.activation == "gelu",
+        }
     exact, squared = rule.anchor == "token", rule.loss == "squared"
-    return constants | {"E": columns, "BV": block, "SQUARED": squared, "TOKEN": exact, "SCALED": rule.decay_first}
+    return constants | {
+        "E": columns,
+        "BV": block,
+        "SQUARED": squared,
+        "TOKEN": exact,
+        "SCALED": rule.decay_first,
+    }

@@ -68,7 +68,12 @@ def memory_reason(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train:
 def memory_chip_reason(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str | None:
     """Why the GPU cannot hold this call's kernels. Not asked while compiling, nor of the interpreter."""
     device = q.device
-    if not isinstance(net, MLP) or device.type != "cuda" or launch.interpreted() or torch.compiler.is_compiling():
+    if (
+        not isinstance(net, MLP)
+        or device.type != "cuda"
+        or launch.interpreted()
+        or torch.compiler.is_compiling()
+    ):
         return None
     op = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     return chip_reason(plan_of(net, rule, q.shape[-1], v.shape[-1], q.shape[-2], chunk), op, device, train)
@@ -119,7 +124,9 @@ def build_reason(plan: Plan, op: torch.dtype, arch: int, shared: int, train: boo
     return lacking(written, mlp.launches(plan, op, arch, train), arch, shared)
 
 
-def layer_reason(x: Tensor, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0, channels: int = 1) -> str | None:
+def layer_reason(
+    x: Tensor, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0, channels: int = 1
+) -> str | None:
     """Why x cannot take the kernels of layer.py, with heads of this width, so many taps, gates of all heads together,
     features of each key, and channels.
     """

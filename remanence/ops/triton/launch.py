@@ -89,7 +89,9 @@ def precision() -> str:
     return "ieee" if interpreted() else PRECISION
 
 
-def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op: torch.dtype) -> dict[str, Any]:
+def coefficients(
+    chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op: torch.dtype
+) -> dict[str, Any]:
     """The constants of the kernels in kernels/coef.py."""
     quick = op == torch.bfloat16
     return {
@@ -107,7 +109,9 @@ def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op:
     }
 
 
-def launch(name: str, grid: tuple[int, ...], *tensors: Any, options: dict[str, Any], **constants: Any) -> None:
+def launch(
+    name: str, grid: tuple[int, ...], *tensors: Any, options: dict[str, Any], **constants: Any
+) -> None:
     if isinstance(tensors[0], FakeTensor):  # torch.compile wants shapes only, `recording` the kernels' names
         record(name, tensors, constants)
         return

@@ -65,7 +65,9 @@ def kernels() -> ModuleType:
     return layer
 
 
-def fits(x: Tensor, *, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0, channels: int = 1) -> bool:
+def fits(
+    x: Tensor, *, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0, channels: int = 1
+) -> bool:
     """Whether x can take these kernels; `dispatch.layer_reason` says why not."""
     return dispatch.layer_reason(x, width, taps, gates, features, channels) is None
 
@@ -79,11 +81,15 @@ def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) 
     return y, kept
 
 
-def log_gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]) -> tuple[Tensor, ...]:
+def log_gates(
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]
+) -> tuple[Tensor, ...]:
     """``[b t d]`` to one ``[b t heads]`` for each entry of `flipped`, float32 at least: log sigmoid of the logits, of
     their negatives where flipped.
     """
-    logs, *_ = gates_forward(x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip))
+    logs, *_ = gates_forward(
+        x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip)
+    )
     return logs.unbind(0)
 
 
@@ -132,9 +138,13 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _launch(name: str, grid: tuple[Any, ...], *tensors: Any, warps: int = 4, stages: int = 1, **constants: Any) -> None:
+def _launch(
+    name: str, grid: tuple[Any, ...], *tensors: Any, warps: int = 4, stages: int = 1, **constants: Any
+) -> None:
     constants["ACC"] = launch.triton_type(_wide(tensors[0]))
-    if isinstance(tensors[0], FakeTensor):  # torch.compile wants shapes only, `lift_launches` the kernels' names
+    if isinstance(
+        tensors[0], FakeTensor
+    ):  # torch.compile wants shapes only, `lift_launches` the kernels' names
         record(name, tensors, {**constants, "warps": warps, "stages": stages})
         return
     with torch.cuda.device_of(tensors[0]):
@@ -149,7 +159,13 @@ def _split(tiles: Any, parts: int) -> tuple[Any, Any]:
 
 def _conv_tiles(name: str, weight: Tensor, heads: int) -> dict[str, Any]:
     width, taps = weight.shape[-2] // heads, weight.shape[-1]
-    return {"HEADS": heads, "D": width, "BD": _power(width), "BT": max(1, TILE[name] // _power(width)), "TAPS": taps}
+    return {
+        "HEADS": heads,
+        "D": width,
+        "BD": _power(width),
+        "BT": max(1, TILE[name] // _power(width)),
+        "TAPS": taps,
+    }
 
 
 def _per(weight: Tensor, plain: int, count: Any) -> tuple[int, Any]:
@@ -158,7 +174,9 @@ def _per(weight: Tensor, plain: int, count: Any) -> tuple[int, Any]:
     return groups, count // groups
 
 
-def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _short_conv(
+    x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """The results, and the part of the past that was used, for backward."""
     kept = carry_on(past, x)
     past = past[:, past.shape[1] - weight.shape[-1] + 1 :].to(x.dtype, copy=True)
@@ -167,12 +185,30 @@ def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool)
     constants = _conv_tiles("short_conv_kernel", weight, heads)
     y = torch.empty((rows, tokens, heads, width // heads), dtype=x.dtype, device=x.device)
     grid = (heads * -(-tokens // constants["BT"]), rows)
-    _launch("short_conv_kernel", grid, x, past, weight, y, tokens, _per(weight, 2, rows)[1], UNIT=unit, **constants)
+    _launch(
+        "short_conv_kernel",
+        grid,
+        x,
+        past,
+        weight,
+        y,
+        tokens,
+        _per(weight, 2, rows)[1],
+        UNIT=unit,
+        **constants,
+    )
     return y, kept, past
 
 
 def _short_conv_backward(
-    g_y: Tensor, g_kept: Tensor | None, x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool, like: Tensor
+    g_y: Tensor,
+    g_kept: Tensor | None,
+    x: Tensor,
+    past: Tensor,
+    weight: Tensor,
+    heads: int,
+    unit: bool,
+    like: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`past` is the part that was used, `like` has the shape of all of it."""
     g_y, x, past, weight = (tensor.contiguous() for tensor in (g_y, x, past, weight))
@@ -210,11 +246,15 @@ def _gate_tiles(name: str, weight: Tensor, heads: int, flipped: int) -> dict[str
     if channels:
         constants |= {"BD": channels, "PRECISION": launch.precision()}
     return constants | (
-        {"COUNT": count} if name == "gates_backward" else {"GATES": count // heads, "HEADS": heads, "FLIPPED": flipped}
+        {"COUNT": count}
+        if name == "gates_backward"
+        else {"GATES": count // heads, "HEADS": heads, "FLIPPED": flipped}
     )
 
 
-def _gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gates(
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
+) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, bias = (tensor.contiguous() for tensor in (x, weight, bias))
     count, n = weight.shape[-2], x.shape[0] * x.shape[1]
     groups, per = _per(weight, 2, n)
@@ -229,7 +269,14 @@ def _gates(x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int) ->
 
 
 def _gates_backward(
-    g_logs: Tensor, x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor, scales: Tensor, heads: int, flipped: int
+    g_logs: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    logits: Tensor,
+    scales: Tensor,
+    heads: int,
+    flipped: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     g_logs, x, weight, bias = (tensor.contiguous() for tensor in (g_logs, x, weight, bias))
     (n, count), dim = logits.shape, weight.shape[-1]
@@ -238,10 +285,26 @@ def _gates_backward(
     blocks = -(-per // constants["BT"])
     g_logits, pulls = torch.empty_like(logits), torch.empty_like(scales)
     g_bias = torch.empty((groups * blocks, count), dtype=logits.dtype, device=x.device)
-    _launch("gates_slopes", (blocks, groups), g_logs, logits, scales, bias, g_logits, pulls, g_bias, n, per, **constants)
+    _launch(
+        "gates_slopes",
+        (blocks, groups),
+        g_logs,
+        logits,
+        scales,
+        bias,
+        g_logits,
+        pulls,
+        g_bias,
+        n,
+        per,
+        **constants,
+    )
     constants = _gate_tiles("gates_backward", weight, heads, flipped)
     parts, steps = _split(-(-per // constants["BT"]), max(1, PARTS["gates"] // groups))
-    g_x, g_weight = torch.empty_like(x), torch.empty((groups * parts, count, dim), dtype=logits.dtype, device=x.device)
+    g_x, g_weight = (
+        torch.empty_like(x),
+        torch.empty((groups * parts, count, dim), dtype=logits.dtype, device=x.device),
+    )
     grid = (parts * -(-dim // constants["BD"]), groups)
     _launch("gates_backward", grid, x, weight, g_logits, pulls, g_x, g_weight, per, steps, **constants)
     summed = (_summed(g_weight, groups).view_as(weight), _summed(g_bias, groups).view_as(bias))
@@ -261,14 +324,29 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def _gated_norm_backward(g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _gated_norm_backward(
+    g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     g_y, x, gate, weight = (tensor.contiguous() for tensor in (g_y, x, gate, weight))
     constants = _norm_tiles("gated_norm_backward", x.shape[-1], eps)
     groups, per = _per(weight, 1, x.numel() // x.shape[-1])
     parts, steps = _split(-(-per // constants["BT"]), max(1, PARTS["gated_norm"] // groups))
     g_x, g_gate = torch.empty_like(x), torch.empty_like(gate)
     g_weight = torch.empty((groups * parts, x.shape[-1]), dtype=_wide(x), device=x.device)
-    _launch("gated_norm_backward", (parts, groups), x, gate, weight, g_y, g_x, g_gate, g_weight, per, steps, **constants)
+    _launch(
+        "gated_norm_backward",
+        (parts, groups),
+        x,
+        gate,
+        weight,
+        g_y,
+        g_x,
+        g_gate,
+        g_weight,
+        per,
+        steps,
+        **constants,
+    )
     return g_x, g_gate, _summed(g_weight, groups).view_as(weight).to(weight.dtype)
 
 
@@ -292,7 +370,10 @@ def _rms_norm_backward(g_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
     g_y, x, weight = (tensor.contiguous() for tensor in (g_y, x, weight))
     constants, groups, per = _wide_norm("rms_norm_backward", weight, x.numel() // x.shape[-1], eps)
     parts, steps = _split(-(-per // constants["BT"]), max(1, PARTS["rms_norm"] // groups))
-    g_x, g_weight = torch.empty_like(x), torch.empty((groups * parts, x.shape[-1]), dtype=_wide(x), device=x.device)
+    g_x, g_weight = (
+        torch.empty_like(x),
+        torch.empty((groups * parts, x.shape[-1]), dtype=_wide(x), device=x.device),
+    )
     _launch("rms_norm_backward", (parts, groups), x, weight, g_y, g_x, g_weight, per, steps, **constants)
     return g_x, _summed(g_weight, groups).view_as(weight).to(weight.dtype)
 
@@ -312,10 +393,15 @@ def _join_backward(
     constants, groups, per = _wide_norm("join_backward", weight, x.numel() // x.shape[-1], eps)
     parts, steps = _split(-(-per // constants["BT"]), max(1, PARTS["rms_norm"] // groups))
     g_x, g_m = torch.empty_like(x), torch.empty_like(m)
-    g_weight, g_gain = (torch.empty((groups * parts, x.shape[-1]), dtype=_wide(x), device=x.device) for _ in range(2))
+    g_weight, g_gain = (
+        torch.empty((groups * parts, x.shape[-1]), dtype=_wide(x), device=x.device) for _ in range(2)
+    )
     tensors = (x, m, weight, gain, g_y, g_x, g_m, g_weight, g_gain)
     _launch("join_backward", (parts, groups), *tensors, per, steps, **constants)
-    sums = [_summed(parts, groups).view_as(like).to(like.dtype) for parts, like in ((g_weight, weight), (g_gain, gain))]
+    sums = [
+        _summed(parts, groups).view_as(like).to(like.dtype)
+        for parts, like in ((g_weight, weight), (g_gain, gain))
+    ]
     return g_x, g_m, sums[0], sums[1]
 
 
@@ -325,7 +411,9 @@ SWIGLU_BLOCK = 2048
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
-    _launch("swiglu_kernel", (-(-gate.numel() // SWIGLU_BLOCK),), gate, up, y, gate.numel(), BLOCK=SWIGLU_BLOCK)
+    _launch(
+        "swiglu_kernel", (-(-gate.numel() // SWIGLU_BLOCK),), gate, up, y, gate.numel(), BLOCK=SWIGLU_BLOCK
+    )
     return y
 
 
@@ -341,11 +429,28 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     cos, sin = cos.contiguous(), sin.contiguous()
     rows, tokens, heads, width = x.shape
     half = width // 2
-    constants = {"HEADS": heads, "HALF": half, "BH": _power(half), "BT": max(1, TILE["rotary_kernel"] // _power(width))}
+    constants = {
+        "HEADS": heads,
+        "HALF": half,
+        "BH": _power(half),
+        "BT": max(1, TILE["rotary_kernel"] // _power(width)),
+    }
     stride = 0 if len(cos) == 1 else tokens * half
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (heads * -(-tokens // constants["BT"]), rows)
-    _launch("rotary_kernel", grid, x, cos, sin, y, tokens, stride, *x.stride()[:3], SIGN=-1 if back else 1, **constants)
+    _launch(
+        "rotary_kernel",
+        grid,
+        x,
+        cos,
+        sin,
+        y,
+        tokens,
+        stride,
+        *x.stride()[:3],
+        SIGN=-1 if back else 1,
+        **constants,
+    )
     return y
 
 
@@ -366,7 +471,11 @@ def _head_tiles(x: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
 
 def _dtypes(x: Tensor) -> dict[str, Any]:
     """Dtypes, and how many slices are loaded ahead: fewer on a GPU with little shared memory."""
-    return {"OP": launch.triton_type(x.dtype), "PRECISION": launch.precision(), "stages": 2 if _roomy(x) else 1}
+    return {
+        "OP": launch.triton_type(x.dtype),
+        "PRECISION": launch.precision(),
+        "stages": 2 if _roomy(x) else 1,
+    }
 
 
 _chip: ContextVar[int] = ContextVar("chip", default=90)
@@ -400,7 +509,9 @@ def _heads_product(x: Tensor, weight: Tensor, base: Tensor | None, turned: bool)
     constants = _head_tiles(x, inputs, outputs)
     grid = (-(-per // constants["BT"]), groups * x.shape[2], -(-outputs // constants["BO"]))
     beside = x if base is None else base
-    _launch("heads_kernel", grid, x, weight, beside, y, per, TURNED=turned, BASE=base is not None, **constants)
+    _launch(
+        "heads_kernel", grid, x, weight, beside, y, per, TURNED=turned, BASE=base is not None, **constants
+    )
     return y
 
 
@@ -451,7 +562,12 @@ def _lift_tiles(x: Tensor, down: Tensor, backward: bool) -> dict[str, Any]:
         "COUNT": count,
         "BC": _dot(count, x),
     }
-    constants |= {"BT": 64 if narrow else 32, "SCALE": math.sqrt(width), "APART": wide and backward, "warps": 8 if wide else 4}
+    constants |= {
+        "BT": 64 if narrow else 32,
+        "SCALE": math.sqrt(width),
+        "APART": wide and backward,
+        "warps": 8 if wide else 4,
+    }
     return constants | _dtypes(x)
 
 
@@ -459,7 +575,9 @@ def _lift_at_once(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     x, up, down = (tensor.to(x.dtype).contiguous() for tensor in (x, up, down))
     groups, per = _per(up, 3, x.shape[0] * x.shape[1])
     constants, y = _lift_tiles(x, down, False), torch.empty_like(x)
-    _launch("lift_kernel", (-(-per // constants["BT"]), groups * x.shape[2]), x, up, down, y, per, **constants)
+    _launch(
+        "lift_kernel", (-(-per // constants["BT"]), groups * x.shape[2]), x, up, down, y, per, **constants
+    )
     return y
 
 
@@ -468,22 +586,33 @@ def _lift_at_once_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> 
     groups, per = _per(up, 3, x.shape[0] * x.shape[1])
     constants, count = _lift_tiles(x, down, True), down.shape[-2]
     g_sum = torch.empty_like(x)
-    u, g_z = (torch.empty((*x.shape[:3], size), dtype=x.dtype, device=x.device) for size in (count, 2 * count))
+    u, g_z = (
+        torch.empty((*x.shape[:3], size), dtype=x.dtype, device=x.device) for size in (count, 2 * count)
+    )
     grid = (-(-per // constants["BT"]), groups * x.shape[2])
     _launch("lift_slopes", grid, g_y, x, narrow_up, narrow_down, u, g_sum, g_z, per, **constants)
-    return _heads_product(g_z, narrow_up, g_sum, True), _heads_weight(x, g_z, up), _heads_weight(u, g_sum, down)
+    return (
+        _heads_product(g_z, narrow_up, g_sum, True),
+        _heads_weight(x, g_z, up),
+        _heads_weight(u, g_sum, down),
+    )
 
 
 def _lift_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants: Any) -> None:
     size = constants["COUNT" if "COUNT" in constants else "D"]
-    constants |= {"BC" if "COUNT" in constants else "BD": _power(size), "BT": max(1, TILE[name] // _power(size))}
+    constants |= {
+        "BC" if "COUNT" in constants else "BD": _power(size),
+        "BT": max(1, TILE[name] // _power(size)),
+    }
     _launch(name, (-(-tokens // constants["BT"]), heads), *tensors, **constants)
 
 
 def _lift_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tensor, Tensor, Tensor]:
     """By heads: the products z, their unit features (with room for so many tokens), and what these add to x."""
     groups = up.shape[0] // x.shape[2]
-    by_heads = x.flatten(0, 1).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)  # of one group a view, else a copy
+    by_heads = (
+        x.flatten(0, 1).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    )  # of one group a view, else a copy
     heads, n, width = by_heads.shape
     z = torch.bmm(by_heads, up)
     u = torch.empty((heads, room, down.shape[1]), dtype=x.dtype, device=x.device)
@@ -542,7 +671,9 @@ def _lift_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Te
         g_up = _over_tokens(turned, g_z, parts).view_as(up).to(up.dtype)
         for group in range(every // heads):  # of one group a view that a product can be added to
             part = slice(group * heads, (group + 1) * heads)
-            g_x.flatten(0, 1)[group * n : (group + 1) * n].transpose(0, 1).baddbmm_(g_z[part, :n], narrow_up[part].mT)
+            g_x.flatten(0, 1)[group * n : (group + 1) * n].transpose(0, 1).baddbmm_(
+                g_z[part, :n], narrow_up[part].mT
+            )
     return g_x, g_up, g_down
 
 
@@ -567,7 +698,8 @@ def lift_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int
         _lift_backward(_lift(x, up, down), x, up, down)
     _chip.reset(chip)
     return [
-        Launch(name, types, constants, constants.pop("warps"), constants.pop("stages")) for name, types, constants in recorded
+        Launch(name, types, constants, constants.pop("warps"), constants.pop("stages"))
+        for name, types, constants in recorded
     ]
 
 
@@ -612,10 +744,19 @@ short_conv_backward = operator(
     raise_on_double_backward,
 )
 short_conv_forward = operator(
-    "short_conv", _short_conv, f"({_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)", _conv_gradient, _save_conv
+    "short_conv",
+    _short_conv,
+    f"({_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)",
+    _conv_gradient,
+    _save_conv,
 )
 gates_forward = differentiable(
-    "log_gates", _gates, _gates_backward, "Tensor x, Tensor weight, Tensor bias", "int heads, int flipped", extra=2
+    "log_gates",
+    _gates,
+    _gates_backward,
+    "Tensor x, Tensor weight, Tensor bias",
+    "int heads, int flipped",
+    extra=2,
 )
 gated_norm_forward = differentiable(
     "gated_norm", _gated_norm, _gated_norm_backward, "Tensor x, Tensor gate, Tensor weight", "float eps"
@@ -633,13 +774,20 @@ rms_norm_forward = operator(
     lambda ctx, g: (*rms_norm_backward(g, *ctx.saved_tensors, ctx.eps), None, None),
     _save_norm,
 )
-join_forward = differentiable("join", _join, _join_backward, "Tensor x, Tensor m, Tensor weight, Tensor gain", "float eps")
+join_forward = differentiable(
+    "join", _join, _join_backward, "Tensor x, Tensor m, Tensor weight, Tensor gain", "float eps"
+)
 swiglu_forward = differentiable("swiglu", _swiglu, _swiglu_backward, "Tensor gate, Tensor up")
 rotary_forward = operator(
     "rotary",
     _rotary,
     "(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
-    lambda ctx, g: (torch.ops.remanence.rotary.default(g, *ctx.saved_tensors, not ctx.back), None, None, None),
+    lambda ctx, g: (
+        torch.ops.remanence.rotary.default(g, *ctx.saved_tensors, not ctx.back),
+        None,
+        None,
+        None,
+    ),
     _save_angles,
 )
 heads_backward = operator(
@@ -648,7 +796,9 @@ heads_backward = operator(
     "(Tensor g_y, Tensor x, Tensor weight) -> (Tensor, Tensor)",
     raise_on_double_backward,
 )
-heads_forward = operator("by_heads", _heads, "(Tensor x, Tensor weight, Tensor? base) -> Tensor", _heads_gradient, _save_heads)
+heads_forward = operator(
+    "by_heads", _heads, "(Tensor x, Tensor weight, Tensor? base) -> Tensor", _heads_gradient, _save_heads
+)
 lift_forward = differentiable(
     "lift",
     _lift,

@@ -98,7 +98,9 @@ class Plan(NamedTuple):
             "OP": triton_type(op),
             # Three products for one left token-exact memories 2 to 3.5 times as far off as torch on an H200, plain ones
             # 1.1 to 2. Of wider heads' plain products the compiler makes nothing in ten minutes.
-            "PRECISION": "ieee" if op == torch.float32 and max(self.width, self.values) <= 64 else self.precision,
+            "PRECISION": "ieee"
+            if op == torch.float32 and max(self.width, self.values) <= 64
+            else self.precision,
         }
         if kernel != "linear_solve":
             constants |= {"NORM": self.norm, "SQUARED": self.squared, "TOKEN": self.token}
@@ -123,11 +125,17 @@ def options(name: str, constants: dict[str, Any], hopper: bool) -> dict[str, int
     norm, wide = constants.get("NORM", False), triton_type(torch.bfloat16) != constants["OP"]
     if name in SEQUENTIAL:
         warps = 8 if norm else max(4, constants["BV"] // 16)
-        return {"num_warps": warps, "num_stages": 2 if hopper and not norm and not constants.get("HELD") else 1}
+        return {
+            "num_warps": warps,
+            "num_stages": 2 if hopper and not norm and not constants.get("HELD") else 1,
+        }
     if name == "linear_solve" and not wide and constants["BC"] <= 64:
         # For heads of 128, too: two programs then share a processor, and each waits a lot.
         return {"num_warps": 4, "num_stages": 1}
-    return {"num_warps": 8 if norm or wide or max(constants["BC"], constants["BD"], constants["BV"]) > 64 else 4, "num_stages": 1}
+    return {
+        "num_warps": 8 if norm or wide or max(constants["BC"], constants["BD"], constants["BV"]) > 64 else 4,
+        "num_stages": 1,
+    }
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
@@ -138,10 +146,15 @@ def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list
     """The kernels of one call, and of its backward if it trains, as they are launched on a chip; nothing runs."""
     plan = plan._replace(chip=arch)
     with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
-        q, k, v = (torch.empty(1, plan.chunk, 1, width, dtype=op) for width in (plan.width, plan.width, plan.values))
+        q, k, v = (
+            torch.empty(1, plan.chunk, 1, width, dtype=op) for width in (plan.width, plan.width, plan.values)
+        )
         step, momentum, keep = (torch.empty(1, plan.chunk, 1) for _ in range(3))
         gates = Gates(step, momentum if plan.momentum else None, keep if plan.forget else None)
-        J, totals = torch.empty(1, 1 + plan.momentum, plan.width, plan.values), torch.empty(1, dtype=torch.int32)
+        J, totals = (
+            torch.empty(1, 1 + plan.momentum, plan.width, plan.values),
+            torch.empty(1, dtype=torch.int32),
+        )
         y, surprise, end, _, *kept = _forward(plan, q, k, v, gates, J, totals, train)
         if train:
             _backward(plan, (q, k, v, totals, *kept), gates, y, surprise, end)
@@ -164,7 +177,9 @@ def _forward(
     like = lambda x, wanted: torch.empty_like(x) if wanted else empty(0)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     P, co, fold = empty(m, n, C, C), empty(m, n, 4, C, dtype=acc), empty(m, n, 4, dtype=acc)
-    _launch("coef_kernel", (n * m,), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op))
+    _launch(
+        "coef_kernel", (n * m,), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op)
+    )
     inverse = empty(*((m, n, C, C) if plan.solves else (0,)))
     U, known, R = like(k, plan.solves), like(v, plan.solves), like(k, plan.solves and plan.momentum)
     if plan.solves:
@@ -228,7 +243,20 @@ def _backward(
         **plan.tiles("linear_keys_backward", acc, op),
     )  # fmt: skip
     g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
-    _launch("coef_backward", (n * m,), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
+    _launch(
+        "coef_backward",
+        (n * m,),
+        *log_gates,
+        totals,
+        g_P,
+        g_co,
+        g_fold,
+        *g_gates,
+        L,
+        n,
+        heads,
+        **plan.coefficients(acc, op),
+    )
     if plan.scaled:
         g_gates[2] += g_scale
     return g_q, g_k, g_v, *empty_grads(gates, g_gates, acc), g_first

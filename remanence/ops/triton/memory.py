@@ -55,7 +55,9 @@ def memorize(
     y, surprise, bad, ends = _pieces(plan, inputs, start, layout.totals, piece, layout.length, train)
     layers = tuple(end.view(rows, heads, *end.shape[1:]) for end in ends) if layout.folds else state.layers
     outcomes = [x.detach().flatten(1) for x in (surprise, *(layers if layout.folds else ()))]
-    largest = torch.stack([torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes])  # NaN is the largest of all
+    largest = torch.stack(
+        [torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes]
+    )  # NaN is the largest of all
     diverged = state.diverged | bad.view(rows, -1).any(1) | ~largest.isfinite().all(0)
     tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
     position = advanced(state.position, layout.counts)
@@ -64,7 +66,13 @@ def memorize(
 
 
 def _pieces(
-    plan: Plan, inputs: list[Tensor | None], ends: list[Tensor], totals: Tensor, piece: int, length: int, train: bool
+    plan: Plan,
+    inputs: list[Tensor | None],
+    ends: list[Tensor],
+    totals: Tensor,
+    piece: int,
+    length: int,
+    train: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Answers, surprise, flags of chunks that are not finite, and the last layers, `piece` tokens at a time."""
     run = linear.linear_forward if isinstance(plan, linear.Plan) else mlp.memory_forward
@@ -76,5 +84,7 @@ def _pieces(
         left = (totals - first).clamp(0, piece).to(torch.int32)
         y, surprise, *ends, bad = run(*part, *ends, left, train, *plan)[:count]
         results.append((y, surprise, bad))
-    y, surprise, bad = (column[0] if len(results) == 1 else torch.cat(column, 1) for column in zip(*results, strict=True))
+    y, surprise, bad = (
+        column[0] if len(results) == 1 else torch.cat(column, 1) for column in zip(*results, strict=True)
+    )
     return y, surprise, bad, ends

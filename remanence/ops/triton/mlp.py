@@ -64,7 +64,9 @@ BLOCKS = {
 }
 """Blocks of the streamed state and tiles of parallel kernels, on the hidden axis; half for heads wider than 64."""
 
-APART = dict.fromkeys(("state_kernel", "state_stream", "read_kernel", "read_backward", "carry_kernel", "carry_stream"), True)
+APART = dict.fromkeys(
+    ("state_kernel", "state_stream", "read_kernel", "read_backward", "carry_kernel", "carry_stream"), True
+)
 """Whether these hold their products apart (`dot_apart`) on chunks of 64 and more: fewer registers, no prefetch."""
 
 
@@ -88,7 +90,13 @@ class Plan(NamedTuple):
         """For a device, with the hidden axis split between programs if there is a processor for each of them."""
         here = self._replace(chip=arch(device))
         shares = power(self.hidden) // SHARE
-        if interpreted() or device.type != "cuda" or self.width > 64 or shares < 2 or programs * shares > processors(device):
+        if (
+            interpreted()
+            or device.type != "cuda"
+            or self.width > 64
+            or shares < 2
+            or programs * shares > processors(device)
+        ):
             return here
         return here._replace(shares=shares)
 
@@ -135,7 +143,10 @@ class Plan(NamedTuple):
         if kernel in ("state_kernel", "carry_kernel"):
             constants["SHARES"] = self.shares
         if kernel.startswith("carry"):
-            constants["REACH"], constants["END"] = 1.0 / torch.finfo(acc).eps, torch.finfo(acc).max ** 0.5 * 1e-9
+            constants["REACH"], constants["END"] = (
+                1.0 / torch.finfo(acc).eps,
+                torch.finfo(acc).max ** 0.5 * 1e-9,
+            )
         if kernel.startswith("state") or kernel == "read_kernel":
             constants["TRAIN"] = train
         return constants
@@ -173,14 +184,20 @@ def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list
         q, k, v = (torch.empty(1, plan.chunk, 1, plan.width, dtype=op) for _ in range(3))
         step, momentum, keep = (torch.empty(1, plan.chunk, 1) for _ in range(3))
         gates = Gates(step, momentum if plan.momentum else None, keep if plan.forget else None)
-        J1, J2 = (torch.empty(1, 1 + plan.momentum, *size) for size in ((plan.width, plan.hidden), (plan.hidden, plan.width)))
+        J1, J2 = (
+            torch.empty(1, 1 + plan.momentum, *size)
+            for size in ((plan.width, plan.hidden), (plan.hidden, plan.width))
+        )
         totals = torch.empty(1, dtype=torch.int32)
         y, surprise, end1, end2, _, *kept = _forward(plan, q, k, v, gates, J1, J2, totals, train)
         if train:
             _backward(plan, (q, k, v, totals, *kept), gates, y, surprise, end1, end2)
     if plan.streams and plan.width <= 64:  # calls with few rows and heads use other kernels
         shared = launches(plan._replace(shares=power(plan.hidden) // SHARE), op, arch, train)
-        return [*_named(recorded, arch), *[each for each in shared if each.name in ("state_kernel", "carry_kernel")]]
+        return [
+            *_named(recorded, arch),
+            *[each for each in shared if each.name in ("state_kernel", "carry_kernel")],
+        ]
     return _named(recorded, arch)
 
 
@@ -199,17 +216,29 @@ def _kept_norm(plan: Plan, like: Tensor, acc: torch.dtype, train: bool) -> tuple
     return _empty(like, 0, dtype=like.dtype), _empty(like, 0, dtype=acc)
 
 
-def _sequential(name: str, plan: Plan, m: int, acc: torch.dtype, like: Tensor) -> tuple[str, tuple[int, ...], tuple[Tensor, ...]]:
+def _sequential(
+    name: str, plan: Plan, m: int, acc: torch.dtype, like: Tensor
+) -> tuple[str, tuple[int, ...], tuple[Tensor, ...]]:
     """The kernel that walks the chunks, its grid, and the buffers through which its programs exchange sums."""
     if plan.streams:
         return f"{name}_stream", (m,), ()
-    boxes = 2 * plan.shares * (plan.tile * side(plan.width, like.dtype, plan.chip) + 1) if plan.shares > 1 else 0
+    boxes = (
+        2 * plan.shares * (plan.tile * side(plan.width, like.dtype, plan.chip) + 1) if plan.shares > 1 else 0
+    )
     meeting = _empty(like, m, boxes, dtype=acc), torch.zeros(m, dtype=torch.int32, device=like.device)
     return f"{name}_kernel", (m, plan.shares), meeting
 
 
 def _forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J1: Tensor, J2: Tensor, totals: Tensor, train: bool
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    J1: Tensor,
+    J2: Tensor,
+    totals: Tensor,
+    train: bool,
 ) -> tuple[Tensor, ...]:
     """q, k, v ``[r L heads d]``, gates ``[r L heads]``, J ``[m p ..]``, totals ``[r]``; what backward needs
     comes last.
@@ -222,7 +251,9 @@ def _forward(
     P, co = _empty(q, m, n, C, C, dtype=op), _empty(q, m, n, 4, C, dtype=acc)
     fold = _empty(q, m, n, 4, dtype=acc)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
-    _launch("coef_kernel", (n * m,), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op))
+    _launch(
+        "coef_kernel", (n * m,), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op)
+    )
     starts1, starts2 = (_empty(q, m, n, *J.shape[1:], dtype=op) for J in (J1, J2))
     end1, end2, errors = torch.empty_like(J1), torch.empty_like(J2), torch.empty_like(k)
     surprise = _empty(q, rows, L, heads, dtype=acc)
@@ -248,9 +279,32 @@ def _forward(
 
 
 def _backward(
-    plan: Plan, saved: tuple[Tensor, ...], gates: Gates, g_y: Tensor, g_surprise: Tensor, g_end1: Tensor, g_end2: Tensor
+    plan: Plan,
+    saved: tuple[Tensor, ...],
+    gates: Gates,
+    g_y: Tensor,
+    g_surprise: Tensor,
+    g_end1: Tensor,
+    g_end2: Tensor,
 ) -> tuple[Tensor, ...]:
-    q, k, v, totals, P, co, fold, starts1, starts2, errors, values, rstds, *tiles, scores, answers, spreads = saved
+    (
+        q,
+        k,
+        v,
+        totals,
+        P,
+        co,
+        fold,
+        starts1,
+        starts2,
+        errors,
+        values,
+        rstds,
+        *tiles,
+        scores,
+        answers,
+        spreads,
+    ) = saved
     hiddens, slopes, firsts, bends, reads = tiles
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
@@ -276,7 +330,10 @@ def _backward(
     # In registers, chunks are fetched ahead, so results must not overwrite inputs. Streamed, saving memory matters
     # more.
     carry, grid, meeting = _sequential("carry", plan, m, acc, q)
-    ends = (torch.empty_like(g_D1), *((g_J1, g_J2) if plan.streams else (torch.empty_like(g_J1), torch.empty_like(g_J2))))
+    ends = (
+        torch.empty_like(g_D1),
+        *((g_J1, g_J2) if plan.streams else (torch.empty_like(g_J1), torch.empty_like(g_J2))),
+    )
     _launch(
         carry, grid,
         k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
@@ -291,7 +348,20 @@ def _backward(
     )  # fmt: skip
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
     g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
-    _launch("coef_backward", (n * m,), *log_gates, totals, g_P, g_co, g_fold, *g_gates, L, n, heads, **plan.coefficients(acc, op))
+    _launch(
+        "coef_backward",
+        (n * m,),
+        *log_gates,
+        totals,
+        g_P,
+        g_co,
+        g_fold,
+        *g_gates,
+        L,
+        n,
+        heads,
+        **plan.coefficients(acc, op),
+    )
     return g_q, g_k, g_v, *empty_grads(gates, g_gates, acc), g_first1, g_first2
 
 

@@ -71,7 +71,9 @@ class Plan(NamedTuple):
 def plan_of(shape: torch.Size, size: int, k: int, width: int, op: torch.dtype, processors: int) -> Plan:
     """For queries ``[r t h e]`` and stores of `size`, in tiles so wide."""
     rows, tokens, heads, _ = shape
-    queries, keys = (min(max(room // (width * op.itemsize), 32), vectors) for room, vectors in (QUERIES, KEYS))
+    queries, keys = (
+        min(max(room // (width * op.itemsize), 32), vectors) for room, vectors in (QUERIES, KEYS)
+    )
     # A group's best is written once and read once, 16 bytes; a chosen group's keys are each read and their scores
     # sorted, about eight times as much: at this size of groups, both come to the same.
     group = min(max(_root(size / (8 * k)), GROUPS[0]), GROUPS[1], keys)
@@ -107,7 +109,9 @@ def _search(
     parts = []
     for start in range(0, q.shape[1], plan.block):
         some = slice(start, start + plan.block)
-        parts.append(_search_block(plan, q[:, some], keys, position, limit[:, some].contiguous(), k, width, op))
+        parts.append(
+            _search_block(plan, q[:, some], keys, position, limit[:, some].contiguous(), k, width, op)
+        )
     score, index = unpack(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
     return score, index.masked_fill_(score == -torch.inf, -1)
 
@@ -118,8 +122,18 @@ def _search_block(
     """The k best ``[r t h k]``, packed, the best first."""
     rows, tokens, heads, _ = q.shape
     size, count = keys.shape[1], plan.chosen
-    apart = (q.stride(0) // q.stride(1), keys.stride(0) // keys.stride(1), position.stride(0), limit.stride(0))
-    strides = {"Q_TOKEN": q.stride(1), "Q_HEAD": q.stride(2), "K_SLOT": keys.stride(1), "K_HEAD": keys.stride(2)}
+    apart = (
+        q.stride(0) // q.stride(1),
+        keys.stride(0) // keys.stride(1),
+        position.stride(0),
+        limit.stride(0),
+    )
+    strides = {
+        "Q_TOKEN": q.stride(1),
+        "Q_HEAD": q.stride(2),
+        "K_SLOT": keys.stride(1),
+        "K_HEAD": keys.stride(2),
+    }
     shapes = {"HEADS": heads, **strides, "D": q.shape[-1], "BD": width, "GROUP": plan.group}
     peaks = torch.empty(rows, tokens, heads, plan.groups, dtype=torch.int64, device=q.device)
     spans = plan.groups * plan.group // (plan.keys * plan.turns)
@@ -158,7 +172,9 @@ def warps_of(name: str, constants: dict[str, Any]) -> int:
     return 8 if name == "peaks_kernel" and constants["BQ"] > 64 else 4
 
 
-def launches(heads: int, width: int, tokens: int, size: int, k: int, op: torch.dtype, arch: int) -> list[Launch]:
+def launches(
+    heads: int, width: int, tokens: int, size: int, k: int, op: torch.dtype, arch: int
+) -> list[Launch]:
     """The kernels of one search as they are launched on a chip; nothing runs."""
     with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         q, keys = torch.empty(1, tokens, heads, width, dtype=op), torch.empty(1, size, heads, width, dtype=op)
@@ -178,7 +194,10 @@ def _shapes(q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int) ->
 
 
 nearest = operator(
-    "nearest", _nearest, "(Tensor q, Tensor keys, Tensor position, Tensor limit, int k) -> (Tensor, Tensor)", fake=_shapes
+    "nearest",
+    _nearest,
+    "(Tensor q, Tensor keys, Tensor position, Tensor limit, int k) -> (Tensor, Tensor)",
+    fake=_shapes,
 )
 """Scores and slots ``[r t h k]`` of the keys ``[r size h e]`` whose products with q ``[r t h e]`` are highest, among
 those whose position ``[r size]`` is from 0 to the query's limit ``[r t]``: the best first, of equal ones the lower

@@ -62,7 +62,9 @@ def recording() -> Iterator[list[Record]]:
 def record(name: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     records = _records.get()
     if records is not None:
-        records.append((name, tuple(TYPES[x.dtype] if isinstance(x, Tensor) else "i32" for x in arguments), constants))
+        records.append(
+            (name, tuple(TYPES[x.dtype] if isinstance(x, Tensor) else "i32" for x in arguments), constants)
+        )
 
 
 def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
@@ -104,22 +106,39 @@ def assembled(ptx: str, arch: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [str(newer if arch >= 100 and newer.exists() else tools / "ptxas"), "-v", f"--gpu-name={name}", str(source)]
-        done = subprocess.run([*command, "-o", str(Path(folder) / "kernel.cubin")], check=True, capture_output=True, text=True)
-    registers, spilled = (re.search(words, done.stderr) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+        command = [
+            str(newer if arch >= 100 and newer.exists() else tools / "ptxas"),
+            "-v",
+            f"--gpu-name={name}",
+            str(source),
+        ]
+        done = subprocess.run(
+            [*command, "-o", str(Path(folder) / "kernel.cubin")], check=True, capture_output=True, text=True
+        )
+    registers, spilled = (
+        re.search(words, done.stderr) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
     return int(registers[1]) if registers else 0, int(spilled[1]) if spilled else 0
 
 
 def caches(kernels: ModuleType, device: int = 0) -> dict[str, dict[Any, Any]]:
     """What this process has built of each kernel for one of its GPUs."""
     found: dict[str, Any] = {name: getattr(kernels, name, None) for name in getattr(kernels, "__all__", [])}
-    return {name: kernel.device_caches[device][0] for name, kernel in found.items() if hasattr(kernel, "device_caches")}
+    return {
+        name: kernel.device_caches[device][0]
+        for name, kernel in found.items()
+        if hasattr(kernel, "device_caches")
+    }
 
 
 def loaded(kernels: ModuleType, device: int = 0) -> dict[str, tuple[int, int]]:
     """Registers of a thread and bytes of local memory of each kernel this process has launched; the most of each."""
     sizes = {
-        name: [(kernel.n_regs, 4 * kernel.n_spills) for kernel in built.values() if getattr(kernel, "n_regs", None)]
+        name: [
+            (kernel.n_regs, 4 * kernel.n_spills)
+            for kernel in built.values()
+            if getattr(kernel, "n_regs", None)
+        ]
         for name, built in caches(kernels, device).items()
     }
     return {name: max(each, key=lambda size: size[::-1]) for name, each in sizes.items() if each}

@@ -24,9 +24,18 @@ linear_backward.py do the same for one layer, on the same coefficients, and deco
 
 from remanence.ops.triton.kernels.carry import carry_kernel, carry_stream, keys_backward
 from remanence.ops.triton.kernels.coef import coef_backward, coef_kernel
-from remanence.ops.triton.kernels.decode import adopt_kernel, convolve_kernel, decode_kernel, decode_linear_kernel
+from remanence.ops.triton.kernels.decode import (
+    adopt_kernel,
+    convolve_kernel,
+    decode_kernel,
+    decode_linear_kernel,
+)
 from remanence.ops.triton.kernels.linear import linear_read, linear_solve, linear_state
-from remanence.ops.triton.kernels.linear_backward import linear_carry, linear_keys_backward, linear_read_backward
+from remanence.ops.triton.kernels.linear_backward import (
+    linear_carry,
+    linear_keys_backward,
+    linear_read_backward,
+)
 from remanence.ops.triton.kernels.nearest import peaks_kernel, rescore_kernel
 from remanence.ops.triton.kernels.read import blend_backward, read_backward, read_kernel
 from remanence.ops.triton.kernels.state import state_kernel, state_stream

@@ -49,7 +49,12 @@ def _error_backward(
         if RESIDUAL:
             e += K
         g_mean, e_mean = tl.sum(g, 1) / D, tl.sum(e, 1) / D
-        gx, ex, ge, xx = tl.sum(g * x, 1) / D, tl.sum(e * x, 1) / D, tl.sum(g * e, 1) / D, tl.sum(x * x, 1) / D
+        gx, ex, ge, xx = (
+            tl.sum(g * x, 1) / D,
+            tl.sum(e * x, 1) / D,
+            tl.sum(g * e, 1) / D,
+            tl.sum(x * x, 1) / D,
+        )
         g_value = rstd[:, None] * (g - g_mean[:, None] - x * gx[:, None]) + w[:, None] * e
         store_tokens(g_v, -g_value, at, writes, D, BD)
         of_g, of_e, of_x = rstd * (1.0 - ex), w - rstd * gx, -rstd * gx
@@ -137,7 +142,9 @@ def carry_kernel(
         g_first *= factor
         g_error = g_error * factor + load_tokens(g_D2, at, live, D, BD)
         writes = live & (share == 0)
-        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, writes, D, BD, NORM, RESIDUAL)
+        g_O = _error_backward(
+            g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, writes, D, BD, NORM, RESIDUAL
+        )
         g_O = g_O.to(OP)
         g_hidden = dot_apart(g_O, tl.trans(W2), n, APART, ACC, OP, PRECISION)
         g_hidden = onto_apart(g_hidden, -c * D2, tl.trans(G2.to(OP)), n, APART, OP, PRECISION)
@@ -162,7 +169,9 @@ def carry_kernel(
         G2 = onto_apart(G2, tl.trans(g_first), D2, n, APART, OP, PRECISION)
         total += tl.load(received + base)
         if MOMENTUM:
-            size = tl.maximum(largest(tl.maximum(tl.abs(G1), tl.abs(T1))), largest(tl.maximum(tl.abs(G2), tl.abs(T2))))
+            size = tl.maximum(
+                largest(tl.maximum(tl.abs(G1), tl.abs(T1))), largest(tl.maximum(tl.abs(G2), tl.abs(T2)))
+            )
         else:
             size = tl.maximum(largest(G1), largest(G2))
     if SHARES > 1:
@@ -243,7 +252,9 @@ def carry_stream(
         here = base * PARTS * SIZE
         D2 = load_tokens(errors, at, live, D, BD)
         g_error = g_error * factor + load_tokens(g_D2, at, live, D, BD)
-        g_O = _error_backward(g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, live, D, BD, NORM, RESIDUAL)
+        g_O = _error_backward(
+            g_error, D2, K, v, values, rstds, g_surprise, g_v, at, live, live, D, BD, NORM, RESIDUAL
+        )
         g_O = g_O.to(OP)
         keep = tl.load(fold + base * 4)
         if MOMENTUM:
@@ -270,7 +281,9 @@ def carry_stream(
             H = load(hiddens + own, t, f, BC, HIDDEN, EVEN)
             slope = load(slopes + own, t, f, BC, HIDDEN, EVEN)
             curve = load(bends + own, t, f, BC, HIDDEN, EVEN)
-            g_first = load(g_Z + own, t, f, BC, HIDDEN, EVEN) * factor + load(g_D1 + own, t, f, BC, HIDDEN, EVEN)
+            g_first = load(g_Z + own, t, f, BC, HIDDEN, EVEN) * factor + load(
+                g_D1 + own, t, f, BC, HIDDEN, EVEN
+            )
             g_first = g_first.to(OP)
             now1 = load(g_J1 + here, d, f, D, HIDDEN, EVEN) + keep * G1
             now2 = load(g_J2 + here, f, d, HIDDEN, D, EVEN) + keep * G2

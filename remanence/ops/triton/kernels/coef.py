@@ -87,7 +87,9 @@ def coef_kernel(
     tl.store(fold + base * 4 + 3, 0.0)
     if MOMENTUM:
         tl.store(co + base * 4 * BC + BC + t, r)
-        tl.store(co + base * 4 * BC + 3 * BC + t, tl.sum(tl.where(last[None, :], moved, 0.0), 1) * theta * whole)
+        tl.store(
+            co + base * 4 * BC + 3 * BC + t, tl.sum(tl.where(last[None, :], moved, 0.0), 1) * theta * whole
+        )
         tl.store(fold + base * 4 + 1, tl.sum(tl.where(last, r, 0.0)) * whole)
         tl.store(fold + base * 4 + 2, tl.where(complete, tl.sum(tl.where(last, past, 0.0)), 1.0))
 
@@ -107,7 +109,9 @@ def coef_backward(
     base = m.to(tl.int64) * n + i
     theta = tl.where(live, tl.exp(tl.load(log_step + at, mask=live, other=0.0)), 0.0)
     later = t[None, :] >= t[:, None]
-    g_mix = tl.load(g_P + base * BC * BC + t[None, :] * BC + t[:, None]).to(ACC)  # [j t], like every product here
+    g_mix = tl.load(g_P + base * BC * BC + t[None, :] * BC + t[:, None]).to(
+        ACC
+    )  # [j t], like every product here
     g_c = load_coef(g_co, base, COEF_C, BC) * whole
     g_mix = tl.where(later, g_mix + tl.where(last[None, :], g_c[:, None], 0.0), 0.0)
     g_a = load_coef(g_co, base, COEF_A, BC) + tl.where(last, tl.load(g_fold + base * 4) * whole, 0.0)
@@ -124,7 +128,9 @@ def coef_backward(
         g_r = load_coef(g_co, base, COEF_R, BC) + tl.where(last, tl.load(g_fold + base * 4 + 1) * whole, 0.0)
         g_s = load_coef(g_co, base, COEF_S, BC) * whole
         g_theta += g_s * tl.sum(tl.where(last[None, :], moved, 0.0), 1)
-        g_moved = dot(g_mix, tl.trans(kept), OP, PRECISION) + tl.where(last[None, :], (g_s * theta)[:, None], 0.0)
+        g_moved = dot(g_mix, tl.trans(kept), OP, PRECISION) + tl.where(
+            last[None, :], (g_s * theta)[:, None], 0.0
+        )
         g_past = tl.sum(kept * g_r[None, :], 1) + tl.where(last, tl.load(g_fold + base * 4 + 2) * whole, 0.0)
         g_eta = _products_backward(g_moved, moved, BC, QUICK) + tl.cumsum(g_past * past, 0, reverse=True)
         tl.store(g_momentum + at, g_eta, mask=live)
@@ -135,4 +141,8 @@ def coef_backward(
     tl.store(g_step + at, g_theta * theta, mask=live)
     if FORGET:
         a = tl.exp(tl.cumsum(keep, 0))
-        tl.store(g_keep + at, _products_backward(g_kept, kept, BC, QUICK) + tl.cumsum(g_a * a, 0, reverse=True), mask=live)
+        tl.store(
+            g_keep + at,
+            _products_backward(g_kept, kept, BC, QUICK) + tl.cumsum(g_a * a, 0, reverse=True),
+            mask=live,
+        )

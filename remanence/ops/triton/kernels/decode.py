@@ -142,7 +142,10 @@ def decode_kernel(
                     S2 *= past
                 for i in tl.range(CHUNK, num_stages=1):
                     at = m * CHUNK + i
-                    x1, e2 = tl.load(X1 + at * D + d, mask=d < D, other=0.0), tl.load(E2 + at * D + d, mask=d < D, other=0.0)
+                    x1, e2 = (
+                        tl.load(X1 + at * D + d, mask=d < D, other=0.0),
+                        tl.load(E2 + at * D + d, mask=d < D, other=0.0),
+                    )
                     x2 = tl.load(X2 + at * HIDDEN + f, mask=f < HIDDEN, other=0.0)
                     e1 = tl.load(E1 + at * HIDDEN + f, mask=f < HIDDEN, other=0.0)
                     first, second = x1[:, None] * e1[None, :], x2[:, None] * e2[None, :]
@@ -291,7 +294,11 @@ def _convolve(
     later = tl.load(places + HEADS * D, mask=(t + 1 < HISTORY)[:, None] & live[None, :], other=0.0)
     new = tl.load(x + (m // HEADS) * HEADS * D + at, mask=live, other=0.0)
     tap = t - (HISTORY - TAPS + 1)  # the newest input's is the last
-    taps = tl.load(weight + at[None, :] * TAPS + tap[:, None], mask=held & (tap >= 0)[:, None], other=0.0).to(OP).to(ACC)
+    taps = (
+        tl.load(weight + at[None, :] * TAPS + tap[:, None], mask=held & (tap >= 0)[:, None], other=0.0)
+        .to(OP)
+        .to(ACC)
+    )
     last = tl.load(weight + at * TAPS + TAPS - 1, mask=live, other=0.0).to(OP).to(ACC)
     # Rounded wherever torch rounds.
     z = (tl.sum(old.to(OP).to(ACC) * taps, 0) + new.to(ACC) * last).to(OP).to(ACC)
@@ -324,7 +331,9 @@ def convolve_kernel(
 
 
 @triton.jit
-def adopt_kernel(begins, source, weights, SIZE, PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def adopt_kernel(
+    begins, source, weights, SIZE, PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The chunk's start weights, the first of J's parts, where a segment begins; nothing is even read elsewhere."""
     m = tl.program_id(0).to(tl.int64)
     if tl.load(begins + m // HEADS) != 0:

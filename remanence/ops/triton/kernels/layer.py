@@ -56,7 +56,18 @@ def _put(ptr, x, rows, live, cols, D: tl.constexpr, BD: tl.constexpr, STRIDE: tl
 
 
 @triton.jit
-def _inputs(x, past, at, L, cols, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, LEAD: tl.constexpr, ACC: tl.constexpr):
+def _inputs(
+    x,
+    past,
+    at,
+    L,
+    cols,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    LEAD: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """The tokens `at` of one row and head; those before the first are the last of the past."""
     new = _tile(x, at, (at >= 0) & (at < L), cols, D, BD, HEADS * D, ACC)
     if LEAD > 0:
@@ -102,7 +113,9 @@ def short_conv_slopes(
         inputs, z = (), tl.zeros([BT, BD], ACC)  # tuples grow by sums: Triton knows no unpacking
         for back in tl.static_range(TAPS):
             w = _columns(weight + head * D * TAPS + TAPS - 1 - back, cols, D, BD, TAPS, ACC)
-            inputs = inputs + (_inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC),)  # noqa: RUF005
+            inputs = inputs + (
+                _inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC),
+            )  # noqa: RUF005
             z += w[None, :] * inputs[back]
         value, slope = activate_with_slope(z, False)
         g = _tile(g_y + base, t, t < L, cols, D, BD, HEADS * D, ACC)
@@ -138,7 +151,9 @@ def short_conv_turned(
     g = tl.zeros([BT, BD], ACC)
     for ahead in tl.static_range(TAPS):
         w = _columns(weight + head * D * TAPS + LEAD - ahead, cols, D, BD, TAPS, ACC)
-        g += w[None, :] * _tile(g_z + base, t + ahead, (t + ahead >= 0) & (t + ahead < L), cols, D, BD, HEADS * D, ACC)
+        g += w[None, :] * _tile(
+            g_z + base, t + ahead, (t + ahead >= 0) & (t + ahead < L), cols, D, BD, HEADS * D, ACC
+        )
     _put(g_x + base, g, t, (t >= 0) & (t < L), cols, D, BD, HEADS * D)
     if LEAD > 0:
         _put(g_past + before, g, t + LEAD, t < 0, cols, D, BD, HEADS * D)
@@ -187,7 +202,9 @@ def gates_kernel(
     _put(logits, logit, t, live, gates, COUNT, BG, COUNT)
     log_gate = _log_sigmoid(logit * _signs(gates // HEADS, FLIPPED, ACC)[None, :], TERMS)
     place = (gates // HEADS).to(tl.int64) * n * HEADS + gates % HEADS
-    tl.store(logs + place[None, :] + t[:, None] * HEADS, log_gate, mask=(live)[:, None] & (gates < COUNT)[None, :])
+    tl.store(
+        logs + place[None, :] + t[:, None] * HEADS, log_gate, mask=(live)[:, None] & (gates < COUNT)[None, :]
+    )
 
 
 @kernel
@@ -212,7 +229,11 @@ def gates_slopes(
     signs = _signs(gates // HEADS, FLIPPED, ACC)[None, :]
     g = signs * g / (1.0 + tl.exp(signs * logit))
     product = tl.where(mask, logit - _columns(bias, gates, COUNT, BG, 1, ACC)[None, :], 0.0)
-    tl.store(g_bias + (group * tl.num_programs(0) + tl.program_id(0)) * COUNT + gates, tl.sum(g, 0), mask=gates < COUNT)
+    tl.store(
+        g_bias + (group * tl.num_programs(0) + tl.program_id(0)) * COUNT + gates,
+        tl.sum(g, 0),
+        mask=gates < COUNT,
+    )
     tl.store(pulls + t, tl.sum(g * product, 1) * scale * scale / DIM, mask=live)
     _put(g_logits, g * scale[:, None], t, live, gates, COUNT, BG, COUNT)
 
@@ -246,7 +267,16 @@ def gates_backward(
 
 @kernel
 def gated_norm_kernel(
-    x, gate, weight, y, per, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr
+    x,
+    gate,
+    weight,
+    y,
+    per,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
 ):
     group, cols = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -279,7 +309,9 @@ def gated_norm_backward(
         sums += g * a
         g *= w
         _put(g_x, (g - a * (tl.sum(g * a, 1) / D)[:, None]) * shrink, t, live, cols, D, BD, D)
-    tl.store(g_weight + (group * tl.num_programs(0) + tl.program_id(0)) * D + cols, tl.sum(sums, 0), mask=cols < D)
+    tl.store(
+        g_weight + (group * tl.num_programs(0) + tl.program_id(0)) * D + cols, tl.sum(sums, 0), mask=cols < D
+    )
 
 
 @triton.jit
@@ -296,7 +328,17 @@ def _rms_gradient(g, a, shrink, D: tl.constexpr):
 
 
 @kernel
-def rms_norm_kernel(x, weight, y, per, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr):
+def rms_norm_kernel(
+    x,
+    weight,
+    y,
+    per,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
+):
     group, cols = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     live = t < (group + 1) * per
@@ -319,12 +361,24 @@ def rms_norm_backward(
         g = _tile(g_y, t, live, cols, D, BD, D, ACC)
         sums += g * a
         _put(g_x, _rms_gradient(g * w, a, shrink, D), t, live, cols, D, BD, D)
-    tl.store(g_weight + (group * tl.num_programs(0) + tl.program_id(0)) * D + cols, tl.sum(sums, 0), mask=cols < D)
+    tl.store(
+        g_weight + (group * tl.num_programs(0) + tl.program_id(0)) * D + cols, tl.sum(sums, 0), mask=cols < D
+    )
 
 
 @kernel
 def join_kernel(
-    x, m, weight, gain, y, per, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr
+    x,
+    m,
+    weight,
+    gain,
+    y,
+    per,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
 ):
     """`weight` is the gain of x, `gain` that of m."""
     group, cols = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
@@ -368,7 +422,11 @@ def join_backward(
 def swiglu_kernel(gate, up, y, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     opened = activate(tl.load(gate + at, mask=at < count, other=0.0).to(ACC), False)
-    tl.store(y + at, (opened * tl.load(up + at, mask=at < count, other=0.0).to(ACC)).to(y.dtype.element_ty), mask=at < count)
+    tl.store(
+        y + at,
+        (opened * tl.load(up + at, mask=at < count, other=0.0).to(ACC)).to(y.dtype.element_ty),
+        mask=at < count,
+    )
 
 
 @kernel
@@ -404,7 +462,11 @@ def rotary_kernel(
 @triton.jit
 def _block(ptr, rows, cols, R: tl.constexpr, C: tl.constexpr, STRIDE: tl.constexpr, OP: tl.constexpr):
     """A tile of a matrix ``[R C]`` in the operands' dtype, zeros outside."""
-    return tl.load(ptr + rows[:, None] * STRIDE + cols[None, :], mask=(rows < R)[:, None] & (cols < C)[None, :], other=0.0).to(OP)
+    return tl.load(
+        ptr + rows[:, None] * STRIDE + cols[None, :],
+        mask=(rows < R)[:, None] & (cols < C)[None, :],
+        other=0.0,
+    ).to(OP)
 
 
 @kernel
@@ -446,7 +508,10 @@ def heads_weight(
     COLUMNS: tl.constexpr = (OUTPUTS + BO - 1) // BO
     head, part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     group, own = head // HEADS, head % HEADS
-    rows, cols = tl.program_id(2) // COLUMNS * BI + tl.arange(0, BI), tl.program_id(2) % COLUMNS * BO + tl.arange(0, BO)
+    rows, cols = (
+        tl.program_id(2) // COLUMNS * BI + tl.arange(0, BI),
+        tl.program_id(2) % COLUMNS * BO + tl.arange(0, BO),
+    )
     total = tl.zeros([BI, BO], ACC)
     for step in range(steps):
         t = group * per + (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
@@ -455,7 +520,11 @@ def heads_weight(
         b = _tile(g + own * OUTPUTS, t, live, cols, OUTPUTS, 0, HEADS * OUTPUTS, OP)
         total = dot_onto(total, tl.trans(a), b, OP, PRECISION)
     mask = (rows < INPUTS)[:, None] & (cols < OUTPUTS)[None, :]
-    tl.store(out + (head * parts + part) * INPUTS * OUTPUTS + rows[:, None] * OUTPUTS + cols[None, :], total, mask=mask)
+    tl.store(
+        out + (head * parts + part) * INPUTS * OUTPUTS + rows[:, None] * OUTPUTS + cols[None, :],
+        total,
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -482,7 +551,14 @@ def _features(
     y = dot_apart(u, _block(down, inner, cols, COUNT, D, D, OP), go, APART, ACC, OP, PRECISION)
     y += _tile(x, t, live, cols, D, BD, HEADS * D, ACC)
     other = tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS)[:, None]
-    return gate.to(OP), value.to(OP), u, shrink, y * other, other  # the first two wait: narrow, they take half the registers
+    return (
+        gate.to(OP),
+        value.to(OP),
+        u,
+        shrink,
+        y * other,
+        other,
+    )  # the first two wait: narrow, they take half the registers
 
 
 @kernel
@@ -497,7 +573,25 @@ def lift_kernel(
     live, cols, inner = t < (group + 1) * per, tl.arange(0, BD), tl.arange(0, BC)
     up, down = up + head * D * 2 * COUNT, down + head * COUNT * D
     _, _, _, _, value, _ = _features(
-        x + own * D, up, down, t, live, inner, cols, per, HEADS, D, BD, COUNT, BC, BT, SCALE, APART, ACC, OP, PRECISION
+        x + own * D,
+        up,
+        down,
+        t,
+        live,
+        inner,
+        cols,
+        per,
+        HEADS,
+        D,
+        BD,
+        COUNT,
+        BC,
+        BT,
+        SCALE,
+        APART,
+        ACC,
+        OP,
+        PRECISION,
     )
     _put(y + own * D, value, t, live, cols, D, BD, HEADS * D)
 
@@ -517,7 +611,25 @@ def lift_slopes(
     live, cols, inner = t < (group + 1) * per, tl.arange(0, BD), tl.arange(0, BC)
     up, down = up + head * D * 2 * COUNT, down + head * COUNT * D
     gate, value, u, shrink, y, other = _features(
-        x + own * D, up, down, t, live, inner, cols, per, HEADS, D, BD, COUNT, BC, BT, SCALE, APART, ACC, OP, PRECISION
+        x + own * D,
+        up,
+        down,
+        t,
+        live,
+        inner,
+        cols,
+        per,
+        HEADS,
+        D,
+        BD,
+        COUNT,
+        BC,
+        BT,
+        SCALE,
+        APART,
+        ACC,
+        OP,
+        PRECISION,
     )
     _put(u_out + own * COUNT, u, t, live, inner, COUNT, BC, HEADS * COUNT)
     g = _tile(g_y + own * D, t, live, cols, D, BD, HEADS * D, ACC)

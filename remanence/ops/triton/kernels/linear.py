@@ -95,7 +95,9 @@ def _invert(A, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     for level in tl.static_range(LEVELS):
         block = t // (16 << level)
         between = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
-        X -= tl.dot(X, tl.dot(tl.where(between, A, 0.0), X, input_precision=PRECISION), input_precision=PRECISION)
+        X -= tl.dot(
+            X, tl.dot(tl.where(between, A, 0.0), X, input_precision=PRECISION), input_precision=PRECISION
+        )
     return X
 
 
@@ -116,7 +118,11 @@ def linear_solve(
     left = tl.minimum(L - i * CHUNK, CHUNK)
     inverse += base * BC * BC
     square = inverse + u[:, None] * BC + u[None, :]
-    X = _invert(_met(k, log_keep, P, base, first, left, u, u, HEADS, D, BD, BC, SCALED, OP, PRECISION), SIZE, PRECISION)
+    X = _invert(
+        _met(k, log_keep, P, base, first, left, u, u, HEADS, D, BD, BC, SCALED, OP, PRECISION),
+        SIZE,
+        PRECISION,
+    )
     tl.store(square, X.to(OP))
     if BC > SIZE:  # one more merge, whose operands have no room as parts of the whole
         far = SIZE + u

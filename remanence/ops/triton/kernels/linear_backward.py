@@ -40,7 +40,18 @@ from remanence.ops.triton.kernels.tools import (
 
 
 @triton.jit
-def _slope(v, value, K, at, live, cols, E: tl.constexpr, SQUARED: tl.constexpr, RESIDUAL: tl.constexpr, ACC: tl.constexpr):
+def _slope(
+    v,
+    value,
+    K,
+    at,
+    live,
+    cols,
+    E: tl.constexpr,
+    SQUARED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """The loss's slope at LayerNorm's value."""
     slope = -load_columns(v, at, live, cols, E).to(ACC)
     if SQUARED:

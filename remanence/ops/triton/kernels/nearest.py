@@ -21,7 +21,16 @@ WORD, MOST = tl.constexpr(2**32 - 1), tl.constexpr(2**31 - 1)
 
 # One build for every number of queries and entries.
 kernel = triton.jit(
-    do_not_specialize=["tokens", "size", "groups", "count", "q_apart", "k_apart", "position_apart", "limit_apart"]
+    do_not_specialize=[
+        "tokens",
+        "size",
+        "groups",
+        "count",
+        "q_apart",
+        "k_apart",
+        "position_apart",
+        "limit_apart",
+    ]
 )
 
 
@@ -118,5 +127,7 @@ def rescore_kernel(
     within = live & (slot < size)
     K = _vectors(k + row * k_apart * K_SLOT + head * K_HEAD, slot, within, d, K_SLOT, D, BD).to(tl.float32)
     place = _places(position + row * position_apart, slot, tl.where(live, size, 0))
-    score = tl.where(place <= _bounds(limit + row * limit_apart + t, True), tl.sum(K * Q[None, :], 1), float("-inf"))
+    score = tl.where(
+        place <= _bounds(limit + row * limit_apart + t, True), tl.sum(K * Q[None, :], 1), float("-inf")
+    )
     tl.store(scores + m * count * GROUP + c, pack(score, slot), mask=live)

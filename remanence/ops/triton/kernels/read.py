@@ -73,7 +73,9 @@ def read_kernel(
         if TRAIN:
             store(hiddens + base * BC * HIDDEN, H, t, f, BC, HIDDEN, EVEN)
             store(firsts + base * BC * HIDDEN, D1, t, f, BC, HIDDEN, EVEN)
-        Z = a * dot_apart(Q, W1, n, APART, ACC, OP, PRECISION) - dot_apart(blend, D1, n, APART, ACC, OP, PRECISION)
+        Z = a * dot_apart(Q, W1, n, APART, ACC, OP, PRECISION) - dot_apart(
+            blend, D1, n, APART, ACC, OP, PRECISION
+        )
         if MOMENTUM:
             Z += r * dot_apart(Q, load(starts1 + SIZE, d, f, D, HIDDEN, EVEN), n, APART, ACC, OP, PRECISION)
         if TRAIN:
@@ -149,26 +151,64 @@ def read_backward(
         f = j * BH + tl.arange(0, BH)
         H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         A, slope = activate_with_slope(load(reads + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN).to(ACC), GELU)
-        store(g_X2 + base * BC * HIDDEN, dot_apart(tl.trans(g_scores), A, n, APART, ACC, OP, PRECISION), t, f, BC, HIDDEN, EVEN)
-        store(g_J2, dot_apart(tl.trans((a * A).to(OP)), g_O, n, APART, ACC, OP, PRECISION), f, d, HIDDEN, D, EVEN)
+        store(
+            g_X2 + base * BC * HIDDEN,
+            dot_apart(tl.trans(g_scores), A, n, APART, ACC, OP, PRECISION),
+            t,
+            f,
+            BC,
+            HIDDEN,
+            EVEN,
+        )
+        store(
+            g_J2,
+            dot_apart(tl.trans((a * A).to(OP)), g_O, n, APART, ACC, OP, PRECISION),
+            f,
+            d,
+            HIDDEN,
+            D,
+            EVEN,
+        )
         g_first = dot_apart(g_scores, H, n, APART, ACC, OP, PRECISION)
         back = dot_apart(g_O, tl.trans(load(starts2, f, d, HIDDEN, D, EVEN)), n, APART, ACC, OP, PRECISION)
         g_a += tl.sum(back * A, 1)
         g_first += a * back
         if MOMENTUM:
-            store(g_J2 + SIZE, dot_apart(tl.trans((r * A).to(OP)), g_O, n, APART, ACC, OP, PRECISION), f, d, HIDDEN, D, EVEN)
-            back = dot_apart(g_O, tl.trans(load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)), n, APART, ACC, OP, PRECISION)
+            store(
+                g_J2 + SIZE,
+                dot_apart(tl.trans((r * A).to(OP)), g_O, n, APART, ACC, OP, PRECISION),
+                f,
+                d,
+                HIDDEN,
+                D,
+                EVEN,
+            )
+            back = dot_apart(
+                g_O, tl.trans(load(starts2 + SIZE, f, d, HIDDEN, D, EVEN)), n, APART, ACC, OP, PRECISION
+            )
             g_r += tl.sum(back * A, 1)
             g_first += r * back
         g_first *= slope
         store(g_Z + base * BC * HIDDEN, g_first, t, f, BC, HIDDEN, EVEN)
         store(g_J1, dot_apart(tl.trans(Q), a * g_first, n, APART, ACC, OP, PRECISION), d, f, D, HIDDEN, EVEN)
-        back = dot_apart(g_first, tl.trans(load(starts1, d, f, D, HIDDEN, EVEN)), n, APART, ACC, OP, PRECISION)
+        back = dot_apart(
+            g_first, tl.trans(load(starts1, d, f, D, HIDDEN, EVEN)), n, APART, ACC, OP, PRECISION
+        )
         g_a += tl.sum(back * Q, 1)
         g_query += a * back
         if MOMENTUM:
-            store(g_J1 + SIZE, dot_apart(tl.trans(Q), r * g_first, n, APART, ACC, OP, PRECISION), d, f, D, HIDDEN, EVEN)
-            back = dot_apart(g_first, tl.trans(load(starts1 + SIZE, d, f, D, HIDDEN, EVEN)), n, APART, ACC, OP, PRECISION)
+            store(
+                g_J1 + SIZE,
+                dot_apart(tl.trans(Q), r * g_first, n, APART, ACC, OP, PRECISION),
+                d,
+                f,
+                D,
+                HIDDEN,
+                EVEN,
+            )
+            back = dot_apart(
+                g_first, tl.trans(load(starts1 + SIZE, d, f, D, HIDDEN, EVEN)), n, APART, ACC, OP, PRECISION
+            )
             g_r += tl.sum(back * Q, 1)
             g_query += r * back
     store_tokens(g_q, g_query, at, live, D, BD)
@@ -205,10 +245,14 @@ def blend_backward(
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)
         g_first = load(g_Z + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-        g_blend += dot(g_first, tl.trans(load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)), OP, PRECISION)
+        g_blend += dot(
+            g_first, tl.trans(load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)), OP, PRECISION
+        )
         g_first = -dot(blend, g_first, OP, PRECISION)
         slope = load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-        g_error += dot(g_first * slope, load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION)
+        g_error += dot(
+            g_first * slope, load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION
+        )
         tl.debug_barrier()  # all have read g_Z before any writes there
         store(g_D1 + base * BC * HIDDEN, g_first, t, f, BC, HIDDEN, EVEN)
     g_error += load_tokens(g_D2, at, live, D, BD)

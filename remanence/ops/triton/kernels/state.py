@@ -77,7 +77,9 @@ def state_kernel(
         out = dot_apart(H, W2, n, APART, ACC, OP, PRECISION)
         if SHARES > 1:
             out = meet(out, mail + m * 2 * SHARES * BC * BD, flags + m, i, share, SHARES, BC, BD)
-        D2 = _error(out, K, k, v, at, live, share == 0, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        D2 = _error(
+            out, K, k, v, at, live, share == 0, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN
+        )
         D1 = dot_apart(D2, tl.trans(W2.to(OP)), n, APART, ACC, OP, PRECISION) * slope
         c = load_coef(co, base, COEF_C, BC)[:, None]
         keep = tl.load(fold + base * 4)
@@ -136,7 +138,9 @@ def state_stream(
         base = m * n + i
         starts1 += PARTS * SIZE
         starts2 += PARTS * SIZE
-        D2 = _error(out, K, k, v, at, live, True, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN)
+        D2 = _error(
+            out, K, k, v, at, live, True, errors, values, rstds, surprise, D, BD, NORM, RESIDUAL, TRAIN
+        )
         c = load_coef(co, base, COEF_C, BC)[:, None]
         keep = tl.load(fold + base * 4)
         if MOMENTUM:

@@ -162,7 +162,12 @@ def pull_backward(g, e, value, rstd, w, SQUARED: tl.constexpr, D: tl.constexpr, 
         of_g += rstd
         of_x -= rstd * gx
     constant = of_g * g_mean + of_e * e_mean
-    of_x -= of_g * gx + of_e * ex + of_x * (tl.sum(value * value, 1) / D) + rstd * (ge - g_mean * e_mean - gx * ex)
+    of_x -= (
+        of_g * gx
+        + of_e * ex
+        + of_x * (tl.sum(value * value, 1) / D)
+        + rstd * (ge - g_mean * e_mean - gx * ex)
+    )
     g_source = of_g[:, None] * g + of_e[:, None] * e + of_x[:, None] * value - constant[:, None]
     g_e = g - g_mean[:, None] - value * gx[:, None]
     if D != BD:
@@ -196,7 +201,9 @@ def load_layers(first, second, offset, d, f, D: tl.constexpr, HIDDEN: tl.constex
 
 
 @triton.jit
-def store_layers(first, second, offset, x1, x2, d, f, D: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr):
+def store_layers(
+    first, second, offset, x1, x2, d, f, D: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr
+):
     store(first + offset, x1, d, f, D, HIDDEN, EVEN)
     store(second + offset, x2, f, d, HIDDEN, D, EVEN)
 
@@ -255,7 +262,11 @@ def load_columns(ptr, at, live, cols, D: tl.constexpr):
 
 @triton.jit
 def store_columns(ptr, x, at, live, cols, D: tl.constexpr):
-    tl.store(ptr + at[:, None] * D + cols[None, :], x.to(ptr.dtype.element_ty), mask=live[:, None] & (cols < D)[None, :])
+    tl.store(
+        ptr + at[:, None] * D + cols[None, :],
+        x.to(ptr.dtype.element_ty),
+        mask=live[:, None] & (cols < D)[None, :],
+    )
 
 
 @triton.jit
