@@ -1,8 +1,9 @@
 """The layer on a CPU, forward + backward, side by side with titans-pytorch: tokens per second and peak memory.
 
-Times are medians of rounds in which the implementations take turns in one process; peak memory is each one's own process,
-over what it held before its first step. Then how long the first call of a compiled layer takes, in a process of its own with an
-empty cache, behind the first call of anything compiled, which is torch's own. Prints tables, writes benchmarks/out/cpu.json.
+Times are medians of rounds in which the implementations take turns in one process; peak memory is each one's own
+process, over what it held before its first step. Then how long the first call of a compiled layer takes, in a process
+of its own with an empty cache, behind the first call of anything compiled, which is torch's own. Prints tables, writes
+benchmarks/out/cpu.json.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ COMPILED = (("deep", 23), ("deep", 2048), ("titans", 23), ("titans", 2048))
 
 
 def compiled_row(net: str, tokens: int) -> dict:
-    """Seconds of torch.compile's first calls in a new process: of a sine, then of a layer, forward, and forward + backward."""
+    """Seconds of torch.compile's first calls in a new process: of a sine, then of a layer, forward, and forward +
+    backward.
+    """
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, __file__, "--compiled", net, str(tokens)]
         kept = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
@@ -122,7 +125,8 @@ def print_compiled(net: str, tokens: int) -> None:
 
 
 def high_water_mib() -> float:
-    """This process's largest resident size so far. Linux: not getrusage, whose figure a child inherits from its parent."""
+    """This process's largest resident size so far. Linux: not getrusage, whose figure a child inherits from its parent.
+    """
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))

@@ -1,11 +1,12 @@
-"""Which memory should be the default? Prototypes of memory rules on byte books, in plain torch, all in one small language model.
+"""Which memory should be the default? Prototypes of memory rules on byte books, in plain torch, all in one small
+language model.
 
     python benchmarks/designs.py BOOKS --runs matrix,deep64 --steps 600 --out out/designs.json
 
-BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that says each book's split. The models are Titans' LMM (memory and
-feed-forward, no attention) with equal parameters and tokens; the memory is carried from piece to piece. Reported, on held-out
-books: bits per byte by position with the memory carried (on) and begun anew every 256 tokens (fresh), and the gradient norm.
-What was learned from it is in docs/results/dynamics.md.
+BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that says each book's split. The models are Titans' LMM (memory
+and feed-forward, no attention) with equal parameters and tokens; the memory is carried from piece to piece. Reported,
+on held-out books: bits per byte by position with the memory carried (on) and begun anew every 256 tokens (fresh), and
+the gradient norm. What was learned from it is in docs/results/dynamics.md.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class _Inverse(torch.autograd.Function):
 
 
 def delta(q, k, v, beta, log_keep, eta, N, M):
-    """Gated delta rule, token-exact; with eta, the answers lag behind (pending writes): M_t = (1 - eta) N_t + eta gamma M_{t-1}.
+    """Gated delta rule, token-exact; with eta, the answers lag behind (pending writes): M_t = (1 - eta) N_t + eta gamma
+    M_{t-1}.
 
     q, k [b h n c f], v [b h n c e], gates [b h n c], N, M [b h f e].
     """
@@ -137,8 +139,9 @@ def layer_norm(x):
 def deep(q, k, v, beta, beta1, log_keep, I1, I2, D1, D2, repaired):
     """x -> LN(gelu(x W1) W2), both layers fast, gradients at the chunk's start; W = I + D, and D forgets.
 
-    repaired: steps in units of the answer per layer, shared by tokens with similar keys, values of the answer's length, an input
-    that reaches GELU's bend. Otherwise the printed rule without momentum and with a residual, but for what it forgets towards.
+    repaired: steps in units of the answer per layer, shared by tokens with similar keys, values of the answer's length,
+    an input that reaches GELU's bend. Otherwise the printed rule without momentum and with a residual, but for what it
+    forgets towards.
     """
     n, c, d = q.shape[2], q.shape[-2], q.shape[-1]
     low = log_keep.cumsum(-1)

@@ -3,10 +3,10 @@
     python benchmarks/dynamics.py BOOKS --runs deep gated_delta matrix matrix128 --lrs 1e-3 2e-3 4e-3 --steps 1000 --out rows.json
 
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. The models are LMMs (memory and
-feed-forward, no attention), trained on the books of the split train with their memories carried from piece to piece, then read
-on held-out books (--splits): bits per byte by octave of positions with the memory carried (on) and begun anew every 256 tokens
-(fresh), each a mean over separate streams with the standard error of the difference. A run that is in the file already is not
-run again, so that the same command goes on after an interruption.
+feed-forward, no attention), trained on the books of the split train with their memories carried from piece to piece,
+then read on held-out books (--splits): bits per byte by octave of positions with the memory carried (on) and begun anew
+every 256 tokens (fresh), each a mean over separate streams with the standard error of the difference. A run that is in
+the file already is not run again, so that the same command goes on after an interruption.
 """
 
 from __future__ import annotations

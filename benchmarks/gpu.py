@@ -5,21 +5,23 @@
     python benchmarks/gpu.py --parts d a --add       beside what the file already holds of the other parts
     python benchmarks/gpu.py --tiny                  every path that runs on a CPU, in small
 
-(a) the memory operator alone beside its FLOP floor, (b) the layer, forward + backward, beside other layers, (c) training whole
-models (as `fit` does: forward and backward captured as a CUDA graph), (d) decoding, (e) training small models whose rows go on
-where they were, beside rows that begin anew at every step, (f) reading one long text. Medians of CUDA-event timings after
-warm-up. Each kind of row has a process of its own (gpu_rows.py),
-begun again after a crash for the cases that are left; the file is written after every row. benchmarks/gpu_tune.py is for tuning.
+(a) the memory operator alone beside its FLOP floor, (b) the layer, forward + backward, beside other layers, (c)
+training whole models (as `fit` does: forward and backward captured as a CUDA graph), (d) decoding, (e) training small
+models whose rows go on where they were, beside rows that begin anew at every step, (f) reading one long text. Medians
+of CUDA-event timings after warm-up. Each kind of row has a process of its own (gpu_rows.py), begun again after a crash
+for the cases that are left; the file is written after every row. benchmarks/gpu_tune.py is for tuning.
 
-About how long the parts take on an H200, estimated, not measured: building kernels 1.5 minutes; (b) 1 for the rows that something
-is claimed of, 3 for the rest; (c) 2.5, most of it MAC; (e) 1; (f) 1.5; (d) 1.5; (a) 1. Rows of which something is claimed come
-first whatever their part (`first` below): by this they fit into ten minutes. All of it does not, where all peers are there:
-`--parts b e f c`, then `--parts d a --add`. benchmarks/speeds.py makes of (c) what `remanence train --dry-run` estimates from.
+About how long the parts take on an H200, estimated, not measured: building kernels 1.5 minutes; (b) 1 for the rows that
+something is claimed of, 3 for the rest; (c) 2.5, most of it MAC; (e) 1; (f) 1.5; (d) 1.5; (a) 1. Rows of which
+something is claimed come first whatever their part (`first` below): by this they fit into ten minutes. All of it does
+not, where all peers are there: `--parts b e f c`, then `--parts d a --add`. benchmarks/speeds.py makes of (c) what
+`remanence train --dry-run` estimates from.
 
-Peers are measured where they can be imported: flash-linear-attention and titans-pytorch as packages; from a folder of PYTHONPATH
-into which they were cloned, github.com/HuuYuLong/MomentumDeltaNet (kernels of its authors; fla's own layer of that name still
-takes a reference path) and github.com/a1600012888/LaCT (large-chunk test-time training; needs fla as well). LaCT's kernels try
-dozens of settings for every shape, which takes minutes: `--parts b --only LaCT --limit 500 --add`.
+Peers are measured where they can be imported: flash-linear-attention and titans-pytorch as packages; from a folder of
+PYTHONPATH into which they were cloned, github.com/HuuYuLong/MomentumDeltaNet (kernels of its authors; fla's own layer
+of that name still takes a reference path) and github.com/a1600012888/LaCT (large-chunk test-time training; needs fla as
+well). LaCT's kernels try dozens of settings for every shape, which takes minutes:
+`--parts b --only LaCT --limit 500 --add`.
 """
 
 from __future__ import annotations
@@ -152,7 +154,9 @@ def read_jobs(tiny: bool) -> list[Row]:
 
 
 def job(part: str, title: str, what: str, cases: list[str], first: bool = False, **fields: Any) -> Row:
-    """A process's work: its place in the table, whether it goes before what nothing is claimed of, the fields for gpu_rows.py."""
+    """A process's work: its place in the table, whether it goes before what nothing is claimed of, the fields for
+    gpu_rows.py.
+    """
     return {"part": part, "title": title, "first": first, "fields": {"what": what, "cases": cases, **fields}}
 
 
@@ -303,7 +307,9 @@ def forward(running: subprocess.Popen[str], lines: queue.Queue[str | None]) -> N
 
 
 def compare(rows: list[Row]) -> None:
-    """Each row's ratio: (a) time to the floor, else speed to that of another row of its part (`MEANS`); (b) ours to one more."""
+    """Each row's ratio: (a) time to the floor, else speed to that of another row of its part (`MEANS`); (b) ours to one
+    more.
+    """
     speeds = {(row["part"], row["what"], row["case"]): row["tokens_per_s"] for row in rows if row.get("ms")}
     for row in rows:
         part, what, case = row["part"], row["what"], row["case"]
@@ -390,7 +396,8 @@ def prepare(bench: Bench, parts: list[str]) -> None:
         for hidden in (64, 128, 256)
         for chunk in (64, 16)
     ]
-    # Matrices' kernels (every preset has them), and the peers', are built and tried at their first call: some take over a minute.
+    # Matrices' kernels (every preset has them), and the peers', are built and tried at their first call: some take over
+    # a minute.
     running += [
         Child({**todo["fields"], "cases": ["8x4K"], "tiny": False})
         for todo in layer_jobs(False)

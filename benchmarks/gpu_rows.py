@@ -1,7 +1,8 @@
-"""What one process of benchmarks/gpu.py measures: each function takes a job's fields and yields a row for each of its cases.
+"""What one process of benchmarks/gpu.py measures: each function takes a job's fields and yields a row for each of its
+cases.
 
-A row that cannot be measured says why; after an error that leaves the GPU unusable the process ends, and its parent starts one
-more for the cases that are left.
+A row that cannot be measured says why; after an error that leaves the GPU unusable the process ends, and its parent
+starts one more for the cases that are left.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def synchronize() -> None:
 
 
 def several(run: Callable[[], Any], count: int) -> float:
-    """Milliseconds of a call, one behind the other as in training: what the host does for the next hides behind this one."""
+    """Milliseconds of a call, one behind the other as in training: what the host does for the next hides behind this
+    one.
+    """
     if DEVICE == "cpu":
         begin = time.perf_counter()
         for _ in range(count):
@@ -76,8 +79,8 @@ def several(run: Callable[[], Any], count: int) -> float:
 
 
 def median_ms(run: Callable[[], Any], seconds: float = 1.0, most: int = 10) -> float:
-    """Of as many rounds as fit, after two calls to warm up; what is quick is called several times a round. A first call can take
-    minutes, where a peer tries dozens of settings of each of its kernels: it says nothing of the next.
+    """Of as many rounds as fit, after two calls to warm up; what is quick is called several times a round. A first call
+    can take minutes, where a peer tries dozens of settings of each of its kernels: it says nothing of the next.
     """
     run()
     synchronize()
@@ -234,8 +237,8 @@ def titans(width: int, heads: int, refresh: int | None) -> nn.Module:
 
 
 def cloned(name: str, *packages: str) -> None:
-    """Make packages of a repository importable that lies, as cloned, in a folder of PYTHONPATH; their own __init__ is not run:
-    those import whole model zoos, and one of them a name that there is not.
+    """Make packages of a repository importable that lies, as cloned, in a folder of PYTHONPATH; their own __init__ is
+    not run: those import whole model zoos, and one of them a name that there is not.
     """
     folder = next((Path(place) / name for place in sys.path if (Path(place) / name).is_dir()), None)
     if folder is None:
@@ -247,7 +250,9 @@ def cloned(name: str, *packages: str) -> None:
 
 
 def unused(name: str, **attributes: Any) -> None:
-    """An empty module in place of one that a peer imports, but does not use for what is timed, where it cannot be imported."""
+    """An empty module in place of one that a peer imports, but does not use for what is timed, where it cannot be
+    imported.
+    """
     try:
         importlib.import_module(name)
     except Exception:
@@ -269,8 +274,9 @@ def momentum_delta_net(width: int, heads: int) -> nn.Module:
 
 
 def lact(width: int, fused: bool) -> nn.Module:
-    """Large-chunk test-time training (SwiGLU nets, chunks of 2,048, momentum) without the window attention beside it, configured
-    as its authors' 760M model; parameters in bfloat16, as their trainer has them, with which alone its kernels work.
+    """Large-chunk test-time training (SwiGLU nets, chunks of 2,048, momentum) without the window attention beside it,
+    configured as its authors' 760M model; parameters in bfloat16, as their trainer has them, with which alone its
+    kernels work.
     """
     cloned("LaCT/lact_llm", "lact_model")
     logging = types.SimpleNamespace(get_logger=lambda name: None)
@@ -354,7 +360,8 @@ def one_layer(name: str, batch: int, tokens: int, width: int, heads: int) -> Row
 
 
 def config(variant: str, tiny: bool, memory: Row | None = None) -> Any:
-    """Every variant at the Transformer's number of parameters, with the memory that the preset gives, or with another."""
+    """Every variant at the Transformer's number of parameters, with the memory that the preset gives, or with another.
+    """
     return matched(preset("tiny" if tiny else "340m", variant, memory=memory or {}))
 
 
@@ -412,8 +419,9 @@ def one_training(model: Model, optimizer: torch.optim.Optimizer, batch: int, len
 
 
 def moved(node: Any, tokens: int) -> Any:
-    """A state as if so many more tokens had been read, a multiple of every chunk and segment: only the positions differ, since
-    nothing but full attention's cache grows with what was read. A segment's position counts from its own start.
+    """A state as if so many more tokens had been read, a multiple of every chunk and segment: only the positions
+    differ, since nothing but full attention's cache grows with what was read. A segment's position counts from its own
+    start.
     """
     if not isinstance(node, tuple) or isinstance(node, SegmentState):
         return node
@@ -425,7 +433,9 @@ def moved(node: Any, tokens: int) -> Any:
 
 
 def decode_rows(cases: list[str], variant: str, settings: dict[str, list[int]], tiny: bool) -> Iterator[Row]:
-    """A context is 1,024 tokens read (tiny: 64); 1M is the same state with its positions set 2^20 - 1,024 tokens further."""
+    """A context is 1,024 tokens read (tiny: 64); 1M is the same state with its positions set 2^20 - 1,024 tokens
+    further.
+    """
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     made = config(variant, tiny)
     with torch.device(DEVICE):
@@ -470,7 +480,9 @@ def one_decoding(model: Model, batch: int, context: int, tiny: bool) -> Row:
 
 
 def carried_rows(cases: list[str], variant: str, tiny: bool) -> Iterator[Row]:
-    """Steps as `fit` takes them, of 19M parameters on bytes: dynamics.py's size, windows and segments of the papers' presets."""
+    """Steps as `fit` takes them, of 19M parameters on bytes: dynamics.py's size, windows and segments of the papers'
+    presets.
+    """
     own = {} if tiny else {"vocabulary": 257, "dim": 512, "depth": 6, "heads": 8}
     batch, length = (2, 64) if tiny else (8, 4096)
     settings = TrainConfig(
@@ -519,7 +531,9 @@ def one_carried(model: Model, optimizer: torch.optim.Optimizer, settings: TrainC
 
 
 def read_rows(cases: list[str], variant: str, before: dict[str, int], tiny: bool) -> Iterator[Row]:
-    """As `Session.read` does it, in pieces of 8,192 tokens: a text from its beginning, or a piece of it after so many tokens."""
+    """As `Session.read` does it, in pieces of 8,192 tokens: a text from its beginning, or a piece of it after so many
+    tokens.
+    """
     piece, until = (64, 128) if tiny else (8192, 65536)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     made = config(variant, tiny)

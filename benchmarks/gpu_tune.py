@@ -4,9 +4,9 @@
     python benchmarks/gpu_tune.py --parts check time --hidden 64 --chunk 64
     TRITON_INTERPRET=1 python benchmarks/gpu_tune.py --tiny      the same paths without a GPU, in small
 
-Every configuration has a process of its own, since an illegal access ends the process it happens in, and nothing outlives the
-budget. A bfloat16 check that fails is tried again with another assembler, without its optimiser, and with other numbers of warps:
-ptxas before 13.1 is known to miscompile some wgmma kernels.
+Every configuration has a process of its own, since an illegal access ends the process it happens in, and nothing
+outlives the budget. A bfloat16 check that fails is tried again with another assembler, without its optimiser, and with
+other numbers of warps: ptxas before 13.1 is known to miscompile some wgmma kernels.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def apart(true: torch.Tensor, x: torch.Tensor) -> float:
 
 
 def check(hidden: int, chunk: int, dtype: torch.dtype, tiny: bool) -> bool:
-    """Triton's error against float64 beside plain torch's (float32 arithmetic on the same inputs), and whether two runs agree."""
+    """Triton's error against float64 beside plain torch's (float32 arithmetic on the same inputs), and whether two runs
+    agree.
+    """
     batch, heads, tokens = (1, 1, 2 * chunk + 3) if tiny else (2, 4, 8 * chunk + 5)
     leaves = inputs(batch, heads, tokens, hidden, dtype)
     true = results(leaves, hidden, chunk, "chunked", torch.float64)
@@ -103,7 +105,8 @@ def check(hidden: int, chunk: int, dtype: torch.dtype, tiny: bool) -> bool:
     worst = max(range(len(ours)), key=lambda i: ours[i] if ours[i] == ours[i] else float("inf"))
     told = " ".join(f"{n}={e:.1e}" for n, e in zip(NAMES, ours, strict=True))
     beside = f"worst {NAMES[worst]} {ours[worst]:.1e} (torch fp32 {plain[worst]:.1e}), runs equal: {same}"
-    # bfloat16 is bound by its operands' rounding: the keys' gradients of a hundred chunks come out within a few per cent.
+    # bfloat16 is bound by its operands' rounding: the keys' gradients of a hundred chunks come out within a few per
+    # cent.
     right = same and all(error < (0.1 if dtype == torch.bfloat16 else 1e-3) for error in ours)
     print(f"check {name} h={hidden} c={chunk}: {'right' if right else 'WRONG'}, {beside}")
     print(f"      {told}", flush=True)
@@ -200,7 +203,9 @@ def clock(
 
 
 def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[Any]]) -> None:
-    """One kernel by itself, with other numbers of warps, blocks and stages: built first, then timed while no other process is."""
+    """One kernel by itself, with other numbers of warps, blocks and stages: built first, then timed while no other
+    process is.
+    """
     launch, found = fused._launch, []
 
     def record(kernel: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
@@ -294,7 +299,9 @@ class Jobs:
         self.deadline = deadline
 
     def run(self, jobs: list[tuple[dict[str, Any], dict[str, str], str]], at_once: int) -> list[int]:
-        """Return codes of (fields, environment, title), 124 where the deadline came first; output is printed when a job ends."""
+        """Return codes of (fields, environment, title), 124 where the deadline came first; output is printed when a job
+        ends.
+        """
         codes, waiting, running = [124] * len(jobs), list(enumerate(jobs)), []
         while (waiting or running) and time.perf_counter() - BEGIN < self.deadline:
             while waiting and len(running) < at_once:

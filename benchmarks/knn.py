@@ -1,12 +1,13 @@
-"""The kNN store on a CPU: searching 512 queries for their 32 nearest, and adding 512 entries, side by side with raw faiss and
-with memorizing-transformers-pytorch's KNNMemory.
+"""The kNN store on a CPU: searching 512 queries for their 32 nearest, and adding 512 entries, side by side with raw
+faiss and with memorizing-transformers-pytorch's KNNMemory.
 
-Implementations take turns in one process on one core; times are the least of the rounds. Keys are 64 wide, of unit length, and
-lie in clusters, as a model's do. Recall is the share of exact search's entries that were found. Peak memory is a search's, over
-what the process held before it (Linux). Prints a table, writes benchmarks/out/knn.json.
+Implementations take turns in one process on one core; times are the least of the rounds. Keys are 64 wide, of unit
+length, and lie in clusters, as a model's do. Recall is the share of exact search's entries that were found. Peak memory
+is a search's, over what the process held before it (Linux). Prints a table, writes benchmarks/out/knn.json.
 
 The peer wants faiss-gpu, which the package index does not have; without it, where it can be imported:
-    pip install --no-deps --target .peers memorizing-transformers-pytorch einops-exts joblib; PYTHONPATH=.peers python ...
+    pip install --no-deps --target .peers memorizing-transformers-pytorch einops-exts joblib; PYTHONPATH=.peers python
+    ...
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from remanence.memory.store import Store, StoreState
 QUERIES, NEAREST, WIDTH, CLUSTERS = 512, 32, 64, 1024
 PEER = "memorizing-transformers-pytorch (HNSW)"
 PEER_KEYS = 2**19
-"""Keys of all heads above which the peer's graphs are not built, to keep the run short: they take 0.05 ms a key and more."""
+"""Keys of all heads above which the peer's graphs are not built, to keep the run short: they take 0.05 ms a key and
+more.
+"""
 
 
 class Contestant:
@@ -165,7 +168,9 @@ def memory_mib(line: str) -> float:
 
 
 def with_peak(call: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | None, float | None]:
-    """A call's result, and its largest memory over what was held before. Of the first call: what it keeps hides a second's."""
+    """A call's result, and its largest memory over what was held before. Of the first call: what it keeps hides a
+    second's.
+    """
     if not sys.platform.startswith("linux"):
         return call(), None
     ctypes.CDLL(None).malloc_trim(0)

@@ -5,10 +5,11 @@
     python benchmarks/knn_gpu.py --tune              with the kernels' time under other settings (remanence/ops/triton/nearest.py)
     python benchmarks/knn_gpu.py --tiny              every path that runs on a CPU, interpreted, in small
 
-Implementations take turns; times are medians of CUDA-event timings after warm-up. "graph": the same as a captured CUDA graph, as
-in decoding, without the host's time for launches. Before they are timed, what the kernels find is compared with all scores in
-float32: the largest difference of a score, and the share of slots that are the same (entries closer than rounding may change
-places). torch's own scores of bfloat16 are rounded to bfloat16: not exact, but half as much to write. A table and JSON.
+Implementations take turns; times are medians of CUDA-event timings after warm-up. "graph": the same as a captured CUDA
+graph, as in decoding, without the host's time for launches. Before they are timed, what the kernels find is compared
+with all scores in float32: the largest difference of a score, and the share of slots that are the same (entries closer
+than rounding may change places). torch's own scores of bfloat16 are rounded to bfloat16: not exact, but half as much to
+write. A table and JSON.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Case:
         return [(q.transpose(1, 2) @ keys).topk(self.k).indices for q in self.q.split(block, 1)]
 
     def compare(self) -> tuple[float, float]:
-        """The kernels' largest difference of a score from all scores in float32, sorted, and the share of equal slots."""
+        """The kernels' largest difference of a score from all scores in float32, sorted, and the share of equal slots.
+        """
         found, worst, same = self.kernels(), 0.0, 0.0
         for head in range(self.q.shape[2]):
             score, slot = (self.q[0, :, head].float() @ self.state.k[0, :, head].float().T).topk(self.k)

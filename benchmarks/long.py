@@ -1,5 +1,5 @@
-"""One long text on a CPU: does reading take constant memory, and is a decoded token as cheap after a million tokens as after a
-thousand? Reads generated text of any length with an untrained model, prints one line per variant, writes
+"""One long text on a CPU: does reading take constant memory, and is a decoded token as cheap after a million tokens as
+after a thousand? Reads generated text of any length with an untrained model, prints one line per variant, writes
 benchmarks/out/long.json.
 """
 

@@ -2,10 +2,11 @@
 
     python benchmarks/lookup.py [--fuse gate joint] [--steps 900] [--seeds 0 1] [--out benchmarks/out/lookup.json]
 
-A model of two layers, a window of 16 tokens and a kNN store in the second, is trained on texts of 32 and 64 tokens that tell
-pairs and ask for them again, and then asked in texts of up to 1,040. Pairs that come back within the window teach it what to
-store, since no gradient reaches a store. Then, with the same weights and texts of frequent filler and rare names, what small
-stores of equal size hold by each policy: all tokens (the newest), the rarest of every window, or random ones.
+A model of two layers, a window of 16 tokens and a kNN store in the second, is trained on texts of 32 and 64 tokens that
+tell pairs and ask for them again, and then asked in texts of up to 1,040. Pairs that come back within the window teach
+it what to store, since no gradient reaches a store. Then, with the same weights and texts of frequent filler and rare
+names, what small stores of equal size hold by each policy: all tokens (the newest), the rarest of every window, or
+random ones.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def kept_by(model: Model, policy: str, size: int, table: torch.Tensor) -> Model:
 
 
 def names(tokens: int, seed: int, count: int) -> list[Batch]:
-    """Filler whose kinds are as frequent as a text's words (1 / rank), and in it eight pairs of rare tokens, told anywhere in
-    the first half and asked at the end.
+    """Filler whose kinds are as frequent as a text's words (1 / rank), and in it eight pairs of rare tokens, told
+    anywhere in the first half and asked at the end.
     """
     chance = np.random.default_rng(seed)
     weight = 1.0 / np.arange(1, 17)

@@ -1,7 +1,7 @@
 """Whole models on a CPU at equal parameters, side by side with a Transformer++: forward + backward, and decoding.
 
-Every variant's feed-forward is narrowed until it has the Transformer's number of parameters. The variants take turns in one
-process, so that the ratios hold on a noisy machine. Prints a table, writes benchmarks/out/models.json.
+Every variant's feed-forward is narrowed until it has the Transformer's number of parameters. The variants take turns in
+one process, so that the ratios hold on a noisy machine. Prints a table, writes benchmarks/out/models.json.
 """
 
 from __future__ import annotations

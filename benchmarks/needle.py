@@ -1,10 +1,11 @@
-"""What an evaluation costs beside reading: one needle against a plain forward of the same tokens, in one process on the CPU.
+"""What an evaluation costs beside reading: one needle against a plain forward of the same tokens, in one process on the
+CPU.
 
 python benchmarks/needle.py --length 65536 --variants lmm mag mac
 
-The needle's time is all of it: the text is made, read, answered in 128 tokens, and ten values are weighed. The forward is
-without gradient on the tokens that were read: as one call, and in pieces with the state carried, as evaluations read. Each is the
-middle of so many rounds, measured in turn; the first is not counted. The model is untrained.
+The needle's time is all of it: the text is made, read, answered in 128 tokens, and ten values are weighed. The forward
+is without gradient on the tokens that were read: as one call, and in pieces with the state carried, as evaluations
+read. Each is the middle of so many rounds, measured in turn; the first is not counted. The model is untrained.
 """
 
 from __future__ import annotations

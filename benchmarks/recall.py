@@ -1,5 +1,5 @@
-"""Does a variant learn to recall, and how far? Eight pairs at the start, noise, the same keys at the end in another order; the
-window and the segment are 16 tokens, training is at 64, evaluation at lengths up to 4,096. One line per run.
+"""Does a variant learn to recall, and how far? Eight pairs at the start, noise, the same keys at the end in another
+order; the window and the segment are 16 tokens, training is at 64, evaluation at lengths up to 4,096. One line per run.
 """
 
 from __future__ import annotations

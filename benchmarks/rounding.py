@@ -1,5 +1,6 @@
-"""How much of float32's rounding is left in the logits after a thousand tokens: a memory whose dynamics are chaotic turns the
-last bit into noise. Untrained models, float32 against float64 copies of the same weights, for several biases of the forget gate.
+"""How much of float32's rounding is left in the logits after a thousand tokens: a memory whose dynamics are chaotic
+turns the last bit into noise. Untrained models, float32 against float64 copies of the same weights, for several biases
+of the forget gate.
 """
 
 from __future__ import annotations

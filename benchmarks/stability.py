@@ -1,10 +1,11 @@
-"""Does training stay finite? Every variant, memories of several depths, for as many steps as asked; one table at the end.
+"""Does training stay finite? Every variant, memories of several depths, for as many steps as asked; one table at the
+end.
 
 python benchmarks/stability.py --steps 50                                   # CPU, generated data
 python benchmarks/stability.py --device cuda --steps 2000 --data out/books --precision bfloat16 --jobs 8
 
-Each is a run of `remanence train`, in a folder of its own under --out: stopped (Ctrl-C, --minutes), it goes on when started
-again.
+Each is a run of `remanence train`, in a folder of its own under --out: stopped (Ctrl-C, --minutes), it goes on when
+started again.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def run(config: TrainConfig, out: Path) -> None:
 
 
 def work(runs: dict[Path, TrainConfig], jobs: int, end: float) -> None:
-    """Every run in a process of its own, so many at once; at the end of the time, SIGTERM, on which a run saves itself."""
+    """Every run in a process of its own, so many at once; at the end of the time, SIGTERM, on which a run saves itself.
+    """
     waiting, running = list(runs.items()), []
     while (waiting or running) and time.monotonic() < end:
         running = [process for process in running if process.is_alive()]

@@ -1,10 +1,13 @@
 """Is a memory steady? Three questions, each a small table, all kept in one JSON file.
 
-twins        Two copies, a millionth apart after some reading, read the same text: how far apart are they then? Untrained, with
+twins        Two copies, a millionth apart after some reading, read the same text: how far apart are they then?
+Untrained, with
              gates and features drawn large, and after some training. Law: at most 1e-5, at any time.
-plasticity   A small model learns to keep pairs in rows of 64 tokens. Does it still take in new ones after it has read much
+plasticity   A small model learns to keep pairs in rows of 64 tokens. Does it still take in new ones after it has read
+much
              else? Law: at least 95 % of what a fresh memory recalls.
-capacity     The inner loop alone: pairs written once, then asked for. How many are told from all others, per KiB of state?
+capacity     The inner loop alone: pairs written once, then asked for. How many are told from all others, per KiB of
+state?
 
 python benchmarks/steadiness.py twins plasticity capacity --text BOOK.txt.xz    # OMP_NUM_THREADS=1: one core is enough
 python benchmarks/steadiness.py all --quick                                     # seconds, to see that it runs
@@ -83,8 +86,9 @@ TWINS: list[tuple[str, int, int, float, str]] = [
     ("deep", 4, 16, -3.0, "features, gates"), ("deep", 2, 64, -6.0, "trained"), ("deep", 2, 64, -10.0, "trained"),
     ("titans", 2, 16, -10.0, ""), ("titans", 2, 16, -5.0, ""), ("titans", 2, 64, -5.0, ""), ("titans", 2, 16, -10.0, "gates"),
 ]  # fmt: skip
-"""A memory, its depth, chunk and forget bias, and what is changed: features as long as the keys, gates' weights drawn with a
-spread of a half (their logits then spread by 5.7 at width 128), or 300 steps of training."""
+"""A memory, its depth, chunk and forget bias, and what is changed: features as long as the keys, gates' weights drawn
+with a spread of a half (their logits then spread by 5.7 at width 128), or 300 steps of training.
+"""
 
 
 def read_text(path: Path, tokens: int) -> Tensor:
@@ -189,8 +193,9 @@ def right(model: Model, task: Recall, number: int, state: State | None) -> float
 
 @torch.no_grad()
 def after_reading(model: Model, task: Recall, marks: list[int], readings: int, seed: int) -> tuple[Row, Row]:
-    """Share right after so many tokens of each kind of reading, and the size of what is held. Past 100,000 tokens, half of the
-    readings go on."""
+    """Share right after so many tokens of each kind of reading, and the size of what is held. Past 100,000 tokens, half
+    of the readings go on.
+    """
     chance = torch.Generator().manual_seed(seed + 5)
     shares, sizes, state, read = {}, {}, model.start(len(READING) * readings), 0
     for mark in marks:
@@ -255,7 +260,9 @@ CAPACITY: list[tuple[str, Any, int, int, float]] = [
     ("deep 64 x 64, features of length 4", MATRIX, 64, 64, 4.0), ("deep 128 x 128, features of length 1", MATRIX, 128, 128, 1.0),
     ("titans 64, expansion 2", MLP(expansion=2.0), 64, 64, 0.0),
 ]  # fmt: skip
-"""A memory, the net that is written, the widths of keys and values, and how long random features are beside the key's 1."""
+"""A memory, the net that is written, the widths of keys and values, and how long random features are beside the key's
+1.
+"""
 
 
 @torch.no_grad()

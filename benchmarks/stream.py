@@ -25,8 +25,8 @@ RULES = {
     "neither": "ttt",
 }
 PAIRS, WIDTH, ROUNDS = 64, 32, 24
-# With nothing to learn them from, the gates are constants for a stream of this length: forgetting halves a memory in 760
-# tokens, half the stream.
+# With nothing to learn them from, the gates are constants for a stream of this length: forgetting halves a memory in
+# 760 tokens, half the stream.
 STEP_BIAS, FORGET_BIAS = -2.0, -7.0
 
 

@@ -1,7 +1,7 @@
 """The layers of a model in one loop: features in, features out, with one state for all of it.
 
-A language model puts an embedding in front and a head behind (`remanence.model`); other inputs, such as numbers of a time series
-or another model's embeddings, can be given directly.
+A language model puts an embedding in front and a head behind (`remanence.model`); other inputs, such as numbers of a
+time series or another model's embeddings, can be given directly.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class _State(NamedTuple):
 
 
 class State(_State, TensorTuple):
-    """All that a model carries from call to call, one row per document: each block's state, and the tokens read ``[r]``.
+    """All that a model carries from call to call, one row per document: each block's state, and the tokens read
+    ``[r]``.
 
-    Returned by every call and never changed in place, so keeping one is enough to come back to it. Its size does not depend on
-    how much was read, except with full attention.
+    Returned by every call and never changed in place, so keeping one is enough to come back to it. Its size does not
+    depend on how much was read, except with full attention.
     """
 
     __slots__ = ()
@@ -50,7 +51,9 @@ class State(_State, TensorTuple):
         return read >= 0
 
     def crop(self, tokens: int) -> State:
-        """The state before the last `tokens` tokens, which must lie in the memories' open chunk and have been written to them."""
+        """The state before the last `tokens` tokens, which must lie in the memories' open chunk and have been written
+        to them.
+        """
         if tokens < 0 or bool((self.position < tokens).any()):
             raise ValueError(
                 f"tokens: expected at most the {int(self.position.min())} tokens read, got {tokens}"
@@ -71,8 +74,8 @@ def memories(node: Any) -> list[MemoryState]:
 
 
 class Trace(NamedTuple):
-    """All that can be seen of a call: the last layer's output, normalised ``[b t d]``; the state; what each layer's memory
-    did, or None; the input of each layer ``[b t d]``.
+    """All that can be seen of a call: the last layer's output, normalised ``[b t d]``; the state; what each layer's
+    memory did, or None; the input of each layer ``[b t d]``.
     """
 
     hidden: Tensor
@@ -124,10 +127,11 @@ class Block(nn.Module):
 class Backbone(nn.Module):
     """``y, state = Backbone(config)(x, state)``: features ``[b t d]`` in, normalised features out.
 
-    Pass None at a document's start, and what you got afterwards. ``backbone.memory`` says what becomes of the memories, neural
-    and kNN: "on"; "off", as if there were none; "frozen", read but never written; "fresh", begun anew at every segment.
-    ``backbone.checkpointing`` trades a second forward pass for memory in training. ``backbone.schedule`` is how layers that read
-    segment after segment do it: "wavefront", several layers at once where that can be, or "layers", one after the other.
+    Pass None at a document's start, and what you got afterwards. ``backbone.memory`` says what becomes of the memories,
+    neural and kNN: "on"; "off", as if there were none; "frozen", read but never written; "fresh", begun anew at every
+    segment. ``backbone.checkpointing`` trades a second forward pass for memory in training. ``backbone.schedule`` is
+    how layers that read segment after segment do it: "wavefront", several layers at once where that can be, or
+    "layers", one after the other.
     """
 
     def __init__(self, config: ModelConfig, **fields: Any) -> None:
@@ -145,7 +149,9 @@ class Backbone(nn.Module):
         self.scale_residuals()
 
     def scale_residuals(self) -> None:
-        """Residual branches that do not grow with depth. The blocks' parts have initialised themselves; see docs/paper.md."""
+        """Residual branches that do not grow with depth. The blocks' parts have initialised themselves; see
+        docs/paper.md.
+        """
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 if name.endswith(("o_proj.weight", "down.weight")):
@@ -229,8 +235,8 @@ class Backbone(nn.Module):
     ) -> Trace:
         """`forward`, with what each memory did beside it.
 
-        If the state is not to be kept, as in training on packed documents, it may have no blocks: MAC is then read several
-        layers and documents at once. `text` is what a language model knows of x.
+        If the state is not to be kept, as in training on packed documents, it may have no blocks: MAC is then read
+        several layers and documents at once. `text` is what a language model knows of x.
         """
         self.check(x, state, mask, offsets)
         mode = self._memory if memory is None else self.check_mode(memory)
@@ -353,7 +359,8 @@ class Backbone(nn.Module):
     def _trace_masked(
         self, x: Tensor, state: State | None, mask: Tensor, mode: Mode, keep: bool, text: Text | None
     ) -> Trace:
-        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or window."""
+        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or window.
+        """
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
         packed = lambda full: full[mask].unsqueeze(0)
         text = text and text._replace(tokens=packed(text.tokens))
@@ -365,7 +372,9 @@ class Backbone(nn.Module):
         return Trace(repad(inside.hidden, mask), inside.state, traces, layers)
 
     def remembers_all(self, state: State) -> bool:
-        """Whether the memories have read what the model has: after a call with its memory off their chunks begin elsewhere."""
+        """Whether the memories have read what the model has: after a call with its memory off their chunks begin
+        elsewhere.
+        """
         return all(places(memory.position) == places(state.position) for memory in memories(state))
 
     def check(self, x: Tensor, state: object, mask: object, offsets: object) -> None:

@@ -25,7 +25,9 @@ def known(what: str, name: object, names: Iterable[str]) -> None:
 
 
 def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
-    """A config from fields by name, as they come from a person or a file: an unknown one is refused, with the nearest name."""
+    """A config from fields by name, as they come from a person or a file: an unknown one is refused, with the nearest
+    name.
+    """
     for name in given:
         known(f"{cls.__name__} field", name, [field.name for field in fields(cls)])
     missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in given]
@@ -69,24 +71,25 @@ FOLLOWS = ("depth", "expansion", "activation", "bias", "rule", "anchor", "chunk"
 class MemoryConfig:
     """One neural memory layer.
 
-    The net, the rule and the chunk decide which function the memory computes. The default is the one that trains best of those
-    measured (docs/results/dynamics.md): two layers of which the last is written, token-exact. ``net="titans"`` is the paper's
-    to the letter, with what belongs to it: two layers, expansion 4, GELU, ``x + LN(...)``, momentum, chunk 16.
+    The net, the rule and the chunk decide which function the memory computes. The default is the one that trains best
+    of those measured (docs/results/dynamics.md): two layers of which the last is written, token-exact. ``net="titans"``
+    is the paper's to the letter, with what belongs to it: two layers, expansion 4, GELU, ``x + LN(...)``, momentum,
+    chunk 16.
 
     Attributes:
-        dim: width of the model the layer stands in.
-        heads: independent memories side by side. Default: the divisor of dim that makes a head nearest to 128 wide for the net
+        dim: width of the model the layer stands in. heads: independent memories side by side. Default: the divisor of
+        dim that makes a head nearest to 128 wide for the net
             "deep", else to 64.
-        head_dim: width of each. Default: dim / heads.
-        net: name of an entry of `remanence.ops.NETS`, yours included.
-        depth, expansion, activation, bias: changes to that entry, where given.
-        rule: name of an entry of `remanence.ops.RULES`. Default: "gated_delta" for the net "deep", else "titans".
-        anchor: change to that entry. Default: "token" (exact) for a net linear in its weights, else the rule's own.
-        chunk: tokens that share the gradient's anchor, or, where the rule is token-exact, tokens that are computed together.
+        head_dim: width of each. Default: dim / heads. net: name of an entry of `remanence.ops.NETS`, yours included.
+        depth, expansion, activation, bias: changes to that entry, where given. rule: name of an entry of
+        `remanence.ops.RULES`. Default: "gated_delta" for the net "deep", else "titans". anchor: change to that entry.
+        Default: "token" (exact) for a net linear in its weights, else the rule's own. chunk: tokens that share the
+        gradient's anchor, or, where the rule is token-exact, tokens that are computed together.
             Default: 64 for the net "deep", else 16.
-        conv: kernel of the causal depthwise convolution on q, k and v; 0 for none.
-        step_bias, momentum_bias, forget_bias: where the gates start, before the sigmoid. Default of the first: a step of about
-            1 / (10 depth), as every layer of the net adds its own, and of a half for the net "deep"; of the last -10 and -6.
+        conv: kernel of the causal depthwise convolution on q, k and v; 0 for none. step_bias, momentum_bias,
+        forget_bias: where the gates start, before the sigmoid. Default of the first: a step of about
+            1 / (10 depth), as every layer of the net adds its own, and of a half for the net "deep"; of the last -10
+            and -6.
     """
 
     dim: int
@@ -152,17 +155,16 @@ class KnnConfig:
     """The stores of a model's kNN layers. docs/paper.md says what the paper's were.
 
     Attributes:
-        k: entries that a query attends to, in each head.
-        size: pairs that a store holds, for each document; 0 leaves the local window alone. A window's pairs come in together,
+        k: entries that a query attends to, in each head. size: pairs that a store holds, for each document; 0 leaves
+        the local window alone. A window's pairs come in together,
             while it is still seen itself: with "all", up to a window less of what is older is found.
-        fuse: "gate", a learned share of the store for each head; "joint", one softmax over the window and what was found.
-        search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (all), "triton", "ivf" (extra knn).
-        write: name of an entry of `remanence.memory.policies.POLICIES`: "all", "rare", "surprise", "random".
-        fraction: of each window's tokens, what a policy other than "all" writes, at least one.
-        neighbours: tokens written with each of them, on both sides.
-        evict: what a full store gives up: "oldest", or what is worth least by `write` ("importance").
-        half_life: tokens after which a worth has halved; None: never.
-        shared: whether all kNN layers use the store of the first.
+        fuse: "gate", a learned share of the store for each head; "joint", one softmax over the window and what was
+        found. search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (all), "triton", "ivf"
+        (extra knn). write: name of an entry of `remanence.memory.policies.POLICIES`: "all", "rare", "surprise",
+        "random". fraction: of each window's tokens, what a policy other than "all" writes, at least one. neighbours:
+        tokens written with each of them, on both sides. evict: what a full store gives up: "oldest", or what is worth
+        least by `write` ("importance"). half_life: tokens after which a worth has halved; None: never. shared: whether
+        all kNN layers use the store of the first.
     """
 
     k: int = 32
@@ -289,8 +291,8 @@ class ModelConfig:
         return build(cls, data)
 
 
-# dim, depth, heads, and what differs from the defaults, which are the NeurIPS paper's (window 2048, segment 512, 128 persistent
-# tokens, chunk 16). Its table 5 gives the four larger sizes; `tiny` and `small` are ours, for a CPU.
+# dim, depth, heads, and what differs from the defaults, which are the NeurIPS paper's (window 2048, segment 512, 128
+# persistent tokens, chunk 16). Its table 5 gives the four larger sizes; `tiny` and `small` are ours, for a CPU.
 _SMALL = {"window": 128, "segment": 128, "persistent": 16}
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"dim": 128, "depth": 2, "heads": 4, **_SMALL, "memory": {"head_dim": 32}},
@@ -307,9 +309,9 @@ BYTES = 257
 def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Any) -> ModelConfig:
     """A configuration by name: ``preset("340m", "mag", window=1024, memory={"chunk": 64})``.
 
-    The variant is an entry of `remanence.mixers.BLOCKS`, a pattern of several, or "memorizing": sliding windows with a kNN layer
-    at three quarters of the depth. The vocabulary, unless given, is the byte
-    tokenizer's for `tiny` and `small`, and 32,000 for the papers' sizes.
+    The variant is an entry of `remanence.mixers.BLOCKS`, a pattern of several, or "memorizing": sliding windows with a
+    kNN layer at three quarters of the depth. The vocabulary, unless given, is the byte tokenizer's for `tiny` and
+    `small`, and 32,000 for the papers' sizes.
     """
     known("preset", name, PRESETS)
     own = PRESETS[name]
@@ -323,8 +325,8 @@ def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Any) ->
 
 
 def memorizing(depth: int, *layers: int) -> tuple[str, ...]:
-    """The pattern of a Memorizing Transformer: sliding windows, and kNN layers at the places given, counted from 1. Default: one,
-    at the paper's 9th place of 12 or the nearest to it.
+    """The pattern of a Memorizing Transformer: sliding windows, and kNN layers at the places given, counted from 1.
+    Default: one, at the paper's 9th place of 12 or the nearest to it.
     """
     _whole(1, depth=depth)
     layers = layers or (round(depth * 9 / 12),)

@@ -58,8 +58,8 @@ def load_model(
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, in one file or, as Hugging Face saves large models, in several with an index; left in the files,
-    so that a large model need not lie in memory twice on its way to another dtype or device.
+    """All tensors of a folder, in one file or, as Hugging Face saves large models, in several with an index; left in
+    the files, so that a large model need not lie in memory twice on its way to another dtype or device.
     """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():

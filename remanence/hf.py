@@ -1,7 +1,8 @@
-"""Our models in Hugging Face: after ``import remanence.hf``, ``AutoModelForCausalLM`` reads the folders that `Model.save` writes.
+"""Our models in Hugging Face: after ``import remanence.hf``, ``AutoModelForCausalLM`` reads the folders that
+`Model.save` writes.
 
-``generate``, pipelines, the Trainer and lm-eval then work as on any causal language model. The native model is inside, with all
-that it can do: ``hf_model.model.memory = "frozen"``.
+``generate``, pipelines, the Trainer and lm-eval then work as on any causal language model. The native model is inside,
+with all that it can do: ``hf_model.model.memory = "frozen"``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ except ImportError as error:
 class RemanenceConfig(PreTrainedConfig):
     """``RemanenceConfig(preset("tiny", "mag"))``: a `ModelConfig` in transformers' clothes.
 
-    The entry ``remanence`` is what counts; the names beside it that transformers looks for (``vocab_size``, ...) follow from it.
+    The entry ``remanence`` is what counts; the names beside it that transformers looks for (``vocab_size``, ...) follow
+    from it.
     """
 
     model_type = "remanence"
@@ -75,10 +77,11 @@ def _names(native: ModelConfig) -> dict[str, Any]:
 
 
 class RemanenceCache(Cache):
-    """A `State` where transformers keeps keys and values: each call puts a new one here. Begin from any with its constructor.
+    """A `State` where transformers keeps keys and values: each call puts a new one here. Begin from any with its
+    constructor.
 
-    Its length counts columns of the batch, padding included, because ``generate`` cuts its inputs by that; how many tokens each
-    row has read is ``state.position``.
+    Its length counts columns of the batch, padding included, because ``generate`` cuts its inputs by that; how many
+    tokens each row has read is ``state.position``.
     """
 
     def __init__(self, state: State | None = None) -> None:
@@ -125,7 +128,9 @@ class RemanenceCache(Cache):
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, whose number transformers gives below zero. They must lie in the memories' open chunk."""
+        """Take back the last tokens, whose number transformers gives below zero. They must lie in the memories' open
+        chunk.
+        """
         tokens = -tokens_to_remove
         if not 0 <= tokens <= self.unpadded:
             raise ValueError(
@@ -159,7 +164,9 @@ NOT_TAKEN = {
 
 
 class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
-    """``AutoModelForCausalLM.from_pretrained(folder)``, or ``RemanenceForCausalLM(RemanenceConfig(config))`` for a new one."""
+    """``AutoModelForCausalLM.from_pretrained(folder)``, or ``RemanenceForCausalLM(RemanenceConfig(config))`` for a new
+    one.
+    """
 
     config_class = RemanenceConfig
     base_model_prefix = "model"
@@ -191,12 +198,11 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         """The native model's logits, and the loss if there are labels.
 
         Args:
-            attention_mask: false at padding, for these tokens or for all that came before them too.
-            past_key_values: None at a document's start, then what the call before returned; changed to hold the new state.
-            labels: the tokens themselves, -100 where they do not count; shifted here.
-            use_cache: whether to return a cache; by default not in training, unless one is given.
-            logits_to_keep: only those of so many last tokens, 0 for all; or of these places.
-            kwargs: for the loss, as the Trainer's ``num_items_in_batch``.
+            attention_mask: false at padding, for these tokens or for all that came before them too. past_key_values:
+            None at a document's start, then what the call before returned; changed to hold the new state. labels: the
+            tokens themselves, -100 where they do not count; shifted here. use_cache: whether to return a cache; by
+            default not in training, unless one is given. logits_to_keep: only those of so many last tokens, 0 for all;
+            or of these places. kwargs: for the loss, as the Trainer's ``num_items_in_batch``.
         """
         for name, reason in NOT_TAKEN.items():
             given = kwargs.pop(name, None)
@@ -301,7 +307,8 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         return embed
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Rows new in the vocabulary, at the scale of the others' beginning. All else is done by `initialize_weights`."""
+        """Rows new in the vocabulary, at the scale of the others' beginning. All else is done by `initialize_weights`.
+        """
         if isinstance(module, (nn.Embedding, nn.Linear)):
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
 
@@ -327,7 +334,9 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         ignore_mismatched_sizes: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As of every model, but a tensor that is missing, left over or of a wrong shape is an error, never a random weight."""
+        """As of every model, but a tensor that is missing, left over or of a wrong shape is an error, never a random
+        weight.
+        """
         kwargs.setdefault("key_mapping", {f"^model.{old}": f"model.{new}" for old, new in TENSORS.items()})
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path,

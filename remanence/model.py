@@ -22,8 +22,9 @@ __all__ = ["Model", "Schedule", "State", "Trace", "matched", "memories", "parame
 class Model(nn.Module):
     """``logits, state = Model(config)(tokens, state)``: pass None at a document's start, and what you got afterwards.
 
-    ``model.memory``, ``model.checkpointing`` and ``model.schedule`` are those of its `Backbone`: what becomes of the memories
-    ("on", "off", "frozen", "fresh"), whether activations are computed again in backward, and how layers read segments.
+    ``model.memory``, ``model.checkpointing`` and ``model.schedule`` are those of its `Backbone`: what becomes of the
+    memories ("on", "off", "frozen", "fresh"), whether activations are computed again in backward, and how layers read
+    segments.
     """
 
     def __init__(self, config: ModelConfig, **fields: Any) -> None:
@@ -104,11 +105,10 @@ class Model(nn.Module):
         """Logits of what follows each token, and the state.
 
         Args:
-            tokens: numbers below the vocabulary.
-            state: None at a document's start, then what the call before returned.
-            mask: true where a token counts. Padding, wherever it stands, is not read; its logits are those of a zero vector.
-            offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
-            memory: for this call only, instead of ``model.memory``.
+            tokens: numbers below the vocabulary. state: None at a document's start, then what the call before returned.
+            mask: true where a token counts. Padding, wherever it stands, is not read; its logits are those of a zero
+            vector. offsets: for documents packed one behind the other in a single row: 0, each one's end, the last
+            being t. memory: for this call only, instead of ``model.memory``.
         """
         trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory=memory)
         return self.logits(trace.hidden), trace.state
@@ -162,8 +162,8 @@ class Model(nn.Module):
     def load(
         cls, folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Model:
-        """The model that `save` (or ``save_pretrained`` of `remanence.hf`) wrote, in the dtype it was saved in or another: in the
-        same one it computes the same to the last bit.
+        """The model that `save` (or ``save_pretrained`` of `remanence.hf`) wrote, in the dtype it was saved in or
+        another: in the same one it computes the same to the last bit.
         """
         from remanence.folder import load_model
 
@@ -177,10 +177,12 @@ def parameters(config: ModelConfig) -> int:
 
 
 def matched(config: ModelConfig, target: int | None = None) -> ModelConfig:
-    """The same with a feed-forward width that gives `target` parameters, by default those of a Transformer of the same preset.
+    """The same with a feed-forward width that gives `target` parameters, by default those of a Transformer of the same
+    preset.
 
-    Hybrids carry attention and memory; variants compared at equal width of the feed-forward would differ by up to two thirds.
-    Widths are multiples of 16, which matrix products on a GPU need to be fast (others took 4 times as long on an H200).
+    Hybrids carry attention and memory; variants compared at equal width of the feed-forward would differ by up to two
+    thirds. Widths are multiples of 16, which matrix products on a GPU need to be fast (others took 4 times as long on
+    an H200).
     """
     if target is None:
         target = parameters(change(config, {"pattern": ("attention",)}))

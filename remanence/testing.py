@@ -1,7 +1,7 @@
 """The laws a streaming memory must keep, as functions: for our modules and for anyone's.
 
-A `step` is anything called as ``y, state = step(x, state)`` with x ``[b t ...]`` and None as the first state; a module is such
-a thing too. Each law raises an AssertionError that says where it broke.
+A `step` is anything called as ``y, state = step(x, state)`` with x ``[b t ...]`` and None as the first state; a module
+is such a thing too. Each law raises an AssertionError that says where it broke.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 def distance(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the larger of 1 and the largest finite entry of a.
 
-    Infinities must stand in the same places on both sides (a log gate of -inf is a gate of 0); a NaN is infinitely far from
-    everything.
+    Infinities must stand in the same places on both sides (a log gate of -inf is a gate of 0); a NaN is infinitely far
+    from everything.
     """
     if a.shape != b.shape:
         raise AssertionError(f"shapes differ: {list(a.shape)} and {list(b.shape)}")
@@ -83,7 +83,8 @@ def assert_causal(step: Step, x: Tensor, positions: Iterable[int] | None = None)
 
 
 def assert_rows_isolated(step: Step, x: Tensor) -> None:
-    """Changing one row of the batch leaves the outputs and state (rows on the first axis) of all others bit-identical."""
+    """Changing one row of the batch leaves the outputs and state (rows on the first axis) of all others bit-identical.
+    """
     if x.shape[0] < 2:
         raise ValueError("x: expected at least two rows to tell apart, got one")
     before, state = step(x, None)
@@ -136,7 +137,9 @@ def assert_packed(
 def assert_padding_inert(
     module: Callable[..., tuple[Tensor, Any]], x: Tensor, mask: Tensor, tolerance: float = 1e-10
 ) -> None:
-    """With ``mask=``, what stands in the padding changes nothing, bit for bit, and each row equals its tokens read alone."""
+    """With ``mask=``, what stands in the padding changes nothing, bit for bit, and each row equals its tokens read
+    alone.
+    """
     first, state = module(x, None, mask=mask)
     noise = torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, _other(x))
     second, other = module(noise, None, mask=mask)
@@ -154,8 +157,8 @@ def assert_padding_inert(
 
 
 def assert_pure(module: nn.Module, x: Tensor) -> None:
-    """Training and evaluation mode give the same result bit for bit; forward changes no parameter, buffer, input or given
-    state.
+    """Training and evaluation mode give the same result bit for bit; forward changes no parameter, buffer, input or
+    given state.
     """
     kept = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     original, mode = x.clone(), module.training

@@ -1,4 +1,6 @@
-"""A headless Chromium for tests, spoken to over a pipe in the DevTools protocol: no package is needed, only the browser."""
+"""A headless Chromium for tests, spoken to over a pipe in the DevTools protocol: no package is needed, only the
+browser.
+"""
 
 import base64
 import json
@@ -11,7 +13,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def executable():
-    """The browser's path, or None: $CHROMIUM, or what is installed under a usual name. Not on Windows, whose pipes are others."""
+    """The browser's path, or None: $CHROMIUM, or what is installed under a usual name. Not on Windows, whose pipes are
+    others.
+    """
     if os.name != "posix":
         return None
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)

@@ -46,7 +46,9 @@ def full_of_nan(monkeypatch):
 
 @pytest.fixture
 def command(capsys):
-    """``remanence ...`` in this process: what it said, after checking its exit code; a wrong argument is one line of error."""
+    """``remanence ...`` in this process: what it said, after checking its exit code; a wrong argument is one line of
+    error.
+    """
 
     def call(*arguments, code=0):
         capsys.readouterr()

@@ -1,4 +1,6 @@
-"""Tensors that lie where torch would never put them, so that every machine meets what only some files and processors show."""
+"""Tensors that lie where torch would never put them, so that every machine meets what only some files and processors
+show.
+"""
 
 import torch
 
@@ -13,7 +15,9 @@ def unaligned(tensor, by=8):
 
 
 def misplace(path, by=8):
-    """Make a safetensors file's tensors begin `by` bytes after a multiple of 64: its header may end in any number of spaces."""
+    """Make a safetensors file's tensors begin `by` bytes after a multiple of 64: its header may end in any number of
+    spaces.
+    """
     whole = path.read_bytes()
     start = 8 + int.from_bytes(whole[:8], "little")
     header = whole[8:start].rstrip(b" ")

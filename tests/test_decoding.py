@@ -1,4 +1,5 @@
-"""Decoding in place is the model: every block kind, rows anywhere in their chunks and segments, some of them waiting."""
+"""Decoding in place is the model: every block kind, rows anywhere in their chunks and segments, some of them waiting.
+"""
 
 import importlib.util
 import os
@@ -104,7 +105,9 @@ class TestEveryVariant:
 @pytest.mark.parametrize("variant", MEMORIES)
 @torch.no_grad()
 def test_modes_and_what_follows_them(variant, mode, monkeypatch):
-    """A memory that was not written stands elsewhere in its chunk than the model in its segment; then it is written again."""
+    """A memory that was not written stands elsewhere in its chunk than the model in its segment; then it is written
+    again.
+    """
     subject = model(variant)
     state, _ = walk(subject, begun(subject), monkeypatch, mode, steps=10)
     walk(subject, state, monkeypatch, "on", steps=12)
@@ -146,7 +149,9 @@ def test_float32(variant, monkeypatch):
 @pytest.mark.parametrize("variant", ["hybrid", "attention hybrid", "delta", "linear_attention", "ttt"])
 @torch.no_grad()
 def test_with_kernels(variant, monkeypatch):
-    """The kernels in their places: a memory of one layer or two, its convolutions, and MAC's weights at a segment's begin."""
+    """The kernels in their places: a memory of one layer or two, its convolutions, and MAC's weights at a segment's
+    begin.
+    """
     subject = model(variant)
     walk(subject, begun(subject), monkeypatch, steps=9, waits=True)
 
@@ -224,7 +229,9 @@ def test_arguments_are_checked():
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_a_graph_is_its_steps(variant, dtype, tolerance):
-    """300 steps, over many chunks and segments; the eager step against the model as well, as long as rounding has not spread."""
+    """300 steps, over many chunks and segments; the eager step against the model as well, as long as rounding has not
+    spread.
+    """
     with torch.device("cuda"):
         fields = {
             "dim": 64,

@@ -1,5 +1,5 @@
-"""Features of keys on torch: unit, the written function, and the same numbers wherever they are drawn. (The kernels' law is in
-tests/ops/test_triton_layer.py.)
+"""Features of keys on torch: unit, the written function, and the same numbers wherever they are drawn. (The kernels'
+law is in tests/ops/test_triton_layer.py.)
 """
 
 import pytest

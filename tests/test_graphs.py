@@ -1,4 +1,6 @@
-"""What is captured as a CUDA graph is what is launched: to the bit on a GPU, and elsewhere it is said why nothing is captured."""
+"""What is captured as a CUDA graph is what is launched: to the bit on a GPU, and elsewhere it is said why nothing is
+captured.
+"""
 
 import os
 import re
@@ -58,7 +60,9 @@ def test_a_state_that_is_said_to_stand_somewhere():
 
 
 def test_what_the_host_knows_of_positions():
-    """Notes go on with what all rows read, with copies and with a choice of rows; not with what the device alone decides."""
+    """Notes go on with what all rows read, with copies and with a choice of rows; not with what the device alone
+    decides.
+    """
     position = placed(torch.zeros(2, dtype=torch.int64, device="meta"), [0, 64])
     assert noted(advanced(position, 64)) == [64, 128] and aligned(advanced(position, 64), 64)
     assert noted(advanced(position, torch.ones(2, dtype=torch.int64, device="meta"))) is None

@@ -1,5 +1,5 @@
-"""Every test of the kernels that needs no GPU, under Triton's interpreter. That must be asked for before Triton is imported, so
-they run in processes of their own.
+"""Every test of the kernels that needs no GPU, under Triton's interpreter. That must be asked for before Triton is
+imported, so they run in processes of their own.
 """
 
 import importlib.util

@@ -40,7 +40,9 @@ def layer(**knn):
 
 
 def slow(subject, x, worth):
-    """One token at a time, one head at a time: everything older than the window that was written, sorted, the first k taken."""
+    """One token at a time, one head at a time: everything older than the window that was written, sorted, the first k
+    taken.
+    """
     attention, c, w = subject.attention, subject.config, subject.window
     q, (k, v) = attention.queries(x), attention.pairs(x)
     pk, pv = attention.prefix(x)

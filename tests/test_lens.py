@@ -1,4 +1,5 @@
-"""The lens: what the page says is what the model did, every text is shown as it is, and every wrong turn is one line."""
+"""The lens: what the page says is what the model did, every text is shown as it is, and every wrong turn is one line.
+"""
 
 import bz2
 import gzip
@@ -65,7 +66,8 @@ def test_the_past_does_not_grow():
     "variant", [name for name, pattern in MEMORIES.items() if set(pattern) - {"knn", "window"}]
 )
 def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
-    """Against one call over the whole text: gates, surprise, the norm at the end, and a plain search among all values."""
+    """Against one call over the whole text: gates, surprise, the norm at the end, and a plain search among all values.
+    """
     subject = model(variant, vocabulary=257)
     session = Session(subject)
     seen = list(look(session, [TEXT[:50].encode(), TEXT[50:]], step=12, reach=40))
@@ -312,7 +314,8 @@ def test_a_click_on_a_token_tells_what_python_saw(run, tmp_path, width):
 
 
 def best(page, token):
-    """The list as the page should have it: earlier tokens by their best cosine, the newer first where they are level."""
+    """The list as the page should have it: earlier tokens by their best cosine, the newer first where they are level.
+    """
     known = {}
     for distance, cosine in zip(
         page.distance[token].ravel().tolist(), page.cosine[token].ravel().tolist(), strict=True
@@ -364,7 +367,9 @@ def test_a_single_token_is_a_page_too(run, home, tmp_path):
 
 @needs_browser
 def test_a_long_and_strange_text_is_drawn_in_part(run, home, tmp_path):
-    """Only what is near the screen has elements; scripts in the text do not run; a token inside a character can be reached."""
+    """Only what is near the screen has elements; scripts in the text do not run; a token inside a character can be
+    reached.
+    """
     (home / "long.txt").write_text(ODD * 30, encoding="utf-8", newline="")
     run("m", "--text", "long.txt", "--out", tmp_path / "p.html", "--reach", 64)
     page = unpack(tmp_path / "p.html")

@@ -1,4 +1,6 @@
-"""Memory files: what comes back is what was saved, to the bit; what does not fit is refused, and nothing is half loaded."""
+"""Memory files: what comes back is what was saved, to the bit; what does not fit is refused, and nothing is half
+loaded.
+"""
 
 import json
 import os

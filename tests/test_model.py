@@ -279,7 +279,9 @@ def test_rounding_is_not_amplified():
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_gradients_are_tame_over_thousands_of_tokens(depth):
-    """A net's layers multiply what each of them forgets: with a forget bias of -8 instead of -10, depth 4 comes to 215 here."""
+    """A net's layers multiply what each of them forgets: with a forget bias of -8 instead of -10, depth 4 comes to 215
+    here.
+    """
     torch.manual_seed(0)
     memory = {"depth": depth, "heads": 1, "expansion": 2.0, "chunk": 64}
     subject = Model(ModelConfig(vocabulary=64, dim=32, depth=1, heads=2, pattern=("lmm",), memory=memory))

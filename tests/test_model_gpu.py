@@ -1,5 +1,5 @@
-"""What only a GPU can show of whole layers and models: the kernels of one-layer memories and of the layer's own parts there,
-checkpointing, autocast, sharding, and the presets' variants on the kernels.
+"""What only a GPU can show of whole layers and models: the kernels of one-layer memories and of the layer's own parts
+there, checkpointing, autocast, sharding, and the presets' variants on the kernels.
 """
 
 import logging
@@ -93,7 +93,8 @@ def test_memories_of_one_layer(kind, width, values, dtype):
 @pytest.mark.parametrize("net", ["deep", "titans"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_layers_own_kernels(dtype, net, monkeypatch):
-    """At most twice as far from float32 as torch's own parts are (besides, 1e-5): a solve makes more of rounded keys."""
+    """At most twice as far from float32 as torch's own parts are (besides, 1e-5): a solve makes more of rounded keys.
+    """
     torch.manual_seed(0)
     memory = NeuralMemory(dim=256, heads=4, net=net, expansion=1.0, chunk=64).cuda()
     for _, down in memory.features.layers if memory.features else ():

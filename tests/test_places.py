@@ -1,5 +1,5 @@
-"""To the last bit, wherever it lay: what is read from a file is put where torch puts its own, as some processors' matrix products
-round differently elsewhere.
+"""To the last bit, wherever it lay: what is read from a file is put where torch puts its own, as some processors'
+matrix products round differently elsewhere.
 
 That bits are equal shows on these processors only; that nothing is left at odd places shows on all of them.
 """

@@ -1,4 +1,6 @@
-"""A report says what its rows say, beside what the papers say, and what cannot be compared; wrong input leaves nothing behind."""
+"""A report says what its rows say, beside what the papers say, and what cannot be compared; wrong input leaves nothing
+behind.
+"""
 
 import base64
 import json
@@ -518,8 +520,8 @@ def test_the_published_numbers_by_variant_and_as_points():
 
 
 def test_the_published_numbers_agree_with_one_another():
-    """The papers' averages are those of their rows but for the four that are known not to be; Table 5's first rows are means of
-    Tables 1 and 2.
+    """The papers' averages are those of their rows but for the four that are known not to be; Table 5's first rows are
+    means of Tables 1 and 2.
     """
     wrong = set()
     for size, lines in published.TABLE1.items():

@@ -73,7 +73,9 @@ def test_the_same_in_another_order(depth, segments, net, counted):
     [(0, 3 * SEGMENT + 5), (5, 4 * SEGMENT), (2 * SEGMENT, 2 * SEGMENT), (7, SEGMENT + 9)],
 )
 def test_from_any_place_to_any_other(before, tokens, counted):
-    """Whole segments in a wavefront, what stands before and behind them as ever; with gradients through the carried state."""
+    """Whole segments in a wavefront, what stands before and behind them as ever; with gradients through the carried
+    state.
+    """
     subject, text = model(), torch.randint(50, (2, before + tokens))
     one, other = (results(subject, schedule, text, before) for schedule in ("layers", "wavefront"))
     assert len(counted) == (before >= 2 * SEGMENT) + (tokens >= 2 * SEGMENT + -before % SEGMENT)
@@ -148,7 +150,9 @@ def test_what_cannot_be_is_read_layer_after_layer(case, why, counted):
 
 
 def test_memories_that_missed_something_and_rows_apart_are_read_layer_after_layer(counted):
-    """A memory that was off while tokens went by has its chunks elsewhere; rows at different places have their segments there."""
+    """A memory that was off while tokens went by has its chunks elsewhere; rows at different places have their segments
+    there.
+    """
     subject, tokens = model(2), torch.randint(50, (2, 4 * SEGMENT))
     subject.schedule = "wavefront"
     _, state = subject(tokens[:, :5], memory="off")
@@ -176,7 +180,9 @@ DOCUMENTS = {
 )
 @pytest.mark.parametrize("borders", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_packed_documents_side_by_side(borders, net, counted):
-    """If the state is not to be kept: the same outputs and gradients as document by document; nothing of one reaches another."""
+    """If the state is not to be kept: the same outputs and gradients as document by document; nothing of one reaches
+    another.
+    """
     subject, tokens = model(**net), torch.randint(50, (1, borders[-1]))
 
     def found(schedule):

@@ -12,8 +12,8 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 
 def cached_by_size(make: Callable[P, T]) -> Callable[P, T]:
-    """A function of sizes that is asked the same again and again, by every layer: its last results are kept. Not while torch
-    looks on only for shapes: a tensor without numbers must not stay.
+    """A function of sizes that is asked the same again and again, by every layer: its last results are kept. Not while
+    torch looks on only for shapes: a tensor without numbers must not stay.
     """
     remembered = lru_cache(maxsize=16)(torch.inference_mode(False)(make))
 

@@ -1,4 +1,5 @@
-"""Files that are whole or not there: written under a temporary name, flushed, and renamed. Nothing is ever unpickled."""
+"""Files that are whole or not there: written under a temporary name, flushed, and renamed. Nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ ALIGNMENT = 64
 def aligned(tensor: Tensor) -> Tensor:
     """The same numbers in memory that begins where torch's own does: the tensor itself, or a copy.
 
-    Tensors that are mapped from a file lie at any multiple of 8, and there some processors' matrix products round differently: a
-    model that was saved and loaded would not be the same to the last bit.
+    Tensors that are mapped from a file lie at any multiple of 8, and there some processors' matrix products round
+    differently: a model that was saved and loaded would not be the same to the last bit.
     """
     if tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
@@ -86,7 +87,9 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def read_tensors(path: Path, mapped: int | None = None) -> Stored:
-    """A file's tensors, `aligned`; those above `mapped` bytes stay in the file until they are used, wherever they lie in it."""
+    """A file's tensors, `aligned`; those above `mapped` bytes stay in the file until they are used, wherever they lie
+    in it.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():

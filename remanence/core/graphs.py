@@ -1,4 +1,6 @@
-"""CUDA graphs: work on fixed buffers, launched as one. The host then costs nothing, however many small kernels there are."""
+"""CUDA graphs: work on fixed buffers, launched as one. The host then costs nothing, however many small kernels there
+are.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ T = TypeVar("T")
 def capture(
     function: Callable[[], T], device: torch.device, warm: int = 2, beside: torch.cuda.CUDAGraph | None = None
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A function without arguments, run so often for what is loaded or compiled on first use, then captured: the graph, and what
-    the function returned, which every replay writes anew. With a graph `beside` it shares the memory, so that what one of them
-    left is lost when the other is replayed.
+    """A function without arguments, run so often for what is loaded or compiled on first use, then captured: the graph,
+    and what the function returned, which every replay writes anew. With a graph `beside` it shares the memory, so that
+    what one of them left is lost when the other is replayed.
     """
     with warnings.catch_warnings(), torch.cuda.device(device):
-        # Steps before it ran on another stream, for which torch would wait: it is the one that this stream has waited for.
+        # Steps before it ran on another stream, for which torch would wait: it is the one that this stream has waited
+        # for.
         warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 class SegmentPart(NamedTuple):
-    """Some of a call's tokens, at most one segment of each row: where they are, their offsets if packed, and each row's count."""
+    """Some of a call's tokens, at most one segment of each row: where they are, their offsets if packed, and each row's
+    count.
+    """
 
     where: slice | Tensor
     offsets: list[int] | None
@@ -21,7 +23,8 @@ class SegmentPart(NamedTuple):
 class SegmentSplit:
     """A call ``[b t ...]`` cut where its rows' segments of `size` tokens end; `opened` tokens of each were read before.
 
-    If all rows stand alike, the parts are slices of the call. Otherwise each part is packed: its rows one behind the other.
+    If all rows stand alike, the parts are slices of the call. Otherwise each part is packed: its rows one behind the
+    other.
     """
 
     def __init__(self, x: Tensor, offsets: list[int] | None, opened: list[int], size: int) -> None:

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def trains(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether anyone can ask for a gradient of what is made of these. (A loop: torch 2.11 does not compile a generator that
-    is left halfway.)
+    """Whether anyone can ask for a gradient of what is made of these. (A loop: torch 2.11 does not compile a generator
+    that is left halfway.)
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -22,8 +22,8 @@ def trains(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def placed(position: Tensor, places: list[int]) -> Tensor:
-    """A position ``[r]`` with its numbers noted beside it: who knows them on the host need not ask the device, and wait for it.
-    What is made of the tensor does not have the note, and nothing noted is ever changed in place.
+    """A position ``[r]`` with its numbers noted beside it: who knows them on the host need not ask the device, and wait
+    for it. What is made of the tensor does not have the note, and nothing noted is ever changed in place.
     """
     if not torch.compiler.is_compiling() and position.device.type != "cpu":
         position._places = places  # type: ignore[attr-defined]
@@ -31,8 +31,8 @@ def placed(position: Tensor, places: list[int]) -> Tensor:
 
 
 def noted(position: Tensor) -> list[int] | None:
-    """The numbers of a position, if they are known on the host: noted, or there already. (So what runs on a CPU does not depend
-    on how a state came to be, and a run that goes on is the run that was not stopped, to the bit.)
+    """The numbers of a position, if they are known on the host: noted, or there already. (So what runs on a CPU does
+    not depend on how a state came to be, and a run that goes on is the run that was not stopped, to the bit.)
     """
     if torch.compiler.is_compiling() or isinstance(position, FakeTensor):
         return None
@@ -103,8 +103,8 @@ def _at(node: Any, position: list[int]) -> Any:
 class TensorTuple:
     """Methods for a named tuple of tensors (or of such tuples) whose first axis is always the state's rows.
 
-    A state that is more than its tensors says so itself: which fields grow with the text, which may hold minus infinity,
-    and whether its numbers agree with the tokens read. Memory files ask.
+    A state that is more than its tensors says so itself: which fields grow with the text, which may hold minus
+    infinity, and whether its numbers agree with the tokens read. Memory files ask.
     """
 
     __slots__ = ()
@@ -166,7 +166,9 @@ class TensorTuple:
 
 
 def carry_on(past: Tensor, new: Tensor) -> Tensor:
-    """A history ``[r s ...]``, newest last, after more has come; its length stays. Never a view, which keeps a whole call."""
+    """A history ``[r s ...]``, newest last, after more has come; its length stays. Never a view, which keeps a whole
+    call.
+    """
     length, count = past.shape[1], new.shape[1]
     if count >= length:
         return new[:, count - length :].to(past.dtype, copy=True)

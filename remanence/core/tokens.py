@@ -82,7 +82,8 @@ END = "<|end|>"
 def byte_level_json() -> dict[str, Any]:
     """The byte tokenizer in the ``tokenizers`` library's format, so that Hugging Face reads the same tokens.
 
-    That format writes a byte as one character: itself where it is printable in Latin-1, else the next free one from 256 on.
+    That format writes a byte as one character: itself where it is printable in Latin-1, else the next free one from 256
+    on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

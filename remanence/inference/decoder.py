@@ -1,8 +1,8 @@
 """One token after the other, as fast as the device goes: a model's state in fixed buffers, written in place.
 
-A step has fixed shapes and decides everything on the device, so that nothing waits for the host and, on CUDA, the whole of it is
-one captured graph. Each mixer brings its own decoder. The state comes in and goes out as the ordinary `State`, and is the
-caller's own both times.
+A step has fixed shapes and decides everything on the device, so that nothing waits for the host and, on CUDA, the whole
+of it is one captured graph. Each mixer brings its own decoder. The state comes in and goes out as the ordinary `State`,
+and is the caller's own both times.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def unsupported(model: Model, memory: Mode | None = None) -> str | None:
 class Decoder:
     """``logits = Decoder(model, state).step(tokens)``, token after token; ``.state`` says where it stands.
 
-    `memory` is the mode for all of its steps, the model's own unless given. `graph` says whether a step is captured as a CUDA
-    graph: by default on CUDA. The weights must stay where they are; persistent tokens are read once.
+    `memory` is the mode for all of its steps, the model's own unless given. `graph` says whether a step is captured as
+    a CUDA graph: by default on CUDA. The weights must stay where they are; persistent tokens are read once.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        """Read one token ``[b]`` of each row that is active ``[b]`` (all, if None); logits ``[b v]`` of what follows it.
+        """Read one token ``[b]`` of each row that is active ``[b]`` (all, if None); logits ``[b v]`` of what follows
+        it.
 
         Rows that are not active stay as they are, and their logits mean nothing.
         """
@@ -111,8 +112,8 @@ class Decoder:
             return self.model.logits(self.model.backbone.norm(x))[:, 0]
 
     def _capture(self) -> None:
-        """Everything is run before it is captured, for what is loaded or compiled on first use; with no row active, so that
-        nothing changes.
+        """Everything is run before it is captured, for what is loaded or compiled on first use; with no row active, so
+        that nothing changes.
         """
         self.active.fill_(False)
         self.graph, self.logits = capture(self._forward, self.device)

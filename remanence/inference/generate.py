@@ -18,7 +18,9 @@ from remanence.inference.reader import read
 from remanence.model import Model, State
 
 IN_PLACE = {"cuda"}
-"""Kinds of devices on which tokens are decoded in place where the model can be: there a step's launches take all the time."""
+"""Kinds of devices on which tokens are decoded in place where the model can be: there a step's launches take all the
+time.
+"""
 
 DIVERGED = "state: expected finite numbers, got a memory that has diverged; start again without it"
 
@@ -31,12 +33,10 @@ class Sampling:
     """How tokens are chosen, and when to stop.
 
     Attributes:
-        max_tokens: how many at most, for each prompt.
-        temperature: 0 takes the most likely token; above, logits are divided by it.
-        top_k: only among so many of the most likely.
-        top_p: only among the most likely whose probabilities add up to this.
-        stop: texts that end the output (and are not part of it).
-        seed: of the first prompt's random numbers; the next one has the next seed, so no text depends on its neighbours.
+        max_tokens: how many at most, for each prompt. temperature: 0 takes the most likely token; above, logits are
+        divided by it. top_k: only among so many of the most likely. top_p: only among the most likely whose
+        probabilities add up to this. stop: texts that end the output (and are not part of it). seed: of the first
+        prompt's random numbers; the next one has the next seed, so no text depends on its neighbours.
     """
 
     max_tokens: int = 128
@@ -80,7 +80,8 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 class Generation:
-    """An answer to each prompt while it comes: ``for row, text in generation``, then ``.texts``, ``.tokens`` and ``.state``.
+    """An answer to each prompt while it comes: ``for row, text in generation``, then ``.texts``, ``.tokens`` and
+    ``.state``.
 
     The state holds all that was read and said, and is up to date whenever the loop is left.
     """
@@ -212,7 +213,9 @@ class Generation:
         return self._finite(self.model.logits(seen.hidden[:, -1]), seen.state.diverged, said)
 
     def _finite(self, logits: Tensor, diverged: Tensor, said: list[bool]) -> Tensor:
-        """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token waits for."""
+        """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token
+        waits for.
+        """
         logits, flags = (
             torch.cat([logits[:, : self.tokenizer.vocabulary], diverged.unsqueeze(-1)], 1)
             .cpu()

@@ -10,7 +10,8 @@ from remanence.model import Model
 
 
 def unsupported(model: Model, length: int, carries: bool) -> str | None:
-    """Why calls of so many tokens cannot be captured, for rows that carry a state or begin, in words; None if they can."""
+    """Why calls of so many tokens cannot be captured, for rows that carry a state or begin, in words; None if they can.
+    """
     if model.device.type != "cuda":
         return "only CUDA has graphs"
     if any(type(parameter.data) is not Tensor for parameter in model.parameters()):

@@ -1,9 +1,10 @@
 """A memory as a file: what a model has read, without the text. safetensors, checked in full before anything is used.
 
-The header holds the schema, the model's configuration and fingerprint, the tokens read, and a checksum over all of it and every
-tensor; but tensors above `LARGE` bytes, as a kNN store's are, have checksums of their own and are not read when a file is opened:
-they stay in the file until they are used. A memory is made from what was read and can reveal it: treat a file as you would treat
-the text. It is also untrusted input: nothing in it is executed or unpickled, and what does not fit the model is refused.
+The header holds the schema, the model's configuration and fingerprint, the tokens read, and a checksum over all of it
+and every tensor; but tensors above `LARGE` bytes, as a kNN store's are, have checksums of their own and are not read
+when a file is opened: they stay in the file until they are used. A memory is made from what was read and can reveal it:
+treat a file as you would treat the text. It is also untrusted input: nothing in it is executed or unpickled, and what
+does not fit the model is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
 
 
 class Fingerprint(NamedTuple):
-    """Of a model: its configuration, and its weights as bfloat16, so that float64, float32 and bfloat16 copies agree."""
+    """Of a model: its configuration, and its weights as bfloat16, so that float64, float32 and bfloat16 copies agree.
+    """
 
     config: str
     weights: str
@@ -64,7 +66,8 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
         raise DivergedError(
             "state: expected finite numbers, got a memory that has diverged; it was not saved"
         )
-    # Copied, as parts of a state may share memory, which safetensors refuses; stores never do, and may be too large for it.
+    # Copied, as parts of a state may share memory, which safetensors refuses; stores never do, and may be too large for
+    # it.
     tensors = {
         name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous()
         for name, tensor in named(state)
@@ -88,8 +91,8 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
 def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = False) -> State:
     """The state in a file, on the model's device, if every part of it fits this model.
 
-    `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that the
-    model keeps its state in. `verify` reads large tensors, too: damage inside them is not noticed otherwise.
+    `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that
+    the model keeps its state in. `verify` reads large tensors, too: damage inside them is not noticed otherwise.
     """
     header, tensors = peek(path, verify=verify)
     differing = _differences(_present(header["config"]), model.config.to_dict())
@@ -168,8 +171,8 @@ def _present(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str] | None = None) -> State:
-    """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes sense; of
-    those that stay `unread`, the numbers are not looked at.
+    """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes
+    sense; of those that stay `unread`, the numbers are not looked at.
     """
     with torch.device("meta"):  # a large store is not allocated only to be compared with
         template = Model(model.config).to(model.embed.weight.dtype).start(1)

@@ -1,6 +1,7 @@
 """Reading without answering: the one loop that takes a long text through a model piece by piece, in constant memory.
 
-On a GPU, whole pieces of documents that have begun are one captured graph each: the host looks after nothing while they run.
+On a GPU, whole pieces of documents that have begun are one captured graph each: the host looks after nothing while they
+run.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from remanence.inference.graphs import longest_window, unsupported
 from remanence.model import Model, State, Trace
 
 PIECE = 2048
-"""Tokens of one call when a long text is read. Cut where the document's position is a multiple of it, so that a text read with
-an interruption gives the same numbers to the last bit.
+"""Tokens of one call when a long text is read. Cut where the document's position is a multiple of it, so that a text
+read with an interruption gives the same numbers to the last bit.
 """
 
 LARGE = 8192
@@ -43,7 +44,9 @@ def traces(
     memory: Mode | None = None,
     size: int = PIECE,
 ) -> Iterator[tuple[slice, Trace]]:
-    """Tokens ``[b t]`` in pieces, for who wants to see what each token did: the piece's slice of the tokens, and its trace."""
+    """Tokens ``[b t]`` in pieces, for who wants to see what each token did: the piece's slice of the tokens, and its
+    trace.
+    """
     for start in range(0, tokens.shape[1], size):
         part = slice(start, min(start + size, tokens.shape[1]))
         here = None if mask is None else mask[:, part]
@@ -53,8 +56,8 @@ def traces(
 
 
 class Read(NamedTuple):
-    """What comes of reading: each row's last hidden vector ``[b d]``, the state, summed surprise and how many tokens had one, and
-    whether any row's memory has diverged.
+    """What comes of reading: each row's last hidden vector ``[b d]``, the state, summed surprise and how many tokens
+    had one, and whether any row's memory has diverged.
     """
 
     last: Tensor
@@ -108,7 +111,8 @@ def _last(hidden: Tensor, mask: Tensor, before: Tensor) -> Tensor:
 
 
 class Captured:
-    """A whole piece as a CUDA graph, of rows that have read a window at least; states come and go as the caller's own."""
+    """A whole piece as a CUDA graph, of rows that have read a window at least; states come and go as the caller's own.
+    """
 
     def __init__(self, model: Model, tokens: Tensor, state: State) -> None:
         self.model, self.size = model, tokens.shape[1]

@@ -27,8 +27,9 @@ class Reading(NamedTuple):
 class Session:
     """``session.read(text)``, ``session.generate(prompt)``, ``session.save(path)``.
 
-    `write` says what `generate` may write to the neural memory: "all" (the prompt and its own words), "prompt", or "none".
-    Reading always writes. The attention window moves on in every case: it is what was just said, not what is remembered.
+    `write` says what `generate` may write to the neural memory: "all" (the prompt and its own words), "prompt", or
+    "none". Reading always writes. The attention window moves on in every case: it is what was just said, not what is
+    remembered.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class Session:
         return Reading(self.tokens - before, surprise / count if count else None)
 
     def reading(self, source: str | bytes | Iterable[str | bytes], skip: int = 0) -> Iterator[Read]:
-        """`read`, piece by piece: what `inference.reader.read` returns for each. `skip` passes over the first tokens."""
+        """`read`, piece by piece: what `inference.reader.read` returns for each. `skip` passes over the first tokens.
+        """
         held: list[int] = []
         size = piece_of(self.model)
         for tokens in self.tokenizer.stream([source] if isinstance(source, (str, bytes)) else source):
@@ -89,11 +91,13 @@ class Session:
         return piece
 
     def generate(self, prompt: str, **sampling: Any) -> str:
-        """Read the prompt and go on from it. The arguments are those of `Sampling`: max_tokens, temperature, stop, ..."""
+        """Read the prompt and go on from it. The arguments are those of `Sampling`: max_tokens, temperature, stop, ...
+        """
         return "".join(self.stream(prompt, **sampling))
 
     def stream(self, prompt: str, **sampling: Any) -> Iterator[str]:
-        """`generate`, as it comes. What has come is remembered even if the loop is left early; finish it before reading on.
+        """`generate`, as it comes. What has come is remembered even if the loop is left early; finish it before reading
+        on.
 
         If the memory diverges on the way, an error says so, and the session is where it was before the prompt.
         """
@@ -125,8 +129,8 @@ class Session:
         memfile.save(path, self.model, self.state)
 
     def load(self, path: str | Path, *, force: bool = False, verify: bool = False) -> Session:
-        """Take up the memory in a file in place of this session's own; `force` accepts one made with other weights, `verify`
-        reads large stores whole, which else stay in the file until they are used.
+        """Take up the memory in a file in place of this session's own; `force` accepts one made with other weights,
+        `verify` reads large stores whole, which else stay in the file until they are used.
         """
         state = memfile.load(path, self.model, force=force, verify=verify)
         if len(state.position) != 1:
@@ -135,7 +139,8 @@ class Session:
         return self
 
     def fork(self) -> Session:
-        """Another session that knows the same and goes its own way. Costs nothing: states are never changed in place."""
+        """Another session that knows the same and goes its own way. Costs nothing: states are never changed in place.
+        """
         other = Session(self.model, self.tokenizer, write=self.write)
         other.state = self.state
         return other

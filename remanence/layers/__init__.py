@@ -1,7 +1,8 @@
-"""The parts that architectures are made of: projections, norm, feed-forward, rotary positions, convolution, features, gates.
+"""The parts that architectures are made of: projections, norm, feed-forward, rotary positions, convolution, features,
+gates.
 
-Every parameter may have one axis more in front: the weights of several layers at once, each for its equal share of the rows,
-which stand one behind the other (`remanence.mixers.wavefront`). Attention is in `remanence.layers.attention`.
+Every parameter may have one axis more in front: the weights of several layers at once, each for its equal share of the
+rows, which stand one behind the other (`remanence.mixers.wavefront`). Attention is in `remanence.layers.attention`.
 """
 
 from remanence.layers.conv import ShortConv

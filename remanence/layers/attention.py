@@ -1,7 +1,8 @@
-"""Softmax attention: full, sliding, and MAC's segments, each with persistent tokens in front, carrying what it has seen.
+"""Softmax attention: full, sliding, and MAC's segments, each with persistent tokens in front, carrying what it has
+seen.
 
-The masks are drawn beside the functions that make them (``#`` is seen, ``.`` is not; a row is a query, a column a key), and the
-tests compare them with the drawings.
+The masks are drawn beside the functions that make them (``#`` is seen, ``.`` is not; a row is a query, a column a key),
+and the tests compare them with the drawings.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def causal_mask(
 ) -> Bool[Tensor, "r queries keys"]:
     """Persistent tokens, then a cache whose newest entry stands last, then the call's own tokens.
 
-    Three queries, a window of three, two persistent tokens and a cache of four in which two tokens have been read so far::
+    Three queries, a window of three, two persistent tokens and a cache of four in which two tokens have been read so
+    far::
 
         p p   c c c c   x x x
         # #   . . # #   # . .
@@ -66,8 +68,8 @@ def segment_mask(
 ) -> Bool[Tensor, "r queries keys"]:
     """MAC's segment (eq. 22): persistent tokens, what the memory answered to each token, the tokens themselves.
 
-    Token i sees answer j and token j for j <= i only: answer j was asked by token j, so a later one would tell the future. The
-    state holds the first `opened` places of the segment, of which each row has read its own `position`.
+    Token i sees answer j and token j for j <= i only: answer j was asked by token j, so a later one would tell the
+    future. The state holds the first `opened` places of the segment, of which each row has read its own `position`.
 
     Two queries behind two places of which one has been read, one persistent token::
 
@@ -85,8 +87,8 @@ def segment_mask(
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, lse: bool = False
 ) -> Tensor:
-    """SDPA on ``[r t h e]``; a mask is ``[r or 1, queries, keys]``. With `lse` the log-sum-exp stands behind the output, as one
-    more number of every head, and both are float32 at least.
+    """SDPA on ``[r t h e]``; a mask is ``[r or 1, queries, keys]``. With `lse` the log-sum-exp stands behind the
+    output, as one more number of every head, and both are float32 at least.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if mask is None else mask.unsqueeze(1)
@@ -102,7 +104,9 @@ def _softmax(
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, position: Tensor | None) -> Tensor:
-    """Queries ``[r t h e]`` over a cache and their own tokens ``[r s+t h e]``; position None says that nothing is cached."""
+    """Queries ``[r t h e]`` over a cache and their own tokens ``[r s+t h e]``; position None says that nothing is
+    cached.
+    """
     if position is None:
         return _softmax(q, k, v, None, causal=True)
     return _softmax(q, k, v, causal_mask(q.shape[1], k.shape[1] - q.shape[1], 0, position))
@@ -117,7 +121,8 @@ def sliding_attention(
     position: Int[Tensor, " r"] | None,
     lse: bool = False,
 ) -> Float[Tensor, "r t h e"]:
-    """Each query over the persistent keys ``[p h e]`` and a window of keys, itself included; cost grows with t, not with t^2.
+    """Each query over the persistent keys ``[p h e]`` and a window of keys, itself included; cost grows with t, not
+    with t^2.
 
     A long call is cut into blocks of queries, each of which meets only the keys in its reach::
 
@@ -174,9 +179,9 @@ def flexible_attention(
     window: int,
     position: Tensor | None = None,
 ) -> Tensor:
-    """The same by FlexAttention, for a document from its start (position None) and for one that goes on. On an H200, with a
-    window of 2,048 tokens and 128 persistent ones, forward and backward take 3.8 ms where the blocks take 13.9 (8 x 4,096 tokens,
-    16 heads), and 6.3 where they take 12.5 (1 x 32,768). Compiled when first used.
+    """The same by FlexAttention, for a document from its start (position None) and for one that goes on. On an H200,
+    with a window of 2,048 tokens and 128 persistent ones, forward and backward take 3.8 ms where the blocks take 13.9
+    (8 x 4,096 tokens, 16 heads), and 6.3 where they take 12.5 (1 x 32,768). Compiled when first used.
     """
     cached = k.shape[1] - q.shape[1]
     reached = (
@@ -212,8 +217,9 @@ BLOCK = 128
 """Keys that FlexAttention skips, or reads without a look at the mask, together."""
 
 FIXED = 6
-"""Shapes of calls that FlexAttention is compiled for one by one; those that come after them share a build that is good for any,
-but slower (on an H200 96 ms where 68 ms were for the layers of a 340m MAG). torch builds a function eight times at most.
+"""Shapes of calls that FlexAttention is compiled for one by one; those that come after them share a build that is good
+for any, but slower (on an H200 96 ms where 68 ms were for the layers of a 340m MAG). torch builds a function eight
+times at most.
 """
 
 _fixed: set[tuple[Any, ...]] = set()
@@ -258,7 +264,9 @@ def _flexible_mask(queries: int, cached: int, window: int, prefix: int, device: 
 
 
 def _behind(prefix: Tensor, x: Tensor) -> Tensor:
-    """Persistent entries ``[p h e]`` in front of every row of ``[r s h e]``; several layers' ``[n p h e]``, each its rows'."""
+    """Persistent entries ``[p h e]`` in front of every row of ``[r s h e]``; several layers' ``[n p h e]``, each its
+    rows'.
+    """
     if not prefix.shape[-3]:
         return x
     if prefix.dim() == 3:
@@ -268,7 +276,9 @@ def _behind(prefix: Tensor, x: Tensor) -> Tensor:
 
 
 class Heads(nn.Module):
-    """Projections to and from attention heads, rotary positions, and persistent tokens (eq. 19), which are never rotated."""
+    """Projections to and from attention heads, rotary positions, and persistent tokens (eq. 19), which are never
+    rotated.
+    """
 
     def __init__(self, dim: int, heads: int, persistent: int, rotary: float) -> None:
         super().__init__()
@@ -335,10 +345,11 @@ class _AttentionState(NamedTuple):
 
 
 class AttentionState(_AttentionState, TensorTuple):
-    """Keys (rotated) and values ``[r s h e]`` of the tokens read last, the newest in the last place; how many tokens have been
-    read ``[r]``, and how many of them can be taken back ``[r]``.
+    """Keys (rotated) and values ``[r s h e]`` of the tokens read last, the newest in the last place; how many tokens
+    have been read ``[r]``, and how many of them can be taken back ``[r]``.
 
-    A sliding window's s is fixed; full attention's grows to the longest row's length, and shorter rows have zeros in front.
+    A sliding window's s is fixed; full attention's grows to the longest row's length, and shorter rows have zeros in
+    front.
     """
 
     __slots__ = ()
@@ -371,8 +382,8 @@ class AttentionState(_AttentionState, TensorTuple):
 
 
 class Attended(NamedTuple):
-    """Attention before its heads are joined, a row for each document: y ``[r t h e]``; queries and keys, not rotated, and values;
-    the state; how to go back from rows.
+    """Attention before its heads are joined, a row for each document: y ``[r t h e]``; queries and keys, not rotated,
+    and values; the state; how to go back from rows.
     """
 
     y: Tensor
@@ -384,7 +395,8 @@ class Attended(NamedTuple):
 
 
 class Attention(Heads):
-    """Causal attention over a sliding window with persistent tokens in front, or over everything (window None, no such tokens).
+    """Causal attention over a sliding window with persistent tokens in front, or over everything (window None, no such
+    tokens).
 
     `slack` more tokens than the window are kept in the state, so that as many can be taken back.
     """
@@ -458,8 +470,8 @@ class _SegmentState(NamedTuple):
 
 
 class SegmentState(_SegmentState, TensorTuple):
-    """The open segment of MAC: keys and values ``[r C-1 h e]`` of what was retrieved and of the tokens, and how many of them
-    ``[r]`` there are; they stand from the left.
+    """The open segment of MAC: keys and values ``[r C-1 h e]`` of what was retrieved and of the tokens, and how many of
+    them ``[r]`` there are; they stand from the left.
     """
 
     __slots__ = ()
@@ -487,7 +499,9 @@ class SegmentState(_SegmentState, TensorTuple):
 
 
 class SegmentAttention(Heads):
-    """Attention inside a segment of MAC: over persistent tokens, what the memory retrieved, and the segment (eqs 22-23)."""
+    """Attention inside a segment of MAC: over persistent tokens, what the memory retrieved, and the segment (eqs
+    22-23).
+    """
 
     def __init__(self, dim: int, heads: int, segment: int, persistent: int, rotary: float) -> None:
         super().__init__(dim, heads, persistent, rotary)
@@ -558,8 +572,9 @@ class SegmentAttention(Heads):
 def whole_attention(
     q: Float[Tensor, "r c h e"], k: Float[Tensor, "r keys h e"], v: Float[Tensor, "r keys h e"]
 ) -> Tensor:
-    """Of whole segments: keys are persistent ones, then what each token retrieved, then the tokens. Half of the scores are of
-    what no query sees: on a GPU they are skipped (39 ms of a 340m MAC's step on an H200, where torch's with a mask takes 50).
+    """Of whole segments: keys are persistent ones, then what each token retrieved, then the tokens. Half of the scores
+    are of what no query sees: on a GPU they are skipped (39 ms of a 340m MAC's step on an H200, where torch's with a
+    mask takes 50).
     """
     length, prefix = q.shape[1], k.shape[1] - 2 * q.shape[1]
     if not (q.is_cuda and q.dtype != torch.float64 and length >= 128 and q.shape[-1] >= 16):

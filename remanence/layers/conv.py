@@ -18,7 +18,8 @@ from remanence.ops.triton import layer
 
 
 class ShortConv(nn.Module):
-    """A causal depthwise convolution over tokens that carries its last inputs from call to call. Kernel 0: nothing happens.
+    """A causal depthwise convolution over tokens that carries its last inputs from call to call. Kernel 0: nothing
+    happens.
 
     `slack` more inputs than the kernel needs are kept, so that as many tokens can be taken back.
     """
@@ -44,7 +45,8 @@ class ShortConv(nn.Module):
         past: Float[Tensor, "r past width"],
         offsets: Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t width"], Float[Tensor, "r past width"]]:
-        """`past` are the inputs just before these, zeros at a document's start; packed documents have a row of it each."""
+        """`past` are the inputs just before these, zeros at a document's start; packed documents have a row of it each.
+        """
         if self.weight is None or x.shape[1] == 0:
             return x, past
         lead = self.kernel - 1
@@ -93,8 +95,8 @@ class ShortConv(nn.Module):
         )
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """``[b t+kernel-1 width]`` to ``[b t width]``. As a flat image: torch's one-dimensional depthwise backward is 2.5 x
-        slower on a CPU.
+        """``[b t+kernel-1 width]`` to ``[b t width]``. As a flat image: torch's one-dimensional depthwise backward is
+        2.5 x slower on a CPU.
         """
         assert self.weight is not None
         weight = self.weight.to(x.dtype).flatten(0, -2)[:, None, None]

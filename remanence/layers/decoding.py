@@ -13,11 +13,15 @@ from remanence.layers.attention import Attention, AttentionState, Heads, Segment
 from remanence.ops import decode
 
 LEAST = 256
-"""Tokens that full attention has room for at first. When it is full, the decoder begins again with room for twice as many."""
+"""Tokens that full attention has room for at first. When it is full, the decoder begins again with room for twice as
+many.
+"""
 
 
 class StepContext(NamedTuple):
-    """One decoded token: the tokens each row has read ``[r]``, which rows read one now ``[r]``, and what the layers share."""
+    """One decoded token: the tokens each row has read ``[r]``, which rows read one now ``[r]``, and what the layers
+    share.
+    """
 
     position: Tensor
     active: Tensor
@@ -44,8 +48,8 @@ def make_buffers(prefix: tuple[Tensor, Tensor], rows: int, count: int) -> tuple[
 
 
 class WindowDecoder:
-    """Attention over what was read last. Keys and values lie in a ring, a token at its position modulo the ring's size: keys are
-    rotated already, so their order does not matter.
+    """Attention over what was read last. Keys and values lie in a ring, a token at its position modulo the ring's size:
+    keys are rotated already, so their order does not matter.
     """
 
     def __init__(self, layer: Attention, state: AttentionState) -> None:

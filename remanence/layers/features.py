@@ -15,10 +15,11 @@ from remanence.ops.triton import layer
 
 
 class Features(nn.Module):
-    """Unit keys to unit features of the same width, per head: the slow layers of a deep memory, which training moves and no text.
+    """Unit keys to unit features of the same width, per head: the slow layers of a deep memory, which training moves
+    and no text.
 
-    Each layer adds gated features (SwiGLU's, `hidden` of them at length 1, projected back) to what it was given, and brings the
-    sum back to length 1. The way back starts at zero: an untrained deep memory is a matrix.
+    Each layer adds gated features (SwiGLU's, `hidden` of them at length 1, projected back) to what it was given, and
+    brings the sum back to length 1. The way back starts at zero: an untrained deep memory is a matrix.
     """
 
     def __init__(self, heads: int, width: int, hidden: int, depth: int = 1) -> None:

@@ -18,7 +18,8 @@ class GateProjection(nn.Module):
     """Several gates per head as logits of the input, float32 (or float64) whatever the rest runs in.
 
     The input counts at unit mean square: a large one must not slam every gate open or shut, where a memory runs away.
-    Not an nn.Linear on purpose: initialisers that zero every Linear's bias (Hugging Face's does) would open a memory's gates.
+    Not an nn.Linear on purpose: initialisers that zero every Linear's bias (Hugging Face's does) would open a memory's
+    gates.
     """
 
     def __init__(self, dim: int, heads: int, biases: Sequence[float]) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 
 def operand(x: Tensor) -> torch.dtype:
-    """x's dtype as autocast's products take it: what is cast once for all of them is not cast by autocast for each, and back."""
+    """x's dtype as autocast's products take it: what is cast once for all of them is not cast by autocast for each, and
+    back.
+    """
     device = x.device.type
     return (
         torch.get_autocast_dtype(device)
@@ -37,7 +39,9 @@ class Linear(nn.Linear):
 
 
 def project(x: Float[Tensor, "b t d"], *projections: Linear) -> tuple[Tensor, ...]:
-    """Several projections of the same x. On a GPU their gradients are added up inside the products, not by other kernels."""
+    """Several projections of the same x. On a GPU their gradients are added up inside the products, not by other
+    kernels.
+    """
     if len(projections) < 2 or not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tuple(projection(x) for projection in projections)
     return _projected(x, *projections)
@@ -50,8 +54,9 @@ def _projected(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
 
 
 class _Projected(torch.autograd.Function):
-    """A weight may say where its gradients are added up (`gradient_sum`, which gives the tensor): there they are, and autograd
-    gets none. On a GPU that is part of the product, so that each step's gradient is neither rounded nor written and read again.
+    """A weight may say where its gradients are added up (`gradient_sum`, which gives the tensor): there they are, and
+    autograd gets none. On a GPU that is part of the product, so that each step's gradient is neither rounded nor
+    written and read again.
     """
 
     @staticmethod
@@ -96,7 +101,8 @@ class _Projected(torch.autograd.Function):
 
 
 def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, ``[n i o]`` each; on a GPU without a rounding in between, as the product itself adds in float32."""
+    """total += a @ b, ``[n i o]`` each; on a GPU without a rounding in between, as the product itself adds in float32.
+    """
     if total.dtype == a.dtype:
         total.baddbmm_(a, b)
     elif a.is_cuda and total.dtype == torch.float32:
@@ -111,8 +117,8 @@ def _stacked(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def shared(weight: Tensor, plain: int, x: Tensor) -> Tensor:
-    """A weight of `plain` axes as it is, or several layers' so shaped that each meets its own share of x's rows, once x's first
-    axis is split into shares.
+    """A weight of `plain` axes as it is, or several layers' so shaped that each meets its own share of x's rows, once
+    x's first axis is split into shares.
     """
     return (
         weight

@@ -48,6 +48,8 @@ class RMSNorm(nn.Module):
 
 
 def unit(x: Tensor) -> Tensor:
-    """x at length 1 over its last axis; computed in float32 at least, returned in x's dtype. Below 1e-6 it fades to zero."""
+    """x at length 1 over its last axis; computed in float32 at least, returned in x's dtype. Below 1e-6 it fades to
+    zero.
+    """
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-12)).to(x.dtype)

@@ -11,8 +11,8 @@ from remanence.ops.triton import layer
 
 
 class Rotary:
-    """Turns each pair of channels of ``[r t h e]`` by its token's position. Angles in float64: in float32 they are off by 0.04
-    at two million.
+    """Turns each pair of channels of ``[r t h e]`` by its token's position. Angles in float64: in float32 they are off
+    by 0.04 at two million.
     """
 
     def __init__(self, position: Int[Tensor, "#r t"], width: int, base: float, dtype: torch.dtype) -> None:
@@ -32,6 +32,8 @@ class Rotary:
 def from_start(
     length: int, times: int, width: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
-    """`Rotary` of the positions 0 to length - 1, so many times over; made once for all layers and calls that begin there."""
+    """`Rotary` of the positions 0 to length - 1, so many times over; made once for all layers and calls that begin
+    there.
+    """
     position = torch.arange(length, device=device).repeat(times).unsqueeze(0)
     return Rotary(position, width, base, dtype)

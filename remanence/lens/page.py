@@ -1,9 +1,9 @@
 """The page: one file that needs nothing else, written piece by piece while a text of any length is read.
 
 Each piece of the text is a block of JSON: its text, how many UTF-16 units of it belong to each token, and base64 of
-little-endian arrays: signals float32 ``[t l signals]``; what each head kept, as a logarithm, float32 ``[t l h]``; matches, as
-uint16 distances and then int8 cosines (127 is 1) ``[t l h k]``. The last block describes the others. `unpack` reads a
-page back.
+little-endian arrays: signals float32 ``[t l signals]``; what each head kept, as a logarithm, float32 ``[t l h]``;
+matches, as uint16 distances and then int8 cosines (127 is 1) ``[t l h k]``. The last block describes the others.
+`unpack` reads a page back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Approximate search by faiss's inverted files, for stores too large to be searched exactly; an extra.
 
-An index is made from the state and only ever points into it: scores, positions and limits are the state's own, so that a stale
-index can miss an entry but never return a wrong one. What was written since the index was made is searched exactly.
+An index is made from the state and only ever points into it: scores, positions and limits are the state's own, so that
+a stale index can miss an entry but never return a wrong one. What was written since the index was made is searched
+exactly.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class InvertedFile:
     """A search with one index per row and head, each made anew when a quarter of its entries have changed.
 
     Attributes:
-        probes: share of an index's cells that a query looks into.
-        recall: share of exact search's entries that were found, on queries sampled when an index was last made; None before.
+        probes: share of an index's cells that a query looks into. recall: share of exact search's entries that were
+        found, on queries sampled when an index was last made; None before.
     """
 
     def __init__(self, probes: float = 1 / 16) -> None:

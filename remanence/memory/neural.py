@@ -43,7 +43,9 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
 
 
 class Trace(NamedTuple):
-    """All that can be seen of one call: output, state, and per token and head the surprise and the log gates (0 at padding)."""
+    """All that can be seen of one call: output, state, and per token and head the surprise and the log gates (0 at
+    padding).
+    """
 
     y: Tensor
     state: NeuralMemoryState
@@ -79,8 +81,8 @@ def rule_of(config: MemoryConfig, net: Net) -> Rule:
 
 
 class InitialMemory(nn.Module):
-    """The learned weights every document's memory starts from, per head; of a deep memory, those that stand beside what is
-    written and are never forgotten. A module of its own, so that it can be reset as one.
+    """The learned weights every document's memory starts from, per head; of a deep memory, those that stand beside what
+    is written and are never forgotten. A module of its own, so that it can be reset as one.
     """
 
     def __init__(self, net: Net, heads: int, width: int) -> None:
@@ -109,16 +111,16 @@ class InitialMemory(nn.Module):
 class NeuralMemory(nn.Module):
     """``y, state = NeuralMemory(dim=512, heads=8)(x, state)``: reads x into its memory, and answers from it.
 
-    x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length, and lifted to features by a deep memory's first
-    layers. Gates from x, per token and head. The memory writes k -> v and is asked q; its answers are normalised, gated by x and
-    projected back. The state is returned, never kept in the module: pass None at a document's start and what you got afterwards,
-    in calls of any length. Rows of a batch never meet.
+    x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length, and lifted to features by a deep
+    memory's first layers. Gates from x, per token and head. The memory writes k -> v and is asked q; its answers are
+    normalised, gated by x and projected back. The state is returned, never kept in the module: pass None at a
+    document's start and what you got afterwards, in calls of any length. Rows of a batch never meet.
 
     Build it from fields (those of `MemoryConfig`) or from a config, or both: ``NeuralMemory(config, chunk=64)``.
 
-    Every part with parameters has ``reset_parameters``, for models made on the meta device. In a Hugging Face model, call it from
-    ``_init_weights`` for the modules of this package; without that, ``from_pretrained`` leaves a memory that its checkpoint lacks
-    uninitialised.
+    Every part with parameters has ``reset_parameters``, for models made on the meta device. In a Hugging Face model,
+    call it from ``_init_weights`` for the modules of this package; without that, ``from_pretrained`` leaves a memory
+    that its checkpoint lacks uninitialised.
     """
 
     def __init__(self, config: MemoryConfig | None = None, **fields: Any) -> None:
@@ -173,7 +175,9 @@ class NeuralMemory(nn.Module):
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
-        """Read x, answer, and return the state. Padding (mask False) is not read; packed documents are told by `offsets`."""
+        """Read x, answer, and return the state. Padding (mask False) is not read; packed documents are told by
+        `offsets`.
+        """
         seen = self.trace(x, state, mask=mask, offsets=offsets)
         return seen.y, seen.state
 
@@ -269,7 +273,9 @@ class NeuralMemory(nn.Module):
         past: Float[Tensor, "r past width"],
         borders: list[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
-        """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's own."""
+        """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's
+        own.
+        """
         q, gate = project(x, self.q_proj, self.g_proj)
         q, past = self.q_conv.activated(q, past, borders, self.heads, normalize=True)
         q = self.lift(q)
@@ -282,8 +288,8 @@ class NeuralMemory(nn.Module):
         borders: list[int] | None = None,
         projected: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Gates, tuple[Tensor, Tensor, Tensor]]:
-        """What the memory gets of x: queries and keys ``[b t h f]``, values ``[b t h e]``, log gates; and the convolutions' new
-        histories.
+        """What the memory gets of x: queries and keys ``[b t h f]``, values ``[b t h e]``, log gates; and the
+        convolutions' new histories.
         """
         q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj) if projected is None else projected
         q, past_q = self.q_conv.activated(q, conv[0], borders, self.heads, normalize=True)
@@ -298,8 +304,8 @@ class NeuralMemory(nn.Module):
     def output(
         self, q: Float[Tensor, "b t h f"], answers: Float[Tensor, "b t h e"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t d"]:
-        """From the memory's answers to the layer's: what training left beside them, normalised, gated (`g_proj` of x), projected
-        back.
+        """From the memory's answers to the layer's: what training left beside them, normalised, gated (`g_proj` of x),
+        projected back.
         """
         if self.deep:
             (left,) = self.initial.parameters()
@@ -367,7 +373,9 @@ class NeuralMemory(nn.Module):
             )
 
     def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:
-        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or convolution."""
+        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or
+        convolution.
+        """
         if offsets is not None:
             raise ValueError(
                 "offsets: expected None beside a mask, got both; a mask already says where each row's document lies"

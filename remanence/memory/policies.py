@@ -1,7 +1,7 @@
 """Which tokens are worth storing. A policy gives each token a score; `keep` marks the best of each segment.
 
-Scores depend on a token, its position and its row's document alone, and segments are counted from the document's start, so
-that what is stored never depends on the calls a text comes in.
+Scores depend on a token, its position and its row's document alone, and segments are counted from the document's start,
+so that what is stored never depends on the calls a text comes in.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def drawn(read: Tokens) -> Float[Tensor, "r t"]:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """splitmix64's finish: every bit of the input decides half of the output's. Products wrap around, as they should."""
+    """splitmix64's finish: every bit of the input decides half of the output's. Products wrap around, as they should.
+    """
     x = x + -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (
@@ -83,9 +84,11 @@ POLICIES: dict[str, Policy] = {"all": everything, "rare": rare, "surprise": surp
 
 
 def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Tensor, "r t"]:
-    """Marks the best `fraction` of each whole segment, at least one token; the earlier of equals; never a score of -inf.
+    """Marks the best `fraction` of each whole segment, at least one token; the earlier of equals; never a score of
+    -inf.
 
-    Scores begin at a segment's border. What is behind the last whole segment is not marked: it waits for its segment's end.
+    Scores begin at a segment's border. What is behind the last whole segment is not marked: it waits for its segment's
+    end.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction: expected above 0 and at most 1, got {fraction!r}")
@@ -102,7 +105,9 @@ def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Ten
 
 
 def unigrams(corpus: Tensor | Iterable[Tensor], vocabulary: int) -> Float[Tensor, " v"]:
-    """Log-probabilities of a corpus's tokens, whole or in pieces, each counted once more than it is there: none is impossible."""
+    """Log-probabilities of a corpus's tokens, whole or in pieces, each counted once more than it is there: none is
+    impossible.
+    """
     counts = torch.zeros(vocabulary, dtype=torch.int64, device="cpu")
     for tokens in [corpus] if isinstance(corpus, Tensor) else corpus:
         found = torch.bincount(tokens.flatten().cpu(), minlength=vocabulary)

@@ -1,7 +1,8 @@
-"""Finding stored entries for queries, and attending to what was found. Searching chooses and has no gradient; attending has.
+"""Finding stored entries for queries, and attending to what was found. Searching chooses and has no gradient; attending
+has.
 
-A search is a function ``(q, state, k, limit) -> Found``. A query finds an entry only if the entry's position is at most the
-query's `limit` (its own position less the local window: nothing that local attention sees is met twice).
+A search is a function ``(q, state, k, limit) -> Found``. A query finds an entry only if the entry's position is at most
+the query's `limit` (its own position less the local window: nothing that local attention sees is met twice).
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from remanence.ops.triton.nearest import nearest, pack, unpack
 P, T = ParamSpec("P"), TypeVar("T")
 
 BLOCK, SCORES = 2**16, 2**22
-"""Entries that a query meets at once, and scores of a head held at once. The fastest of those tried on one core, 8K to 262K."""
+"""Entries that a query meets at once, and scores of a head held at once. The fastest of those tried on one core, 8K to
+262K.
+"""
 
 
 class Found(NamedTuple):
     """What a query found in its head: scores (the dot products) and slots ``[r t h k]``, the best first.
 
-    Where fewer than k were to be found the rest are -inf and -1. `dense` says "every entry" by an index ``[r t 1 0]`` of none
-    and a score ``[r t 1 size]`` of 0, or -inf where an entry may not be found.
+    Where fewer than k were to be found the rest are -inf and -1. `dense` says "every entry" by an index ``[r t 1 0]``
+    of none and a score ``[r t 1 size]`` of 0, or -inf where an entry may not be found.
     """
 
     score: Tensor
@@ -69,8 +72,8 @@ def unit(x: Float[Tensor, "... e"]) -> Float[Tensor, "... e"]:
 def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
     """The k best of all entries; of equal ones the lower slot. Memory does not grow with the store.
 
-    In two rounds, because choosing costs more than scoring: the k best lie in the k groups whose best scores are best, so only
-    the groups' maxima and then the scores in k groups are sorted.
+    In two rounds, because choosing costs more than scoring: the k best lie in the k groups whose best scores are best,
+    so only the groups' maxima and then the scores in k groups are sorted.
     """
     check(q, state, k, limit)
     if dispatch.search_reason(q, state.k) is None:
@@ -142,7 +145,9 @@ SEARCHES: dict[str, Callable[[], Search]] = {
     "triton": _triton,
     "ivf": _ivf,
 }
-"""Makers of searches: an approximate one keeps an index of its own beside the state, from which it could always be made anew."""
+"""Makers of searches: an approximate one keeps an index of its own beside the state, from which it could always be made
+anew.
+"""
 
 
 @plainly
@@ -171,7 +176,8 @@ def combine(
     memory_lse: Float[Tensor, "r t h"],
     gate: Float[Tensor, " h"] | None = None,
 ) -> Float[Tensor, "r t h e"]:
-    """Local and memory attention as one: mixed by the sigmoid of the heads' `gate`, or, without one, under a joint softmax.
+    """Local and memory attention as one: mixed by the sigmoid of the heads' `gate`, or, without one, under a joint
+    softmax.
 
     Where the memory is empty this is local attention alone, with a gate too.
     """
@@ -197,7 +203,9 @@ def check(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
 
 
 def _parts(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and heads to be searched together: all on a GPU or for a few scores, else one at a time, to stay in the cache."""
+    """Rows and heads to be searched together: all on a GPU or for a few scores, else one at a time, to stay in the
+    cache.
+    """
     rows, tokens, heads, _ = q.shape
     if q.is_cuda or rows * heads * tokens * entries <= SCORES:
         yield slice(0, rows), slice(0, heads)
@@ -242,7 +250,9 @@ def best(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _softmax(score: Tensor, scale: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and log-sum-exp of scores ``[r t h n]``; in float32 at least. No NaN where all is hidden, in gradients neither."""
+    """Weights and log-sum-exp of scores ``[r t h n]``; in float32 at least. No NaN where all is hidden, in gradients
+    neither.
+    """
     score = score.to(torch.promote_types(score.dtype, torch.float32)) * scale.unsqueeze(-1)
     nothing = hidden.all(-1, keepdim=True)
     score = score.masked_fill(hidden, -torch.inf).masked_fill(nothing, 0.0)

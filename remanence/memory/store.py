@@ -1,4 +1,6 @@
-"""The kNN memory's store: key-value pairs of tokens read, as explicit state. State in, state out; searching is `search.py`."""
+"""The kNN memory's store: key-value pairs of tokens read, as explicit state. State in, state out; searching is
+`search.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,15 @@ class StoreState(_StoreState, TensorTuple):
     """One store per row, wherever its document stands; returned by every call, never changed in place.
 
     k, v
-        The stored pairs ``[r size h e]``, detached. Keys are not rotated (a place in the store is no place in the text) and are
-        of unit length (they stay comparable while the weights that made them change).
+        The stored pairs ``[r size h e]``, detached. Keys are not rotated (a place in the store is no place in the text)
+        and are of unit length (they stay comparable while the weights that made them change).
     position
         Each entry's token, counted from its document's start, ``[r size]``; -1 is an empty slot.
     importance
         What eviction by importance goes by, ``[r size]``, float32.
     written
-        Entries ever offered to each row, ``[r]``. Where the oldest are evicted, the next one's slot is ``written % size``.
+        Entries ever offered to each row, ``[r]``. Where the oldest are evicted, the next one's slot is
+        ``written % size``.
     """
 
     __slots__ = ()
@@ -52,10 +55,10 @@ class Store:
     """How a store of a given size takes in new entries.
 
     evict
-        "oldest": a ring. "importance": what is worth least goes, or does not come in; among equals the older. An entry's worth
-        halves every `half_life` tokens (None: never); as all halve alike, their order stays, and the store always holds the best
-        of everything it was given, whatever the calls it came in. The entries stand in the order of their writing, so each call
-        copies the whole store.
+        "oldest": a ring. "importance": what is worth least goes, or does not come in; among equals the older. An
+        entry's worth halves every `half_life` tokens (None: never); as all halve alike, their order stays, and the
+        store always holds the best of everything it was given, whatever the calls it came in. The entries stand in the
+        order of their writing, so each call copies the whole store.
     """
 
     def __init__(
@@ -93,9 +96,11 @@ class Store:
         *,
         reuse: bool = False,
     ) -> StoreState:
-        """The state after more entries, in the order given; those that `mask` leaves out are not written, in their rows only.
+        """The state after more entries, in the order given; those that `mask` leaves out are not written, in their rows
+        only.
 
-        `reuse` gives up the old state: a ring then writes into its tensors and does not copy the store for a few entries.
+        `reuse` gives up the old state: a ring then writes into its tensors and does not copy the store for a few
+        entries.
         """
         self._check(state, k, v, position)
         if importance is None:
@@ -141,7 +146,8 @@ class Store:
         real = position >= 0
         if mask is not None:
             real[:, self.size :] &= mask
-        # log2(importance x 2^(-age / half_life)), less what is the same for all at any time. Zero importance is still an entry.
+        # log2(importance x 2^(-age / half_life)), less what is the same for all at any time. Zero importance is still
+        # an entry.
         worth = importance.double().clamp(min=torch.finfo(torch.float32).tiny).log2()
         if self.half_life is not None:
             worth = worth + position / self.half_life

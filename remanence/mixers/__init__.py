@@ -1,4 +1,5 @@
-"""The architectures, one file each: attention, the neural memory alone, Titans' three ways to have both, and the kNN memory.
+"""The architectures, one file each: attention, the neural memory alone, Titans' three ways to have both, and the kNN
+memory.
 
 `MIXERS` names them; a model's `pattern` is made of these names. To add your own, write a `Mixer` and register it:
 ``MIXERS["mine"] = Mine``, anything that makes one from a `ModelConfig`.

@@ -1,7 +1,8 @@
 """The interface of an architecture: what mixes tokens inside a layer, with all that the rest of the package asks of it.
 
-A new architecture is one file with a subclass of `Mixer` and one line in `MIXERS`. It needs `start` and `forward`; streaming,
-decoding, memory files, the cost plan and training then work. What it can do better than the defaults here, it overrides.
+A new architecture is one file with a subclass of `Mixer` and one line in `MIXERS`. It needs `start` and `forward`;
+streaming, decoding, memory files, the cost plan and training then work. What it can do better than the defaults here,
+it overrides.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class MixerOutput(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What a language model knows beside the features: its tokens ``[b t]``, their log-frequencies ``[v]`` if the model has them,
-    and its head.
+    """What a language model knows beside the features: its tokens ``[b t]``, their log-frequencies ``[v]`` if the model
+    has them, and its head.
     """
 
     tokens: Tensor
@@ -105,10 +106,11 @@ class MixerDecoder(Protocol):
 
 
 class Mixer(nn.Module):
-    """``y, state, trace = mixer(x, state, ctx)``: x ``[b t d]`` normalised, or packed documents; the state None at their start.
+    """``y, state, trace = mixer(x, state, ctx)``: x ``[b t d]`` normalised, or packed documents; the state None at
+    their start.
 
-    The result must not depend on how a text is cut into calls, nor on later tokens, nor on other rows: `remanence.testing` has
-    these laws.
+    The result must not depend on how a text is cut into calls, nor on later tokens, nor on other rows:
+    `remanence.testing` has these laws.
     """
 
     State: ClassVar[type] = tuple
@@ -135,8 +137,8 @@ class Mixer(nn.Module):
         return None
 
     def uncapturable(self, carries: bool) -> str | None:
-        """Why `forward` cannot be captured as a CUDA graph, for rows that carry a state or begin; None if it can. A captured call
-        must not decide anything on the host but by shapes and by whether rows stand at its `border`.
+        """Why `forward` cannot be captured as a CUDA graph, for rows that carry a state or begin; None if it can. A
+        captured call must not decide anything on the host but by shapes and by whether rows stand at its `border`.
         """
         return f"{type(self).__name__} layers may decide on the host what to do"
 
@@ -157,8 +159,8 @@ class Mixer(nn.Module):
 
     @property
     def segment_length(self) -> int | None:
-        """Tokens of a segment, if layers may read whole segments in a wavefront; then there are also `carry`, `read_segment`,
-        `segment_start` and `after_segments`, as in `MAC`.
+        """Tokens of a segment, if layers may read whole segments in a wavefront; then there are also `carry`,
+        `read_segment`, `segment_start` and `after_segments`, as in `MAC`.
         """
         return None
 
@@ -166,7 +168,9 @@ class Mixer(nn.Module):
         """Called once, with the mixers of the layers below."""
 
     def finish(self, begun: Any, state: Any, hidden: Tensor, ctx: Context) -> Any:
-        """The state after all layers have read a step of `stride` tokens: `begun` before it, `hidden` the last layer's output."""
+        """The state after all layers have read a step of `stride` tokens: `begun` before it, `hidden` the last layer's
+        output.
+        """
         return state
 
     def check(self, state: Any) -> None:
@@ -180,13 +184,14 @@ class Mixer(nn.Module):
         return 6.0 * sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
 
     def activation_bytes(self, dim: int) -> float:
-        """Bytes that a token leaves for backward in bfloat16, the block's norms and feed-forward included; an estimate."""
+        """Bytes that a token leaves for backward in bfloat16, the block's norms and feed-forward included; an estimate.
+        """
         return ACTIVATIONS["window"] * dim
 
 
 ACTIVATIONS = {"attention": 65, "window": 60, "lmm": 107, "mag": 132, "mal": 128, "mac": 232, "matrix": 98}
-"""Bytes per token, layer and unit of width that a forward pass leaves for backward: the growth of the peak from one layer to
-three, at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast, on an H200.
+"""Bytes per token, layer and unit of width that a forward pass leaves for backward: the growth of the peak from one
+layer to three, at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast, on an H200.
 """
 
 

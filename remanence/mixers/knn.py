@@ -1,9 +1,10 @@
-"""The kNN memory in a layer (Memorizing Transformers): sliding attention, and top-k attention over stored pairs of older tokens.
+"""The kNN memory in a layer (Memorizing Transformers): sliding attention, and top-k attention over stored pairs of
+older tokens.
 
-A document is cut into segments of one window, counted from its start. A segment's pairs are written to the store when the next
-one begins, and a query finds only entries a whole window behind it: every token is met once, by the window or in the store, and
-nothing depends on how a text is cut into calls. Keys and queries of the store are of unit length and not rotated; each head has
-its own temperature.
+A document is cut into segments of one window, counted from its start. A segment's pairs are written to the store when
+the next one begins, and a query finds only entries a whole window behind it: every token is met once, by the window or
+in the store, and nothing depends on how a text is cut into calls. Keys and queries of the store are of unit length and
+not rotated; each head has its own temperature.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class _KnnState(NamedTuple):
 
 
 class KnnState(_KnnState, TensorTuple):
-    """The window; the open segment's pairs ``[r w h e]``, from the left, not yet in the store, and what each is worth ``[r w]``
-    (-inf: not to be written); the model's last output ``[r d]``, by which the next token's surprise is known; the store.
+    """The window; the open segment's pairs ``[r w h e]``, from the left, not yet in the store, and what each is worth
+    ``[r w]`` (-inf: not to be written); the model's last output ``[r d]``, by which the next token's surprise is known;
+    the store.
     """
 
     __slots__ = ()
@@ -200,7 +202,9 @@ class Knn(Mixer):
 
     @torch.no_grad()
     def finish(self, begun: KnnState, state: KnnState, hidden: Tensor, ctx: Context) -> KnnState:
-        """With "surprise", a token is worth how little the model expected it, which is known when all layers have read it."""
+        """With "surprise", a token is worth how little the model expected it, which is known when all layers have read
+        it.
+        """
         if self.config.write != "surprise":
             return state
         index, surprise, newest = ctx.once("surprise", lambda: self._surprise(begun, hidden, ctx))
@@ -212,7 +216,9 @@ class Knn(Mixer):
         return state._replace(worth=worth, last=newest.to(state.last.dtype))
 
     def _surprise(self, begun: KnnState, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token its column in the window ``[r t]`` and its surprise ``[r t]``; and each row's last output ``[r d]``."""
+        """Of each token its column in the window ``[r t]`` and its surprise ``[r t]``; and each row's last output
+        ``[r d]``.
+        """
         if ctx.text is None:
             raise ValueError(
                 "knn.write: expected 'all' or 'random' without tokens, got 'surprise', which needs a head"
@@ -264,8 +270,8 @@ class Knn(Mixer):
         mode: Mode,
         ours: bool,
     ) -> tuple[Tensor, StoreState]:
-        """Segment by segment: what the one before left is written, then the store is asked. The local attention, joined by what
-        was found, and the store; its tensors may be written to if they are `ours`.
+        """Segment by segment: what the one before left is written, then the store is asked. The local attention, joined
+        by what was found, and the store; its tensors may be written to if they are `ours`.
         """
         near, near_lse = (local.y, None) if self.gate is not None else (local.y[..., :-1], local.y[..., -1])
         store = state.store
@@ -332,8 +338,8 @@ def near(mask: Tensor, reach: int) -> Tensor:
 
 
 class SegmentSpan(NamedTuple):
-    """One segment of every row: its number, its columns with a token of the call in any row, and the rows that have ended the
-    segment before it (None: no row has).
+    """One segment of every row: its number, its columns with a token of the call in any row, and the rows that have
+    ended the segment before it (None: no row has).
     """
 
     segment: int
@@ -343,7 +349,8 @@ class SegmentSpan(NamedTuple):
 
 
 class SegmentColumns:
-    """A call's tokens in columns behind their rows' open segments, so that all rows' segments begin at the same columns::
+    """A call's tokens in columns behind their rows' open segments, so that all rows' segments begin at the same
+    columns::
 
     row 0    [ o o o x ] [ x x x x ] [ x . . . ]        o read before, x the call's
     row 1    [ o x x x ] [ x x . . ] [ . . . . ]

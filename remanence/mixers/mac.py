@@ -1,7 +1,7 @@
 """MAC, memory as a context (eqs 21-25).
 
-What the memory knew when a segment began stands in front of the segment's attention, whose output is written to the memory and
-gated by what it then answers.
+What the memory knew when a segment began stands in front of the segment's attention, whose output is written to the
+memory and gated by what it then answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class _MACState(NamedTuple):
 
 
 class MACState(_MACState, TensorTuple):
-    """The memory; its weights ``[r h ...]`` when the open segment began; the queries' own convolution history; the segment."""
+    """The memory; its weights ``[r h ...]`` when the open segment began; the queries' own convolution history; the
+    segment.
+    """
 
     __slots__ = ()
 
@@ -121,7 +123,8 @@ class MAC(Mixer):
         opened: list[int],
         begins: bool,
     ) -> MixerOutput:
-        """From wherever rows stand in their segments (`opened`); `begins`: a chunk is known to begin with each segment."""
+        """From wherever rows stand in their segments (`opened`); `begins`: a chunk is known to begin with each segment.
+        """
         if mode == "fresh":
             old = [place > self.size for place in places(state.memory.memory.position)]
             state = self._renewed(state, old) if any(old) else state
@@ -232,8 +235,8 @@ class MACDecoder:
         contiguous = torch.contiguous_format
         self.weights = tuple(weight.detach().clone(memory_format=contiguous) for weight in state.weights)
         self.asked = state.asked.detach().clone()
-        # A segment is so many chunks. Unless the memory has missed a token, no chunk is open when one begins, and its weights
-        # are settled as they stand.
+        # A segment is so many chunks. Unless the memory has missed a token, no chunk is open when one begins, and its
+        # weights are settled as they stand.
         chunk, memory = state.memory.memory.chunk, state.memory.memory.position
         self.aligned = mode == "on" and torch.equal(state.segment.position % chunk, memory % chunk)
 

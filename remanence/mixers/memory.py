@@ -1,4 +1,6 @@
-"""The neural memory as a part of an architecture: it does what the mode says, and takes one token at a time when decoding."""
+"""The neural memory as a part of an architecture: it does what the mode says, and takes one token at a time when
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class Memory(nn.Module):
         return self.layer.config.chunk
 
     def flops(self) -> float:
-        """Operations of a token, forward and backward: projections once, what the memory starts from four times (keys forward,
-        errors back, the write, the read), and the first layers of a deep memory twice (queries and keys).
+        """Operations of a token, forward and backward: projections once, what the memory starts from four times (keys
+        forward, errors back, the write, the read), and the first layers of a deep memory twice (queries and keys).
         """
         initial = sum(weight.numel() for weight in self.layer.initial.parameters())
         features = (

@@ -1,8 +1,9 @@
-"""A second schedule for layers that read segment after segment: a wavefront over layers and segments, with the same results.
+"""A second schedule for layers that read segment after segment: a wavefront over layers and segments, with the same
+results.
 
-Segment s of layer l needs segment s of layer l - 1 and what segment s - 1 left in layer l. So all pairs with the same l + s can
-be computed together, as one layer whose weights have one axis more (`remanence.layers`) and whose rows are those of the layers
-under way, one behind the other::
+Segment s of layer l needs segment s of layer l - 1 and what segment s - 1 left in layer l. So all pairs with the same l
++ s can be computed together, as one layer whose weights have one axis more (`remanence.layers`) and whose rows are
+those of the layers under way, one behind the other::
 
     layer     0  1  2  3
     time 0    0                 the segment that each layer reads
@@ -14,7 +15,8 @@ under way, one behind the other::
          6          4  3
          7             4
 
-Of layers times segments small steps there remain layers plus segments large ones (diagonal batching: Sivtsov et al., 2025).
+Of layers times segments small steps there remain layers plus segments large ones (diagonal batching: Sivtsov et al.,
+2025).
 """
 
 from __future__ import annotations
@@ -72,9 +74,9 @@ class Passage(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Packed documents in rows of whole segments, several in a row, each from a segment's start on: where each row's token stands
-    in the call ``[rows t]``, -1 for none; where each of the call's tokens stands in the rows, laid flat; and which segments of
-    each row begin a document ``[rows segments]``.
+    """Packed documents in rows of whole segments, several in a row, each from a segment's start on: where each row's
+    token stands in the call ``[rows t]``, -1 for none; where each of the call's tokens stands in the rows, laid flat;
+    and which segments of each row begin a document ``[rows segments]``.
     """
 
     there: Tensor
@@ -243,10 +245,11 @@ class Later(Sequence[T]):
 
 
 class Stack:
-    """The parameters of alike blocks, by name, one axis more in front: copied, and cast as autocast would, once for a whole call.
+    """The parameters of alike blocks, by name, one axis more in front: copied, and cast as autocast would, once for a
+    whole call.
 
-    Their gradients come step by step, of some layers at a time: they are added up in place, in the parameters' own dtype, and
-    handed over when the last has come.
+    Their gradients come step by step, of some layers at a time: they are added up in place, in the parameters' own
+    dtype, and handed over when the last has come.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -303,7 +306,8 @@ class Stack:
         sums, self.sums = self.sums, None
         if sums is None:
             return [None] * sum(len(group) for group in self.groups)
-        # Of weights that several processes share the gradient is the mean of theirs, as FSDP has it; these are added up.
+        # Of weights that several processes share the gradient is the mean of theirs, as FSDP has it; these are added
+        # up.
         return [grad for total in sums for grad in (total if self.mesh == 1 else total / self.mesh).unbind(0)]
 
 
@@ -317,7 +321,8 @@ def _gathered(parameter: Tensor) -> Tensor:
 
 
 class _Stacked(torch.autograd.Function):
-    """Runs last in backward, as every `_Taken` is made of it, and gets nothing from them: all is in the stack's sums."""
+    """Runs last in backward, as every `_Taken` is made of it, and gets nothing from them: all is in the stack's sums.
+    """
 
     @staticmethod
     def forward(ctx: Any, stack: Stack, *parameters: Tensor) -> tuple[Tensor, ...]:

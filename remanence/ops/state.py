@@ -10,7 +10,9 @@ from torch import Tensor
 from remanence.core.state import TensorTuple, placed
 
 Weights = tuple[Tensor, ...]
-"""A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a state."""
+"""A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a
+state.
+"""
 
 
 class _Gates(NamedTuple):
@@ -44,10 +46,11 @@ class MemoryState(_MemoryState, TensorTuple):
 
     layers
         One ``[r h p ...]`` for each of the net's weights: the weight itself and, for a rule with momentum (p = 2), its
-        momentum; as they were at the start of the chunk being read (the closed form's anchor). `weights` and `momentum` are
-        views of them.
+        momentum; as they were at the start of the chunk being read (the closed form's anchor). `weights` and `momentum`
+        are views of them.
     k, v, gates
-        The tail: what has been read since that chunk began, ``[r c-1 h ...]``; the first ``position % chunk`` slots count.
+        The tail: what has been read since that chunk began, ``[r c-1 h ...]``; the first ``position % chunk`` slots
+        count.
     position
         Tokens read since the document began, ``[r]``. Chunk borders are counted from there, never from a call's start.
     diverged
@@ -73,7 +76,9 @@ class MemoryState(_MemoryState, TensorTuple):
         return (self.position >= 0) & (self.position <= read) & ~self.diverged
 
     def crop(self, tokens: int) -> MemoryState:
-        """The state before each row's last `tokens` tokens were read. They must lie in the open chunk: the rest is written."""
+        """The state before each row's last `tokens` tokens were read. They must lie in the open chunk: the rest is
+        written.
+        """
         left = self.position % self.chunk - tokens
         if tokens < 0 or bool((left < 0).any()):
             most = int((self.position % self.chunk).min())

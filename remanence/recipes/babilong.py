@@ -6,7 +6,8 @@ remanence train babilong --data.path=babi.tar.gz --data.books=books/ --init_from
 remanence eval out/babi-4k/model babilong --babilong.data=babi.tar.gz --babilong.books=books/ \\
     --babilong.lengths=0,4K,16K
 
-Longer rows after shorter ones, each from the model before. Without --init_from a small model begins with nothing, on bytes.
+Longer rows after shorter ones, each from the model before. Without --init_from a small model begins with nothing, on
+bytes.
 """
 
 from remanence.config import preset

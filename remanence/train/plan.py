@@ -1,4 +1,6 @@
-"""What a run will cost, before it is begun: parameters, arithmetic, memory of a GPU, hours. Estimates, and told as such."""
+"""What a run will cost, before it is begun: parameters, arithmetic, memory of a GPU, hours. Estimates, and told as
+such.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ GPUS = {"B200": 180, "H200": 141, "H100": 80, "A100": 80, "L40S": 48, "4090": 24
 """Memory in GB, for planning without the GPU."""
 
 SMALL = 50_000_000
-"""Parameters up to which the host's calls are likely to take longer than the GPU's arithmetic; a guess, not measured."""
+"""Parameters up to which the host's calls are likely to take longer than the GPU's arithmetic; a guess, not measured.
+"""
 
 
 def peak(device: torch.device) -> float | None:
@@ -42,8 +45,9 @@ def peak(device: torch.device) -> float | None:
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
-    """Forward and backward, 2 for a multiplication and addition: every matrix once, attention over what it sees, and a memory
-    four times its weights (keys forward, errors back, the write, the read). A deep memory's first layers see queries and keys.
+    """Forward and backward, 2 for a multiplication and addition: every matrix once, attention over what it sees, and a
+    memory four times its weights (keys forward, errors back, the write, the read). A deep memory's first layers see
+    queries and keys.
     """
     with torch.device("meta"):
         model = Model(config)
@@ -76,8 +80,8 @@ class Plan(NamedTuple):
 
 
 def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Plan:
-    """The costs on so many GPUs of a kind; without a number, on this machine's device, timed on a few rows. An error if it
-    cannot fit.
+    """The costs on so many GPUs of a kind; without a number, on this machine's device, timed on a few rows. An error if
+    it cannot fit.
     """
     known("gpu", gpu, GPUS)
     devices = gpus or 1
@@ -113,8 +117,8 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
 
 
 def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
-    """Tokens per second of so many GPUs, by the share of the peak that each kind of block has reached where it was measured; a
-    model of several kinds takes the mean of the times that models of one each would take.
+    """Tokens per second of so many GPUs, by the share of the peak that each kind of block has reached where it was
+    measured; a model of several kinds takes the mean of the times that models of one each would take.
     """
     length, seconds, told = config.data.length, 0.0, []
     recomputed = False

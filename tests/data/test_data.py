@@ -1,4 +1,6 @@
-"""Every document comes through, in tokens, with its borders; every token is read once an epoch; any step can be made again."""
+"""Every document comes through, in tokens, with its borders; every token is read once an epoch; any step can be made
+again.
+"""
 
 import gzip
 import json

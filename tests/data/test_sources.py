@@ -1,4 +1,6 @@
-"""Tables, datasets and limits: the same documents give the same shards, however they come and however often it is stopped."""
+"""Tables, datasets and limits: the same documents give the same shards, however they come and however often it is
+stopped.
+"""
 
 import hashlib
 import json
@@ -274,7 +276,8 @@ def test_killed_at_any_moment_it_goes_on_to_the_same(tmp_path, prefix, workers):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a dataset needs: its revision, newer whenever it is asked for, its files, and their bytes."""
+    """As much of the hub as a dataset needs: its revision, newer whenever it is asked for, its files, and their bytes.
+    """
 
     folder, revisions = None, count(1)
     protocol_version = "HTTP/1.1"

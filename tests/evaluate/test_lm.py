@@ -1,4 +1,6 @@
-"""Perplexities equal a plain loop, a stream equals windows where it must, and the harness's definitions give its numbers."""
+"""Perplexities equal a plain loop, a stream equals windows where it must, and the harness's definitions give its
+numbers.
+"""
 
 import json
 import math
@@ -102,7 +104,9 @@ PAGES = (
 
 
 def test_wikitext_is_the_harnesss(home):
-    """The same pages through lm-evaluation-harness's own task code and its Hugging Face model give the same three numbers."""
+    """The same pages through lm-evaluation-harness's own task code and its Hugging Face model give the same three
+    numbers.
+    """
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     pytest.importorskip("remanence.hf")
     theirs = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext")

@@ -1,4 +1,6 @@
-"""An evaluation as a whole: it goes on where it was, tells where its numbers come from, and says what is wrong in one line."""
+"""An evaluation as a whole: it goes on where it was, tells where its numbers come from, and says what is wrong in one
+line.
+"""
 
 import json
 import lzma
@@ -373,7 +375,9 @@ def test_the_document_names_every_task_and_setting():
 @pytest.mark.parametrize("variant", ["mac", "hybrid"])
 @pytest.mark.parametrize("task", ["lm", "niah"])
 def test_a_unit_of_hours_goes_on_in_its_middle(home, monkeypatch, task, variant):
-    """Two documents and a long text; after each piece the reading is kept, and what follows is the same to the last bit."""
+    """Two documents and a long text; after each piece the reading is kept, and what follows is the same to the last
+    bit.
+    """
     saved(home / "m", variant)
     monkeypatch.setattr(bookmark, "EVERY", 0.0)
     monkeypatch.setattr(subject, "PIECE", 128)

@@ -31,8 +31,8 @@ def tokens(batch=2, count=21, dtype=torch.float64):
 
 
 def read(memory, inputs):
-    """Several calls, each from the state of the one before: all that comes out, and the gradients of the inputs and parameters
-    through the states between the calls, too.
+    """Several calls, each from the state of the one before: all that comes out, and the gradients of the inputs and
+    parameters through the states between the calls, too.
     """
 
     def run(call):

@@ -35,7 +35,9 @@ def data():
 
 
 def train(model, x):
-    """A few steps of truncated backpropagation: the memory is carried, its graph is not. Returns the last weights and state."""
+    """A few steps of truncated backpropagation: the memory is carried, its graph is not. Returns the last weights and
+    state.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = None
     for piece in x.split(9, 1):

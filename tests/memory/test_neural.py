@@ -1,4 +1,6 @@
-"""The layer: the operator's laws again, now through projections, convolutions and gates; dtypes; other people's frameworks."""
+"""The layer: the operator's laws again, now through projections, convolutions and gates; dtypes; other people's
+frameworks.
+"""
 
 import copy
 import pickle
@@ -183,7 +185,9 @@ def test_float32_state_is_not_rounded_by_a_bfloat16_model():
 @pytest.mark.parametrize("kind", ["random", "constant", "huge", "repeated"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_finite_in_bf16_over_16k_tokens(depth, kind):
-    """Law 6 for the layer as it starts: random weights, default gates, bf16 parameters and inputs, forward and backward."""
+    """Law 6 for the layer as it starts: random weights, default gates, bf16 parameters and inputs, forward and
+    backward.
+    """
     memory = NeuralMemory(dim=16, heads=2, depth=depth, chunk=64).bfloat16()
     x = torch.randn(1, 16_384, 16)
     x = {

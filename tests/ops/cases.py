@@ -10,7 +10,9 @@ from remanence.ops import MLP, Gates, Rule, memorize, start
 
 @dataclass
 class Case:
-    """One call: shapes, net, rule, chunk; `extreme` forces a share `rate` of the gates to alpha = 1, eta = 0 or theta = 0."""
+    """One call: shapes, net, rule, chunk; `extreme` forces a share `rate` of the gates to alpha = 1, eta = 0 or theta =
+    0.
+    """
 
     net: object = field(default_factory=MLP)
     rule: Rule = field(default_factory=Rule)

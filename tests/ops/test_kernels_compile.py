@@ -161,7 +161,9 @@ def test_every_kernel_is_among_the_launches():
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
 def test_no_narrow_tiles_on_hopper(width, dtype):
-    """From tiles of less than 128 bytes a row, Triton 3.6 builds kernels there that are wrong (test_kernels_gpu.py saw it)."""
+    """From tiles of less than 128 bytes a row, Triton 3.6 builds kernels there that are wrong (test_kernels_gpu.py saw
+    it).
+    """
     for depth in (1, 2):
         made = memory.plan_of(MLP(depth=depth), RULES["titans"], width, width, 1, 64)
         written = (fused if depth == 2 else fused_linear).launches(made, dtype, 90)

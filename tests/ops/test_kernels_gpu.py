@@ -89,7 +89,8 @@ def test_the_kernels_are_right_on_this_chip(rows, hidden, chunk, dtype, monkeypa
             raise
         pytest.skip(str(error))
     usual = results(given, hidden, chunk, "plain")
-    # The one configuration of these that misses "at most twice", with exact products, too: docs/kernels.md, "How exact".
+    # The one configuration of these that misses "at most twice", with exact products, too: docs/kernels.md, "How
+    # exact".
     times = 5.0 if (hidden, chunk, dtype) == (256, 16, torch.float32) else 2.0
     for name, exact, ours, theirs in zip(NAMES, true, first, usual, strict=True):
         error, usually = apart(exact, ours), apart(exact, theirs)

@@ -10,7 +10,8 @@ TOKENS = 16_384
 
 
 def adversary(kind, shape, dtype=torch.bfloat16, deep=False):
-    """Queries, keys and values meant to hurt. Keys have unit length, as the operator asks; queries and values have any."""
+    """Queries, keys and values meant to hurt. Keys have unit length, as the operator asks; queries and values have any.
+    """
     x = torch.randn(3, *shape)
     if kind == "constant":
         x = torch.ones_like(x)
@@ -84,7 +85,8 @@ def test_a_net_that_diverges_raises_the_flag(backend):
 
 
 def test_the_plain_residual_net_runs_away_where_the_default_does_not():
-    """The documented fact behind the default: without LayerNorm, equal keys drive a two-layer net out of float range."""
+    """The documented fact behind the default: without LayerNorm, equal keys drive a two-layer net out of float range.
+    """
     _, state, _ = _equal_keys(NETS["residual"], 64, 640, 16, "chunked")
     assert 10 < state.diverged.sum() < 64, "most weights diverge, a few get stuck in gelu's flat part"
     _, state, _ = _equal_keys(NETS["titans"], 64, 640, 16, "chunked")
@@ -111,7 +113,9 @@ def test_small_gates_do_not_underflow_into_nan():
     [(torch.float64, 1.0, 12), (torch.float32, 1.0, 12), (torch.float32, 1e8, 2)],
 )
 def test_the_leash_does_not_touch_a_gradient_that_still_means_something(dtype, scale, chunks):
-    """Equal keys and a full step multiply a matrix memory's gradient by -3 in every chunk of 4: 3^12 is exact, and must stay."""
+    """Equal keys and a full step multiply a matrix memory's gradient by -3 in every chunk of 4: 3^12 is exact, and must
+    stay.
+    """
     net, rule, chunk = NETS["linear"], Rule(momentum=False, forget=False), 4
     tokens = chunk * chunks
     k = F.normalize(torch.ones(1, tokens, 1, 4, dtype=dtype), dim=-1)

@@ -121,7 +121,9 @@ def test_packed_rows_continue_at_different_places():
     "s", pairwise(kind=list(KINDS), head=[0, 3, 4, 9], packed=[False, True], chunk=[1, 4, 16]), ids=str
 )
 def test_recall_asks_the_weights_as_they_are(s):
-    """Asking without writing = writing one token that changes nothing (no step, no past, all kept) and reading its answer."""
+    """Asking without writing = writing one token that changes nothing (no step, no past, all kept) and reading its
+    answer.
+    """
     net, rule = KINDS[s["kind"]]
     step = as_step(net, rule, s["chunk"])
     x = inputs(2, s["head"])

@@ -37,8 +37,9 @@ def _case(s):
         momentum=s["momentum"], forget=s["forget"] != "no", decay_first=s["forget"] == "first", loss=s["loss"]
     )
     case = Case(net=net, rule=rule, chunk=s["chunk"], tokens=s["tokens"], extreme=s["extreme"])
-    # Where a net runs away (no LayerNorm), or answers through LayerNorm of almost nothing (deep, just cleared), the reference
-    # itself moves by 1e-8 when a key moves by its last bit. Small steps and few clearings keep the law about the code.
+    # Where a net runs away (no LayerNorm), or answers through LayerNorm of almost nothing (deep, just cleared), the
+    # reference itself moves by 1e-8 when a key moves by its last bit. Small steps and few clearings keep the law about
+    # the code.
     if not net.norm:
         case.step = -6.0
     elif net.depth > 2:

@@ -1,7 +1,7 @@
 """Law 1 for the kernels: triton = chunked, in every output, every part of the state, and every gradient.
 
-Without a GPU they run under Triton's interpreter, in float64 as everywhere; outputs are allocated full of NaN. The interpreter
-must be asked for before Triton is imported, so those tests run in a process of their own.
+Without a GPU they run under Triton's interpreter, in float64 as everywhere; outputs are allocated full of NaN. The
+interpreter must be asked for before Triton is imported, so those tests run in a process of their own.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -227,8 +227,8 @@ def test_as_exact_as_torch_and_twice_the_same(case, dtype):
     theirs, first, second = (gradients(function, moved, constants) for function in (plain, ours, ours))
     for index, (exact, a, b, again) in enumerate(zip(true, theirs, first, second, strict=True)):
         assert a.dtype == b.dtype, f"result {index}"
-        # The interpreter cuts off instead of rounding; what a convolution's past and features' parameters get has been through
-        # the inputs' dtype, too.
+        # The interpreter cuts off instead of rounding; what a convolution's past and features' parameters get has been
+        # through the inputs' dtype, too.
         cut = dtype if index in (2, 3) else b.dtype
         slack = 2e-7 if cut == torch.float32 else torch.finfo(cut).eps
         assert distance(exact, b.double()) <= 2 * distance(exact, a.double()) + slack, f"result {index}"

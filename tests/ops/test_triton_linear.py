@@ -1,6 +1,8 @@
-"""Law 1 for the kernels of a one-layer memory: triton = chunked, in every output, every part of the state, and every gradient.
+"""Law 1 for the kernels of a one-layer memory: triton = chunked, in every output, every part of the state, and every
+gradient.
 
-As in test_triton.py: without a GPU under Triton's interpreter, in float64, in a process of its own, outputs full of NaN.
+As in test_triton.py: without a GPU under Triton's interpreter, in float64, in a process of its own, outputs full of
+NaN.
 """
 
 import pytest

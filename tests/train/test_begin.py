@@ -1,4 +1,6 @@
-"""Rows that begin elsewhere: with what another row's memory held, or with noise of its size; nothing else of another text."""
+"""Rows that begin elsewhere: with what another row's memory held, or with noise of its size; nothing else of another
+text.
+"""
 
 import itertools
 import shutil

@@ -1,4 +1,5 @@
-"""Two processes are one: the same losses, and each takes up the checkpoints of the other. FSDP2 over gloo, on the CPU."""
+"""Two processes are one: the same losses, and each takes up the checkpoints of the other. FSDP2 over gloo, on the CPU.
+"""
 
 import json
 import os
@@ -71,7 +72,9 @@ def resume_all(names, folder):
 
 
 def test_a_wavefront_of_shared_weights(tmp_path, shards):
-    """Rows of one length, documents carried on, documents packed: two processes with MAC in a wavefront are one without."""
+    """Rows of one length, documents carried on, documents packed: two processes with MAC in a wavefront are one
+    without.
+    """
     common = {"steps": 4, "save_every": 4}
     small = {"segment": 16, "window": 16}
     model = change(config("mac", **common).model, {**small, "depth": 3})
@@ -169,7 +172,8 @@ def in_turn(folder):
 
 
 def test_what_two_processes_see_refuse_and_export(tmp_path):
-    """The state stays float32 and reading meets whole weights; what one refuses stops both; parts become a whole model."""
+    """The state stays float32 and reading meets whole weights; what one refuses stops both; parts become a whole model.
+    """
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     on_two(in_turn, tmp_path)

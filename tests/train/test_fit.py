@@ -67,8 +67,8 @@ def test_resuming_from_any_checkpoint_is_not_stopping(tmp_path, shards, kind):
 
 
 def test_the_end_of_a_document(tmp_path, shards):
-    """Its padding is read, yet the loss is that of the document alone, nothing of it is left to the next, and no memory of it is
-    handed out.
+    """Its padding is read, yet the loss is that of the document alone, nothing of it is left to the next, and no memory
+    of it is handed out.
     """
     data = DataConfig(kind="documents", path=shards, length=24)
     given = config("mag", data=data, carry=True, keep=99, save_every=1)
@@ -262,7 +262,9 @@ def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(tmp_path, m
 
 
 def test_what_the_leash_held_is_told_by_line(tmp_path, monkeypatch, command):
-    """As if every carried gradient had outgrown its reach: each row and head of the one layer, in each of a line's steps."""
+    """As if every carried gradient had outgrown its reach: each row and head of the one layer, in each of a line's
+    steps.
+    """
     real = chunked.Leash.__init__
 
     def short(self, *args):

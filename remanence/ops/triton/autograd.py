@@ -24,8 +24,8 @@ def memory_operator(
     gradient.
 
     It returns the answers, the surprise, the layers at the end, a flag for each chunk that is not finite, and `saved`
-    tensors for backward. `plan` is a NamedTuple of what the kernels are compiled for; `for_device(programs, device)` fits
-    it to a device.
+    tensors for backward. `plan` is a NamedTuple of what the kernels are compiled for; `for_device(programs, device)`
+    fits it to a device.
 
     ``forward(plan, q, k, v, gates, *layers, totals, train)`` returns the same tensors.
     ``backward(plan, (q, k, v, totals, *saved), gates, *grads)`` returns the gradients of q, k, v, the gates and the

@@ -2,9 +2,9 @@
 """A memory of one layer, forwards: x W, with x added or not, through a LayerNorm or not. Keys are D wide, values E;
 without x and LayerNorm these may differ.
 
-    linear_solve      the token-exact rule's triangular systems            every chunk at once
-    linear_state      W, S over the chunks, keys only; the errors D        one program per (row, head) or some of its columns
-    linear_read       the answers and the surprise                         every chunk at once
+    linear_solve      the token-exact rule's triangular systems            every chunk at once linear_state      W, S
+    over the chunks, keys only; the errors D        one program per (row, head) or some of its columns linear_read
+    the answers and the surprise                         every chunk at once
 
 The state is held, and kept at the chunks' starts, transposed: then it is the left operand of every product it enters,
 the errors too, and neither has to leave its warp's registers between two products. A row of it, which is one column of
