@@ -24,12 +24,8 @@ KINDS = ("recall", "packed", "documents", "carried")
 
 
 def setting(kind, shards, variant="lmm", **fields):
-    data = DataConfig(
-        kind="documents" if kind == "carried" else kind,
-        path=None if kind == "recall" else shards,
-        length=24,
-        pairs=4,
-    )
+    own = {"pairs": 4} if kind == "recall" else {"path": shards}
+    data = DataConfig(kind="documents" if kind == "carried" else kind, length=24, **own)
     return config(variant, data=data, carry=kind == "carried", **fields)
 
 
