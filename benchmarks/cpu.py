@@ -125,7 +125,8 @@ def print_compiled(net: str, tokens: int) -> None:
 
 
 def high_water_mib() -> float:
-    """This process's largest resident size so far. Linux: not getrusage, whose figure a child inherits from its parent.
+    """This process's largest resident size so far. Linux: not getrusage, whose figure a child inherits from its
+    parent.
     """
     status = Path("/proc/self/status")
     if status.exists():

@@ -526,7 +526,7 @@ def main():
                 for a, b in model.blocks[0].memory.sizes[: 2 if model.blocks[0].memory.deep else 1]
             )
             row = {
-                "name": name, "lr": args.lr, "seed": args.seed, "steps": args.steps, "parameters": count(model), "state": state,
+                "name": name, "lr": args.lr, "seed": args.seed, "steps": args.steps, "parameters": count(model), "state": state,  # noqa: E501
                 "train": round(losses[-50:].mean().item(), 4),
                 "curve": [round(x, 3) for x in losses.view(-1, 50).mean(1).tolist()],
                 "norm": [round(norms.quantile(p).item(), 3) for p in (0.5, 0.95, 1.0)], "seconds": round(took), **bits,

@@ -158,7 +158,7 @@ def one_operator(
     def call(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
         state = start(rest[3:], batch, rule=how, chunk=chunk, width=width)
         return memorize(
-            q, k, v, Gates(*rest[:3]), state, net=memory, rule=how, chunk=chunk, backend=backend, check=False, aligned=True
+            q, k, v, Gates(*rest[:3]), state, net=memory, rule=how, chunk=chunk, backend=backend, check=False, aligned=True  # noqa: E501
         )[0]  # fmt: skip
 
     def forward() -> None:
@@ -360,7 +360,8 @@ def one_layer(name: str, batch: int, tokens: int, width: int, heads: int) -> Row
 
 
 def config(variant: str, tiny: bool, memory: Row | None = None) -> Any:
-    """Every variant at the Transformer's number of parameters, with the memory that the preset gives, or with another.
+    """Every variant at the Transformer's number of parameters, with the memory that the preset gives, or with
+    another.
     """
     return matched(preset("tiny" if tiny else "340m", variant, memory=memory or {}))
 

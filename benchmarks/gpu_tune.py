@@ -407,7 +407,8 @@ def main() -> None:
     cores = os.cpu_count() or 2
     jobs, several = Jobs(options.budget), 1 if DEVICE == "cpu" else min(8, max(1, cores - 2))
     print(
-        f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else 'interpreter'}, torch {torch.__version__}, {cores} cores",
+        f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else 'interpreter'}, "
+        f"torch {torch.__version__}, {cores} cores",
         flush=True,
     )
     size = {"tiny": tiny}

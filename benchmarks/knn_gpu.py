@@ -1,8 +1,8 @@
 """Exact kNN search on one GPU: the kernels beside torch's matmul + topk, and beside `exact` without kernels.
 
-    python benchmarks/knn_gpu.py                     8K to 1M keys, 8 heads of 64, the 32 nearest of 512 queries and of 1
+    python benchmarks/knn_gpu.py                8K to 1M keys, 8 heads of 64, the 32 nearest of 512 queries and of 1
     python benchmarks/knn_gpu.py --profile           with the time of each step of the kernels' search
-    python benchmarks/knn_gpu.py --tune              with the kernels' time under other settings (remanence/ops/triton/nearest.py)
+    python benchmarks/knn_gpu.py --tune         with the kernels' time under other settings (ops/triton/nearest.py)
     python benchmarks/knn_gpu.py --tiny              every path that runs on a CPU, interpreted, in small
 
 Implementations take turns; times are medians of CUDA-event timings after warm-up. "graph": the same as a captured CUDA
@@ -98,7 +98,8 @@ class Case:
         return [(q.transpose(1, 2) @ keys).topk(self.k).indices for q in self.q.split(block, 1)]
 
     def compare(self) -> tuple[float, float]:
-        """The kernels' largest difference of a score from all scores in float32, sorted, and the share of equal slots.
+        """The kernels' largest difference of a score from all scores in float32, sorted, and the share of equal
+        slots.
         """
         found, worst, same = self.kernels(), 0.0, 0.0
         for head in range(self.q.shape[2]):

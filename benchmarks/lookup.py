@@ -44,7 +44,7 @@ def trained(fuse: str, steps: int, seed: int) -> Model:
     torch.manual_seed(seed)
     model = Model(
         ModelConfig(
-            vocabulary=80, dim=64, depth=2, heads=2, pattern=("window", "knn"), window=WINDOW, segment=WINDOW, persistent=4,
+            vocabulary=80, dim=64, depth=2, heads=2, pattern=("window", "knn"), window=WINDOW, segment=WINDOW, persistent=4,  # noqa: E501
             knn={"k": 8, "size": 2048, "fuse": fuse},
         )
     ).train()  # fmt: skip

@@ -73,7 +73,8 @@ def run(config: TrainConfig, out: Path) -> None:
 
 
 def work(runs: dict[Path, TrainConfig], jobs: int, end: float) -> None:
-    """Every run in a process of its own, so many at once; at the end of the time, SIGTERM, on which a run saves itself.
+    """Every run in a process of its own, so many at once; at the end of the time, SIGTERM, on which a run saves
+    itself.
     """
     waiting, running = list(runs.items()), []
     while (waiting or running) and time.monotonic() < end:

@@ -82,9 +82,9 @@ def fit(
 TWINS: list[tuple[str, int, int, float, str]] = [
     ("deep", 1, 64, -10.0, ""), ("deep", 2, 16, -10.0, "features"), ("deep", 2, 64, -5.0, "features"),
     ("deep", 2, 128, -3.0, "features"), ("deep", 3, 64, -10.0, "features"), ("deep", 4, 64, -10.0, "features"),
-    ("deep", 1, 16, -10.0, "gates"), ("deep", 2, 64, -10.0, "features, gates"), ("deep", 3, 128, -5.0, "features, gates"),
+    ("deep", 1, 16, -10.0, "gates"), ("deep", 2, 64, -10.0, "features, gates"), ("deep", 3, 128, -5.0, "features, gates"),  # noqa: E501
     ("deep", 4, 16, -3.0, "features, gates"), ("deep", 2, 64, -6.0, "trained"), ("deep", 2, 64, -10.0, "trained"),
-    ("titans", 2, 16, -10.0, ""), ("titans", 2, 16, -5.0, ""), ("titans", 2, 64, -5.0, ""), ("titans", 2, 16, -10.0, "gates"),
+    ("titans", 2, 16, -10.0, ""), ("titans", 2, 16, -5.0, ""), ("titans", 2, 64, -5.0, ""), ("titans", 2, 16, -10.0, "gates"),  # noqa: E501
 ]  # fmt: skip
 """A memory, its depth, chunk and forget bias, and what is changed: features as long as the keys, gates' weights drawn
 with a spread of a half (their logits then spread by 5.7 at width 128), or 300 steps of training.
@@ -257,7 +257,7 @@ MATRIX = NETS["linear"]
 CAPACITY: list[tuple[str, Any, int, int, float]] = [
     ("matrix 64 x 64", MATRIX, 64, 64, 0.0), ("matrix 128 x 64", MATRIX, 128, 64, 0.0),
     ("matrix 128 x 128", MATRIX, 128, 128, 0.0), ("deep 64 x 64, features of length 1", MATRIX, 64, 64, 1.0),
-    ("deep 64 x 64, features of length 4", MATRIX, 64, 64, 4.0), ("deep 128 x 128, features of length 1", MATRIX, 128, 128, 1.0),
+    ("deep 64 x 64, features of length 4", MATRIX, 64, 64, 4.0), ("deep 128 x 128, features of length 1", MATRIX, 128, 128, 1.0),  # noqa: E501
     ("titans 64, expansion 2", MLP(expansion=2.0), 64, 64, 0.0),
 ]  # fmt: skip
 """A memory, the net that is written, the widths of keys and values, and how long random features are beside the key's

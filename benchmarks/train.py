@@ -27,7 +27,8 @@ from remanence.train.sources import SOURCES
 
 
 def bare(config: TrainConfig, device: torch.device) -> float:
-    """What anyone would write: no log, no checkpoint, no look at what is finite. Seconds per step, after the first two.
+    """What anyone would write: no log, no checkpoint, no look at what is finite. Seconds per step, after the
+    first two.
     """
     torch.manual_seed(config.seed)
     model = Model(config.model).to(device).train()

@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from remanence.config import MODES, Mode, ModelConfig, change, known
+from remanence.config import MODES, Mode, ModelConfig, change
+from remanence.core.choices import check_choice
 from remanence.core.ragged import SegmentSplit
 from remanence.core.state import TensorTuple, advanced, placed, places
 from remanence.layers import RMSNorm, SwiGLU, operand
@@ -107,7 +108,7 @@ class Block(nn.Module):
 
     def __init__(self, name: str, config: ModelConfig) -> None:
         super().__init__()
-        known("pattern", name, MIXERS)
+        check_choice("pattern", name, MIXERS)
         self.norm_mixer, self.norm_ffn = RMSNorm(config.dim), RMSNorm(config.dim)
         self.mixer = MIXERS[name](config)
         self.ffn = SwiGLU(config.dim, config.hidden)
@@ -179,7 +180,7 @@ class Backbone(nn.Module):
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
-        known("schedule", schedule, ("wavefront", "layers"))
+        check_choice("schedule", schedule, ("wavefront", "layers"))
         self._schedule = schedule
 
     @property
@@ -187,7 +188,7 @@ class Backbone(nn.Module):
         return any(mixer.has_memory for mixer in self.mixers)
 
     def check_mode(self, mode: Mode) -> Mode:
-        known("memory", mode, MODES)
+        check_choice("memory", mode, MODES)
         if mode != "on" and not self.has_memory:
             raise ValueError(
                 f"memory: expected 'on', as the blocks {self.config.pattern} have no memory, got {mode!r}"
@@ -359,7 +360,8 @@ class Backbone(nn.Module):
     def _trace_masked(
         self, x: Tensor, state: State | None, mask: Tensor, mode: Mode, keep: bool, text: Text | None
     ) -> Trace:
-        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or window.
+        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or
+        window.
         """
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
         packed = lambda full: full[mask].unsqueeze(0)

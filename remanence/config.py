@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from math import gcd, isfinite
 from typing import Any, Literal, TypeVar
+
+from remanence.core.choices import check_choice
+from remanence.core.vocabulary import BYTES
 
 Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
 
@@ -15,21 +17,12 @@ MODES: tuple[Mode, ...] = ("on", "off", "frozen", "fresh")
 """What a model does with its memories: read and written; absent; read, never written; begun anew at every segment."""
 
 
-def known(what: str, name: object, names: Iterable[str]) -> None:
-    """Refuse a name that is not among the known ones, and say which one was probably meant."""
-    names = list(names)
-    if name not in names:
-        near = get_close_matches(str(name), names, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {name!r}{hint}")
-
-
 def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
     """A config from fields by name, as they come from a person or a file: an unknown one is refused, with the nearest
     name.
     """
     for name in given:
-        known(f"{cls.__name__} field", name, [field.name for field in fields(cls)])
+        check_choice(f"{cls.__name__} field", name, [field.name for field in fields(cls)])
     missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in given]
     if missing:
         raise ValueError(f"{missing[0]}: expected a value for this field of {cls.__name__}, got none")
@@ -39,7 +32,7 @@ def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
 def change(config: Config, given: Mapping[str, Any]) -> Config:
     """A copy with some fields changed; an unknown one is refused, with the nearest name."""
     for name in given:
-        known(f"{type(config).__name__} field", name, [field.name for field in fields(config)])
+        check_choice(f"{type(config).__name__} field", name, [field.name for field in fields(config)])
     if isinstance(config, ModelConfig):
         for part in ("memory", "knn"):
             if isinstance(given.get(part), Mapping):
@@ -183,8 +176,8 @@ class KnnConfig:
         _whole(0, **{"knn.size": self.size, "knn.neighbours": self.neighbours})
         if 0 < self.size < self.k:
             raise ValueError(f"knn.k: expected at most the store's size of {self.size}, got {self.k}")
-        known("knn.fuse", self.fuse, ("gate", "joint"))
-        known("knn.evict", self.evict, ("oldest", "importance"))
+        check_choice("knn.fuse", self.fuse, ("gate", "joint"))
+        check_choice("knn.evict", self.evict, ("oldest", "importance"))
         if not _number(self.fraction) or not 0 < self.fraction <= 1:
             raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {self.fraction!r}")
         if self.half_life is not None and not (_number(self.half_life) and self.half_life > 0):
@@ -302,8 +295,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "760m": {"dim": 1536, "depth": 24, "heads": 16},
     "1.3b": {"dim": 2048, "depth": 18, "heads": 8},
 }
-BYTES = 257
-"""The vocabulary of the byte tokenizer: 256 bytes and the end of a document."""
 
 
 def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Any) -> ModelConfig:
@@ -313,7 +304,7 @@ def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Any) ->
     kNN layer at three quarters of the depth. The vocabulary, unless given, is the byte tokenizer's for `tiny` and
     `small`, and 32,000 for the papers' sizes.
     """
-    known("preset", name, PRESETS)
+    check_choice("preset", name, PRESETS)
     own = PRESETS[name]
     alone = variant in ("memorizing", ("memorizing",))
     pattern = memorizing(changes.get("depth", own["depth"])) if alone else _pattern(variant)

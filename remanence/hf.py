@@ -307,7 +307,8 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         return embed
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Rows new in the vocabulary, at the scale of the others' beginning. All else is done by `initialize_weights`.
+        """Rows new in the vocabulary, at the scale of the others' beginning. All else is done by
+        `initialize_weights`.
         """
         if isinstance(module, (nn.Embedding, nn.Linear)):
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)

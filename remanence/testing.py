@@ -83,7 +83,8 @@ def assert_causal(step: Step, x: Tensor, positions: Iterable[int] | None = None)
 
 
 def assert_rows_isolated(step: Step, x: Tensor) -> None:
-    """Changing one row of the batch leaves the outputs and state (rows on the first axis) of all others bit-identical.
+    """Changing one row of the batch leaves the outputs and state (rows on the first axis) of all others
+    bit-identical.
     """
     if x.shape[0] < 2:
         raise ValueError("x: expected at least two rows to tell apart, got one")

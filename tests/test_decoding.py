@@ -1,4 +1,5 @@
-"""Decoding in place is the model: every block kind, rows anywhere in their chunks and segments, some of them waiting.
+"""Decoding in place is the model: every block kind, rows anywhere in their chunks and segments, some of them
+waiting.
 """
 
 import importlib.util

@@ -1,4 +1,5 @@
-"""What older code wrote opens as what it was: models, memories, runs and prepared data, with the results they had then.
+"""What older code wrote opens as what it was: models, memories, runs and prepared data, with the results they
+had then.
 """
 
 import json

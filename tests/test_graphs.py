@@ -120,7 +120,7 @@ def test_whole_models_on_their_own_kernels(variant, width, schedule):
         r"\d+", "*", name
     )  # of all layers together: a bias of four numbers can be off by luck
     for kind in {alike(name) for name in names}:
-        exact, plain, ours = (torch.cat([x.flatten() for x, name in zip(each, names, strict=True) if alike(name) == kind])
+        exact, plain, ours = (torch.cat([x.flatten() for x, name in zip(each, names, strict=True) if alike(name) == kind])  # noqa: E501
                               for each in (true, usual, first))  # fmt: skip
         assert apart(exact, ours) <= 2 * apart(exact, plain) + 1e-5, kind
 

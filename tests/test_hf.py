@@ -358,11 +358,16 @@ def test_as_a_user(tmp_path):
     code = f"""
 import warnings warnings.simplefilter("error") import remanence.hf from transformers import AutoModelForCausalLM,
 AutoTokenizer, pipeline, logging logging.disable_progress_bar() tokenizer =
-AutoTokenizer.from_pretrained({str(tmp_path)!r}) model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}) inputs
+AutoTokenizer.from_pretrained({str(tmp_path)!r}) model = AutoModelForCausalLM.from_pretrained({
+        str(tmp_path)!r
+    }) inputs
 = tokenizer({text!r}, return_tensors="pt") print(model.generate(**inputs, max_new_tokens=9,
-do_sample=False)[0].tolist()) model.save_pretrained({str(tmp_path / "again")!r}) tokenizer.save_pretrained({str(tmp_path
-/ "again")!r}) logging.set_verbosity_error()  # some versions' pipelines warn of their own doings generator =
-pipeline("text-generation", model={str(tmp_path / "again")!r}, device="cpu") print([x["generated_token_ids"] for x in
+do_sample=False)[0].tolist()) model.save_pretrained({str(tmp_path / "again")!r}) tokenizer.save_pretrained({
+        str(tmp_path / "again")!r
+    }) logging.set_verbosity_error()  # some versions' pipelines warn of their own doings generator =
+pipeline("text-generation", model={
+        str(tmp_path / "again")!r
+    }, device="cpu") print([x["generated_token_ids"] for x in
 generator({text!r}, max_new_tokens=9, do_sample=False, return_tensors=True)][0])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

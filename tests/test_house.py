@@ -14,8 +14,8 @@ PACKAGE = ROOT / "remanence"
 
 # What each room may import of ours; a room not listed here must be added on purpose.
 ROOMS = {
-    "core": {"config"},
-    "config": set(),
+    "core": set(),
+    "config": {"core"},
     "ops": {"core"},
     "layers": {"core", "ops", "config"},
     "memory": {"core", "ops", "layers", "config"},
@@ -91,7 +91,9 @@ def run(*arguments, **options):
 
 
 def test_the_command_line_and_the_package_load_without_torch():
-    code = "import sys, remanence.cli, remanence.config; assert 'torch' not in sys.modules; assert 'matplotlib' not in sys.modules"
+    code = (
+        "import sys, remanence.cli, remanence.config; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
     assert run("-c", code).returncode == 0
 
 

@@ -1,4 +1,5 @@
-"""The lens: what the page says is what the model did, every text is shown as it is, and every wrong turn is one line.
+"""The lens: what the page says is what the model did, every text is shown as it is, and every wrong turn is one
+line.
 """
 
 import bz2
@@ -66,7 +67,8 @@ def test_the_past_does_not_grow():
     "variant", [name for name, pattern in MEMORIES.items() if set(pattern) - {"knn", "window"}]
 )
 def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
-    """Against one call over the whole text: gates, surprise, the norm at the end, and a plain search among all values.
+    """Against one call over the whole text: gates, surprise, the norm at the end, and a plain search among all
+    values.
     """
     subject = model(variant, vocabulary=257)
     session = Session(subject)
@@ -314,7 +316,8 @@ def test_a_click_on_a_token_tells_what_python_saw(run, tmp_path, width):
 
 
 def best(page, token):
-    """The list as the page should have it: earlier tokens by their best cosine, the newer first where they are level.
+    """The list as the page should have it: earlier tokens by their best cosine, the newer first where they are
+    level.
     """
     known = {}
     for distance, cosine in zip(

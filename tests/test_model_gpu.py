@@ -93,7 +93,8 @@ def test_memories_of_one_layer(kind, width, values, dtype):
 @pytest.mark.parametrize("net", ["deep", "titans"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_layers_own_kernels(dtype, net, monkeypatch):
-    """At most twice as far from float32 as torch's own parts are (besides, 1e-5): a solve makes more of rounded keys.
+    """At most twice as far from float32 as torch's own parts are (besides, 1e-5): a solve makes more of rounded
+    keys.
     """
     torch.manual_seed(0)
     memory = NeuralMemory(dim=256, heads=4, net=net, expansion=1.0, chunk=64).cuda()

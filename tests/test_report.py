@@ -209,13 +209,13 @@ def test_what_is_not_comparable_says_why(report, home):
         (
             "small",
             known,
-            "parameters: ours 400 K, the paper's 340 M; training tokens: ours 10 M, the paper's 15 B; tokenizer: ours bytes",
+            "parameters: ours 400 K, the paper's 340 M; training tokens: ours 10 M, the paper's 15 B; tokenizer: ours bytes",  # noqa: E501
         ),
         ("same", same, "of the paper's size, tokens and tokenizer"),
         (
             "perhaps",
             {**same, "tokenizer": "tokenizer.json of 32,000 tokens"},
-            "perhaps comparable with it: our tokenizer.json of 32,000 tokens may be the paper's llama-2, or another of its size",
+            "perhaps comparable with it: our tokenizer.json of 32,000 tokens may be the paper's llama-2, or another of its size",  # noqa: E501
         ),
         (
             "other",

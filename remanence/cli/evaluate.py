@@ -75,14 +75,14 @@ class Eval:
 
     def _check(self) -> None:
         """Refuse wrong arguments before anything is loaded."""
-        from remanence.config import known
+        from remanence.core.choices import check_choice
         from remanence.evaluate import TASKS
         from remanence.evaluate.run import check_target
 
         if not self.tasks:
             raise ValueError(f"tasks: expected at least one of {', '.join(TASKS)}, got none")
         for name in self.tasks:
-            known("task", name, TASKS)
+            check_choice("task", name, TASKS)
             if self.tasks.count(name) > 1:
                 raise ValueError(f"tasks: expected each task once, got {name} twice")
         if self.json is not None:

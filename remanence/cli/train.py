@@ -128,14 +128,14 @@ def print_plan(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: s
     from rich.console import Console
     from rich.table import Table
 
-    from remanence.config import known
+    from remanence.core.choices import check_choice
     from remanence.recipes import load_recipe
     from remanence.train import SOURCES, override, resolve_config
     from remanence.train.metrics import check_trackers
     from remanence.train.plan import plan
 
     config = resolve_config(override(load_recipe(recipe), overrides))
-    known("data.kind", config.data.kind, SOURCES)
+    check_choice("data.kind", config.data.kind, SOURCES)
     check_trackers(config.trackers)
     if gpus is not None and gpus < 1:
         raise ValueError(f"--gpus: expected at least 1, got {gpus}")

@@ -1,4 +1,5 @@
-"""Files that are whole or not there: written under a temporary name, flushed, and renamed. Nothing is ever unpickled.
+"""Files that are whole or not there: written under a temporary name, flushed, and renamed. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations

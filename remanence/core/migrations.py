@@ -30,7 +30,8 @@ def current_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with the names of the first version. Digests are made of these, so that they do not change with a name.
+    """`given` with the names of the first version. Digests are made of these, so that they do not change with a
+    name.
     """
     first = {new: old for old, new in FIELDS.items()}
     return {

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from remanence.config import known
+from remanence.core.choices import check_choice
 
 Override = tuple[str, str]
 """A dotted name and the text of its new value: ``("optimizer.lr", "3e-4")``."""
@@ -61,12 +61,12 @@ def by_owner(overrides: Iterable[Override], settings: Mapping[str, Collection[st
     for dotted, value in overrides:
         owner, dot, name = dotted.partition(".")
         if dot:
-            known(f"--{dotted}: task", owner, settings)
+            check_choice(f"--{dotted}: task", owner, settings)
             own[owner][name] = value
             continue
         owners = [each for each, names in settings.items() if dotted in names]
         if not owners:
-            known(
+            check_choice(
                 f"--{dotted}: setting",
                 dotted,
                 sorted({name for names in settings.values() for name in names}),
@@ -93,7 +93,7 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> dict[str, Any]
 
 
 def _check_field(owner: Any, name: str, dotted: str) -> None:
-    known(f"{dotted}: field of {type(owner).__name__}", name, [each.name for each in fields(owner)])
+    check_choice(f"{dotted}: field of {type(owner).__name__}", name, [each.name for each in fields(owner)])
 
 
 def parse_value(kind: Any, text: str, name: str) -> Any:
@@ -105,7 +105,7 @@ def parse_value(kind: Any, text: str, name: str) -> Any:
     if origin is tuple:
         return tuple(parse_value(options[0], part.strip(), name) for part in text.split(",") if part.strip())
     if origin is Literal:
-        known(name, text, options)
+        check_choice(name, text, options)
         return text
     if origin in (Union, UnionType):
         if NoneType in options and text.lower() == "none":

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from remanence.config import BYTES
 from remanence.core.files import read_json, replacing, write_json
+from remanence.core.vocabulary import BYTES
 
 PIECE = 1 << 16
 """Characters (or bytes) that are encoded at a time when a text comes as a stream."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from remanence.config import known
 from remanence.core import published
+from remanence.core.choices import check_choice
 from remanence.core.overrides import format_length
 from remanence.data.streams import PREFIX
 from remanence.data.texts import Texts
@@ -50,13 +50,13 @@ class BabilongSettings:
         at_least(0, lengths=self.lengths, shots=self.shots)
         at_least(1, samples=self.samples, batch=self.batch)
         if self.published is not None:
-            known("published", self.published, published.FIGURE6)
+            check_choice("published", self.published, published.FIGURE6)
         if self.tasks == ("all",):
             object.__setattr__(self, "tasks", ALL)
         if not self.tasks:
             raise ValueError("tasks: expected at least one, got none")
         for task in self.tasks:
-            known("tasks", task, ALL)
+            check_choice("tasks", task, ALL)
         if self.shots and self.data is not None and self.data.startswith(PREFIX):
             raise ValueError(
                 f"shots: expected 0 with a dataset of the hub, which has no stories to learn from, got {self.shots}"

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from remanence.config import known
+from remanence.core.choices import check_choice
 from remanence.data.texts import lines
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
@@ -194,7 +194,7 @@ class CommonsenseSettings:
         if not self.benchmarks:
             raise ValueError("benchmarks: expected at least one, got none")
         for name in self.benchmarks:
-            known("benchmarks", name, BENCHMARKS)
+            check_choice("benchmarks", name, BENCHMARKS)
 
 
 class Commonsense(Task):

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.config import ModelConfig, change, known
+from remanence.config import ModelConfig, change
 from remanence.core import published
+from remanence.core.choices import check_choice
 from remanence.core.overrides import format_length
 from remanence.evaluate.plots import Points, curves
 from remanence.evaluate.subject import LOGITS, PIECE, Subject
@@ -82,7 +83,7 @@ class Grid(Task):
         self.recipe: TrainConfig = subject.recipe
         self.folder: Path = subject.folder
         kind = self.recipe.data.kind
-        known("data.kind", kind, SOURCES)
+        check_choice("data.kind", kind, SOURCES)
         if kind in SHARDS and settings.data is None:
             hint = f"--{self.name}.data=FOLDER, made by `remanence data prepare` from other texts than the training's"
             raise ValueError(f"{self.name}.data: expected held-out shards, got none; {hint}")
@@ -97,7 +98,7 @@ class Grid(Task):
                     f"{self.name}: expected a recipe whose model has a memory, got {self.recipe.model.pattern}"
                 )
         for name in settings.variants or ():
-            known(f"{self.name}.variants", name, self.changes)
+            check_choice(f"{self.name}.variants", name, self.changes)
         self.variants = settings.variants or tuple(name for name in self.changes if self._differs(name))
         self.lengths = settings.lengths or (self.recipe.data.length,)
         for length in self.lengths:  # a length that the task cannot have is known now

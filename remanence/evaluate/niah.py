@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
-from remanence.config import known
+from remanence.core.choices import check_choice
 from remanence.data.texts import Texts
 from remanence.evaluate.plots import heat
 from remanence.evaluate.subject import Subject
@@ -50,7 +50,7 @@ class NiahSettings:
         if not self.kinds:
             raise ValueError("kinds: expected at least one, got none")
         for kind in self.kinds:
-            known("kinds", kind, KINDS)
+            check_choice("kinds", kind, KINDS)
 
 
 class Niah(Task):

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 import remanence
-from remanence.config import MODES, Mode, known
+from remanence.config import MODES, Mode
+from remanence.core.choices import check_choice
 from remanence.core.files import display_name, read_json, write_json
 from remanence.core.migrations import first_fields
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
@@ -103,7 +104,7 @@ def evaluate(
 ) -> list[Row]:
     """The rows of every task with the memory in every mode. What the journal has is not measured again."""
     for mode in modes:
-        known("memory", mode, MODES)
+        check_choice("memory", mode, MODES)
         if subject.network is not None:
             subject.network.memory = mode  # refuses one that the model cannot have
     kept = Journal(journal, describe(subject))

@@ -10,7 +10,7 @@ from pathlib import Path
 from sys import float_info
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from remanence.config import known
+from remanence.core.choices import check_choice
 from remanence.core.overrides import parse_value
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def configured(task: type[Task], changes: Mapping[str, str]) -> Any:
     hints = get_type_hints(task.Settings)
     given = {}
     for name, text in changes.items():
-        known(f"{task.name}.{name}: setting", name, [each.name for each in fields(task.Settings)])
+        check_choice(f"{task.name}.{name}: setting", name, [each.name for each in fields(task.Settings)])
         given[name] = parse_value(hints[name], text, f"{task.name}.{name}")
     try:
         each_once(given)

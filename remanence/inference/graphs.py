@@ -10,7 +10,8 @@ from remanence.model import Model
 
 
 def unsupported(model: Model, length: int, carries: bool) -> str | None:
-    """Why calls of so many tokens cannot be captured, for rows that carry a state or begin, in words; None if they can.
+    """Why calls of so many tokens cannot be captured, for rows that carry a state or begin, in words; None if
+    they can.
     """
     if model.device.type != "cuda":
         return "only CUDA has graphs"
@@ -23,7 +24,8 @@ def unsupported(model: Model, length: int, carries: bool) -> str | None:
         return reason
     border = border_of(model)
     if carries and length % border:
-        return f"rows that go on must stand at multiples of {border} tokens, a chunk and a segment, but each call reads {length}"
+        known = f"rows that go on must stand at multiples of {border} tokens, a chunk and a segment"
+        return f"{known}, but each call reads {length}"
     return None
 
 

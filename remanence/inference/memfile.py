@@ -36,7 +36,8 @@ MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
 
 
 class Fingerprint(NamedTuple):
-    """Of a model: its configuration, and its weights as bfloat16, so that float64, float32 and bfloat16 copies agree.
+    """Of a model: its configuration, and its weights as bfloat16, so that float64, float32 and bfloat16 copies
+    agree.
     """
 
     config: str

@@ -111,7 +111,8 @@ def _last(hidden: Tensor, mask: Tensor, before: Tensor) -> Tensor:
 
 
 class Captured:
-    """A whole piece as a CUDA graph, of rows that have read a window at least; states come and go as the caller's own.
+    """A whole piece as a CUDA graph, of rows that have read a window at least; states come and go as the
+    caller's own.
     """
 
     def __init__(self, model: Model, tokens: Tensor, state: State) -> None:

@@ -66,7 +66,8 @@ class Session:
         return Reading(self.tokens - before, surprise / count if count else None)
 
     def reading(self, source: str | bytes | Iterable[str | bytes], skip: int = 0) -> Iterator[Read]:
-        """`read`, piece by piece: what `inference.reader.read` returns for each. `skip` passes over the first tokens.
+        """`read`, piece by piece: what `inference.reader.read` returns for each. `skip` passes over the first
+        tokens.
         """
         held: list[int] = []
         size = piece_of(self.model)
@@ -91,7 +92,8 @@ class Session:
         return piece
 
     def generate(self, prompt: str, **sampling: Any) -> str:
-        """Read the prompt and go on from it. The arguments are those of `Sampling`: max_tokens, temperature, stop, ...
+        """Read the prompt and go on from it. The arguments are those of `Sampling`: max_tokens, temperature,
+        stop, ...
         """
         return "".join(self.stream(prompt, **sampling))
 
@@ -139,7 +141,8 @@ class Session:
         return self
 
     def fork(self) -> Session:
-        """Another session that knows the same and goes its own way. Costs nothing: states are never changed in place.
+        """Another session that knows the same and goes its own way. Costs nothing: states are never changed in
+        place.
         """
         other = Session(self.model, self.tokenizer, write=self.write)
         other.state = self.state

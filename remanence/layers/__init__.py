@@ -14,6 +14,16 @@ from remanence.layers.norm import RMSNorm, unit
 from remanence.layers.rotary import Rotary, from_start
 
 __all__ = [
-    "Features", "GateProjection", "Linear", "RMSNorm", "Rotary", "ShortConv", "SwiGLU", "by_heads", "from_start", "operand",
-    "project", "unit",
-]  # fmt: skip
+    "Features",
+    "GateProjection",
+    "Linear",
+    "RMSNorm",
+    "Rotary",
+    "ShortConv",
+    "SwiGLU",
+    "by_heads",
+    "from_start",
+    "operand",
+    "project",
+    "unit",
+]

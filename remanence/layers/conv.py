@@ -45,7 +45,8 @@ class ShortConv(nn.Module):
         past: Float[Tensor, "r past width"],
         offsets: Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t width"], Float[Tensor, "r past width"]]:
-        """`past` are the inputs just before these, zeros at a document's start; packed documents have a row of it each.
+        """`past` are the inputs just before these, zeros at a document's start; packed documents have a row of
+        it each.
         """
         if self.weight is None or x.shape[1] == 0:
             return x, past

@@ -101,7 +101,8 @@ class _Projected(torch.autograd.Function):
 
 
 def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, ``[n i o]`` each; on a GPU without a rounding in between, as the product itself adds in float32.
+    """total += a @ b, ``[n i o]`` each; on a GPU without a rounding in between, as the product itself adds in
+    float32.
     """
     if total.dtype == a.dtype:
         total.baddbmm_(a, b)

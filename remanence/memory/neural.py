@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from remanence.config import MemoryConfig, build, change, known
+from remanence.config import MemoryConfig, build, change
+from remanence.core.choices import check_choice
 from remanence.core.state import TensorTuple, take_back
 from remanence.core.state import aligned as stands_aligned
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, by_heads, project
@@ -55,7 +56,7 @@ class Trace(NamedTuple):
 
 def net_of(config: MemoryConfig) -> Net | Deep:
     """The entry of NETS that a configuration names, with its changes."""
-    known("net", config.net, NETS)
+    check_choice("net", config.net, NETS)
     net = NETS[config.net]
     own = [field.name for field in fields(net)] if isinstance(net, (MLP, Deep)) else []
     changes = {name: getattr(config, name) for name in ("depth", "expansion", "activation", "bias")}
@@ -68,7 +69,7 @@ def net_of(config: MemoryConfig) -> Net | Deep:
 
 def rule_of(config: MemoryConfig, net: Net) -> Rule:
     """The entry of RULES that a configuration names; token-exact where that costs nothing."""
-    known("rule", config.rule, RULES)
+    check_choice("rule", config.rule, RULES)
     rule = RULES[config.rule]
     exact = isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)
     anchor = config.anchor or ("token" if exact else rule.anchor)
@@ -391,7 +392,8 @@ class NeuralMemory(nn.Module):
             or mask.dtype != torch.bool
         ):
             expected = list(x.shape[:2]) if isinstance(x, Tensor) else "[batch, tokens]"
+            got = f"{list(mask.shape)} {mask.dtype}"
             raise ValueError(
-                f"mask: expected booleans of shape {expected}, true where a token counts, got {list(mask.shape)} {mask.dtype}"
+                f"mask: expected booleans of shape {expected}, true where a token counts, got {got}"
             )
         return x[mask].unsqueeze(0), [0, *mask.sum(1).cumsum(0).tolist()]

@@ -70,7 +70,8 @@ def drawn(read: Tokens) -> Float[Tensor, "r t"]:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """splitmix64's finish: every bit of the input decides half of the output's. Products wrap around, as they should.
+    """splitmix64's finish: every bit of the input decides half of the output's. Products wrap around, as they
+    should.
     """
     x = x + -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):

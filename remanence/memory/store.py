@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from remanence.config import known
+from remanence.core.choices import check_choice
 from remanence.core.state import TensorTuple
 
 Evict = Literal["oldest", "importance"]
@@ -68,7 +68,7 @@ class Store:
             least = 0 if name == "size" else 1  # a store of 0 holds nothing
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
-        known("evict", evict, EVICTIONS)
+        check_choice("evict", evict, EVICTIONS)
         if half_life is not None and not half_life > 0:
             raise ValueError(f"half_life: expected a number of tokens above 0, or None, got {half_life!r}")
         self.size, self.heads, self.width, self.evict, self.half_life = size, heads, width, evict, half_life

@@ -36,6 +36,21 @@ BLOCKS = MIXERS
 """The name it had before."""
 
 __all__ = [
-    "BLOCKS", "LMM", "MAC", "MAG", "MAL", "MIXERS", "AttentionMixer", "Context", "Knn", "KnnState", "MACState", "MemoryTrace",
-    "Mixer", "MixerDecoder", "MixerOutput", "Text", "WindowAndMemoryState",
-]  # fmt: skip
+    "BLOCKS",
+    "LMM",
+    "MAC",
+    "MAG",
+    "MAL",
+    "MIXERS",
+    "AttentionMixer",
+    "Context",
+    "Knn",
+    "KnnState",
+    "MACState",
+    "MemoryTrace",
+    "Mixer",
+    "MixerDecoder",
+    "MixerOutput",
+    "Text",
+    "WindowAndMemoryState",
+]

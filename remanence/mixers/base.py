@@ -184,7 +184,8 @@ class Mixer(nn.Module):
         return 6.0 * sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
 
     def activation_bytes(self, dim: int) -> float:
-        """Bytes that a token leaves for backward in bfloat16, the block's norms and feed-forward included; an estimate.
+        """Bytes that a token leaves for backward in bfloat16, the block's norms and feed-forward included; an
+        estimate.
         """
         return ACTIVATIONS["window"] * dim
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remanence.config import Mode, ModelConfig, known
+from remanence.config import Mode, ModelConfig
+from remanence.core.choices import check_choice
 from remanence.core.state import TensorTuple
 from remanence.layers.attention import Attended, AttentionState
 from remanence.memory.policies import POLICIES, Tokens, keep
@@ -85,8 +86,8 @@ class Knn(Mixer):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         c = config.knn
-        known("knn.search", c.search, SEARCHES)
-        known("knn.write", c.write, POLICIES)
+        check_choice("knn.search", c.search, SEARCHES)
+        check_choice("knn.write", c.write, POLICIES)
         self.config, self.window, self.segment = c, config.window, config.segment
         self.dim, self.persistent = config.dim, config.persistent
         self.attention = sliding_window(config)

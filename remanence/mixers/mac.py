@@ -123,7 +123,8 @@ class MAC(Mixer):
         opened: list[int],
         begins: bool,
     ) -> MixerOutput:
-        """From wherever rows stand in their segments (`opened`); `begins`: a chunk is known to begin with each segment.
+        """From wherever rows stand in their segments (`opened`); `begins`: a chunk is known to begin with each
+        segment.
         """
         if mode == "fresh":
             old = [place > self.size for place in places(state.memory.memory.position)]

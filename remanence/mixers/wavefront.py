@@ -55,7 +55,7 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
     if len(mixers) < 2 or len({type(mixer) for mixer in mixers}) > 1:
         return "at least two layers, all of one kind, read in a wavefront"
     if any(mixer.segment_length is None for mixer in mixers):
-        return "the layers do not read segment after segment, or a segment is not so many chunks, or a memory is being watched"
+        return "the layers do not read segment after segment in whole chunks, or a memory is being watched"
     inside = [module for block in blocks for module in block.modules() if module is not block]
     if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
         return "a module has hooks, which belong to one layer"
@@ -321,7 +321,8 @@ def _gathered(parameter: Tensor) -> Tensor:
 
 
 class _Stacked(torch.autograd.Function):
-    """Runs last in backward, as every `_Taken` is made of it, and gets nothing from them: all is in the stack's sums.
+    """Runs last in backward, as every `_Taken` is made of it, and gets nothing from them: all is in the stack's
+    sums.
     """
 
     @staticmethod

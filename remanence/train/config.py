@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from math import cos, isfinite, pi
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from remanence.config import FOLLOWS, ModelConfig, known, preset
+from remanence.config import FOLLOWS, ModelConfig, preset
+from remanence.core.choices import check_choice
 from remanence.core.migrations import accepts_old_names, current_fields
 from remanence.core.overrides import apply_overrides
 
@@ -93,7 +94,7 @@ class OptimizerConfig:
     decay: float = 0.2
 
     def __post_init__(self) -> None:
-        known("schedule", self.schedule, ("cosine", "wsd", "constant"))
+        check_choice("schedule", self.schedule, ("cosine", "wsd", "constant"))
         _check(self)
         _positive(lr=self.lr, eps=self.eps, clip=self.clip, decay=self.decay)
         _between(0, 1, final=self.final, decay=self.decay)
@@ -239,8 +240,8 @@ class TrainConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
-        known("precision", self.precision, ("float32", "bfloat16"))
-        known("begin", self.begin, ("fresh", "passed", "noise"))
+        check_choice("precision", self.precision, ("float32", "bfloat16"))
+        check_choice("begin", self.begin, ("fresh", "passed", "noise"))
         _check(self)
         _between(0, 2**63 - 1, seed=self.seed)
         _between(0, 1, begin_share=self.begin_share)
@@ -294,7 +295,7 @@ def _build(cls: Any, data: Mapping[str, Any]) -> Any:
     hints = get_type_hints(cls)
     given = {}
     for name, value in data.items():
-        known(f"{cls.__name__} field", name, [each.name for each in fields(cls)])
+        check_choice(f"{cls.__name__} field", name, [each.name for each in fields(cls)])
         hint = hints[name]
         if is_dataclass(hint) and isinstance(value, Mapping):
             value = DataConfig.from_dict(value) if hint is DataConfig else _build(hint, value)

@@ -102,7 +102,8 @@ def shard(model: Model, world: World) -> Model:
 
 
 def gather_model(model: Model, world: World) -> Model | None:
-    """The model with all its weights on the CPU, in the first process. The others must call this, too: they get None.
+    """The model with all its weights on the CPU, in the first process. The others must call this, too: they get
+    None.
     """
     if world.size == 1:
         return model

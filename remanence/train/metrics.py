@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import torch
 
-from remanence.config import known
+from remanence.core.choices import check_choice
 from remanence.core.files import replacing
 from remanence.model import Trace
 from remanence.train.checkpoint import Progress
@@ -91,7 +91,7 @@ def _tracker(name: str, out: Path, config: dict[str, Any], step: int) -> Tracker
 def check_trackers(names: tuple[str, ...]) -> None:
     """Before a run begins: each must be known and installed."""
     for name in names:
-        known("trackers", name, TRACKERS)
+        check_choice("trackers", name, TRACKERS)
         if find_spec(name) is None:
             raise ValueError(
                 f"trackers: {name!r} needs the extra of that name; pip install 'remanence[{name}]'"

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from remanence.config import ModelConfig, known
+from remanence.config import ModelConfig
+from remanence.core.choices import check_choice
 from remanence.core.device import resolve
 from remanence.model import Model
 from remanence.train.config import TrainConfig
@@ -83,7 +84,7 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
     """The costs on so many GPUs of a kind; without a number, on this machine's device, timed on a few rows. An error if
     it cannot fit.
     """
-    known("gpu", gpu, GPUS)
+    check_choice("gpu", gpu, GPUS)
     devices = gpus or 1
     shares = config.accumulate * devices
     if config.batch % shares:

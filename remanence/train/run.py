@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from remanence.config import known
+from remanence.core.choices import check_choice
 from remanence.core.errors import DivergedError
 from remanence.core.files import write_json, write_tensors
 from remanence.core.tokens import Tokenizer, load_tokenizer
@@ -320,7 +320,7 @@ def _source(config: TrainConfig, resume: bool, world: World) -> Source:
         raise ValueError(
             f"batch: expected a multiple of accumulate x processes = {shares}, got {config.batch}"
         )
-    known("data.kind", config.data.kind, SOURCES)
+    check_choice("data.kind", config.data.kind, SOURCES)
     check_trackers(config.trackers)
     source = SOURCES[config.data.kind](config, config.batch // shares, world.rank, world.size)
     if config.init_from is not None and not resume and (tokenizer := tokenizer_of(source)) is not None:

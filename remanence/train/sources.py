@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from remanence.config import known
+from remanence.core.choices import check_choice
 from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.texts import Texts
@@ -85,7 +85,7 @@ def model_folder(init_from: str) -> Path:
 def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     for task in data.tasks:
-        known("data.tasks", task, ALL)
+        check_choice("data.tasks", task, ALL)
     if not data.tasks:
         raise ValueError("data.tasks: expected at least one, got none")
     start = config.init_from

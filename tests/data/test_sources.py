@@ -250,7 +250,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same(tmp_path, prefix, workers):
         )
     source, out = f"{prefix}{tmp_path / 'set'}", tmp_path / "out"
     whole = prepare([source], tmp_path / "whole", shard_tokens=4000)
-    code = f"from remanence.data import prepare; prepare([{source!r}], {str(out)!r}, workers={workers}, shard_tokens=4000)"
+    code = f"from remanence.data import prepare; prepare([{source!r}], {str(out)!r}, workers={workers}, shard_tokens=4000)"  # noqa: E501
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     running = subprocess.Popen(
         [sys.executable, "-c", code], start_new_session=True, env=environment, stderr=subprocess.PIPE
@@ -276,7 +276,8 @@ def test_killed_at_any_moment_it_goes_on_to_the_same(tmp_path, prefix, workers):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a dataset needs: its revision, newer whenever it is asked for, its files, and their bytes.
+    """As much of the hub as a dataset needs: its revision, newer whenever it is asked for, its files, and their
+    bytes.
     """
 
     folder, revisions = None, count(1)

@@ -60,7 +60,7 @@ def given(home, **settings):
 
 
 def test_stories_by_hand():
-    text = "1 A went.\n2 B came.\n3 Where is A? \tthere\t1\n4 C sat.\n5 What has C?\tapple,milk\t4\n1 D ran.\n2 Who? \tD\t1\n"
+    text = "1 A went.\n2 B came.\n3 Where is A? \tthere\t1\n4 C sat.\n5 What has C?\tapple,milk\t4\n1 D ran.\n2 Who? \tD\t1\n"  # noqa: E501
     assert list(parse_stories(text)) == [
         Story(["A went.", "B came."], "Where is A?", "there"),
         Story(["A went.", "B came.", "C sat."], "What has C?", "apple,milk"),

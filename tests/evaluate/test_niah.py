@@ -230,7 +230,8 @@ def test_a_model_is_asked_what_a_plain_loop_asks(home):
 
 
 def test_a_needle_costs_its_length_and_little_more(home, monkeypatch):
-    """No clock: tokens that pass through the model beside the text itself, which are as many for a text of any length.
+    """No clock: tokens that pass through the model beside the text itself, which are as many for a text of any
+    length.
     """
     (home / "hay.txt").write_text(prose(2000))
     trace, read = Model.trace, []

@@ -81,7 +81,7 @@ class Case:
             )
             gates = Gates(log_step, log_momentum, log_keep)
             y, new, surprise = memorize(
-                q, k, v, gates, state, net=self.net, rule=self.rule, chunk=self.chunk, offsets=self.offsets, backend=backend,
+                q, k, v, gates, state, net=self.net, rule=self.rule, chunk=self.chunk, offsets=self.offsets, backend=backend,  # noqa: E501
                 aligned=self.aligned,
             )  # fmt: skip
             return y, surprise, new

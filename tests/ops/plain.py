@@ -12,7 +12,8 @@ from remanence.ops.rules import coefficients
 
 
 def plain(q, k, v, gates, weights, momentum=None, *, net: MLP, rule: Rule, chunk: int, dtype: torch.dtype):
-    """Answers, surprise and the state's layers, from a document's start; products have operands and results of `dtype`.
+    """Answers, surprise and the state's layers, from a document's start; products have operands and results of
+    `dtype`.
     """
     exact = weights[0].dtype
     product = lambda a, b: (a.to(dtype) @ b.to(dtype)).to(exact)

@@ -10,7 +10,8 @@ TOKENS = 16_384
 
 
 def adversary(kind, shape, dtype=torch.bfloat16, deep=False):
-    """Queries, keys and values meant to hurt. Keys have unit length, as the operator asks; queries and values have any.
+    """Queries, keys and values meant to hurt. Keys have unit length, as the operator asks; queries and values
+    have any.
     """
     x = torch.randn(3, *shape)
     if kind == "constant":
@@ -85,7 +86,8 @@ def test_a_net_that_diverges_raises_the_flag(backend):
 
 
 def test_the_plain_residual_net_runs_away_where_the_default_does_not():
-    """The documented fact behind the default: without LayerNorm, equal keys drive a two-layer net out of float range.
+    """The documented fact behind the default: without LayerNorm, equal keys drive a two-layer net out of float
+    range.
     """
     _, state, _ = _equal_keys(NETS["residual"], 64, 640, 16, "chunked")
     assert 10 < state.diverged.sum() < 64, "most weights diverge, a few get stuck in gelu's flat part"

@@ -163,7 +163,7 @@ def test_the_leash_holds_as_chunked_does(kind, largest, monkeypatch):
     # A reach that is exceeded in most chunks, in float64, where both tiers agree to many digits.
     monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 3000.0, "max": largest}))
     norm, settings = KINDS[kind]
-    case = Case(net=MLP(depth=1, norm=norm), rule=Rule(**settings), tokens=14, chunk=4, batch=1, heads=1, width=20, step=3.0,
+    case = Case(net=MLP(depth=1, norm=norm), rule=Rule(**settings), tokens=14, chunk=4, batch=1, heads=1, width=20, step=3.0,  # noqa: E501
                 aligned=True)  # fmt: skip
     leaves = case.leaves()
     with torch.no_grad():

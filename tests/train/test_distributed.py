@@ -1,4 +1,5 @@
-"""Two processes are one: the same losses, and each takes up the checkpoints of the other. FSDP2 over gloo, on the CPU.
+"""Two processes are one: the same losses, and each takes up the checkpoints of the other. FSDP2 over gloo, on
+the CPU.
 """
 
 import json
@@ -172,7 +173,8 @@ def in_turn(folder):
 
 
 def test_what_two_processes_see_refuse_and_export(tmp_path):
-    """The state stays float32 and reading meets whole weights; what one refuses stops both; parts become a whole model.
+    """The state stays float32 and reading meets whole weights; what one refuses stops both; parts become a
+    whole model.
     """
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()

@@ -450,7 +450,7 @@ class TestWhatReviewersFound:
         write_tensors(
             last / "model.safetensors", {key: value for key, value in whole.items() if key != name}, {}
         )
-        message = rf"00000006: {re.escape(name)}: expected a tensor .*, got none; .* remove that folder to go on from 00000003"
+        message = rf"00000006: {re.escape(name)}: expected a tensor .*, got none; .* remove that folder to go on from 00000003"  # noqa: E501
         with pytest.raises(ValueError, match=message):
             fit(None, tmp_path / "run", resume=True)
         write_tensors(last / "model.safetensors", whole, {})

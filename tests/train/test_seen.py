@@ -40,7 +40,8 @@ def test_the_papers_recipes_fit_eight_gpus(path):
 
 
 def test_operations_of_a_transformer_are_six_per_weight_and_token():
-    """The usual estimate: 6 for every weight of a matrix, and attention's 12 x width x half the length for each layer.
+    """The usual estimate: 6 for every weight of a matrix, and attention's 12 x width x half the length for each
+    layer.
     """
     c = preset("340m", "attention", vocabulary=32_000)
     with torch.device("meta"):

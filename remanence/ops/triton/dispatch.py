@@ -89,7 +89,7 @@ def memory_kind_reason(
         return "the kernels know MLP memories of depth 1 and depth 2 without bias"
     if net.depth == 1:
         if not isinstance(rule.loss, str) or (rule.decay_first and rule.anchor != "token"):
-            return "the kernels know, for depth 1, the squared and the dot loss, and decay_first only anchored at the token"
+            return "the kernels of depth 1 know the squared and dot losses, and decay_first only anchored at the token"
     elif rule.anchor != "chunk" or rule.decay_first or rule.loss != "squared":
         return "the kernels know the squared loss, anchored at the chunk's start, without decay_first"
     if not 1 <= min(width, values) <= max(width, values) <= launch.WIDEST:

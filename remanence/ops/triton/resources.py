@@ -160,7 +160,8 @@ def lacking(kernels: ModuleType, launches: list[Launch], arch: int, shared: int)
             return f"{launch.name} does not compile for sm_{arch}: {type(error).__name__}: {message}"
         if needed <= shared:
             return None
-        return f"{launch.name} needs {needed / 1024:.0f} KiB of shared memory, of which sm_{arch} has {shared / 1024:.0f}"
+        sizes = f"{needed / 1024:.0f} KiB of shared memory, of which sm_{arch} has {shared / 1024:.0f}"
+        return f"{launch.name} needs {sizes}"
 
     with ThreadPoolExecutor(max(1, min(len(launches), os.cpu_count() or 1))) as pool:
         return next((reason for reason in pool.map(look, launches) if reason is not None), None)

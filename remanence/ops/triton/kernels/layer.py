@@ -113,9 +113,8 @@ def short_conv_slopes(
         inputs, z = (), tl.zeros([BT, BD], ACC)  # tuples grow by sums: Triton knows no unpacking
         for back in tl.static_range(TAPS):
             w = _columns(weight + head * D * TAPS + TAPS - 1 - back, cols, D, BD, TAPS, ACC)
-            inputs = inputs + (
-                _inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC),
-            )  # noqa: RUF005
+            taken = _inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC)
+            inputs = inputs + (taken,)  # noqa: RUF005
             z += w[None, :] * inputs[back]
         value, slope = activate_with_slope(z, False)
         g = _tile(g_y + base, t, t < L, cols, D, BD, HEADS * D, ACC)
@@ -663,7 +662,7 @@ def lift_gated(
 
 @kernel
 def lift_gated_backward(
-    z, g_u, g_z, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr
+    z, g_u, g_z, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr  # noqa: E501
 ):  # fmt: skip
     """g_z has the room, g_u has not."""
     head = tl.program_id(1).to(tl.int64)

@@ -196,7 +196,8 @@ def store(ptr, x, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.c
 
 @triton.jit
 def load_layers(first, second, offset, d, f, D: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr):
-    """The hidden units f of a memory's first layer ``[d f]`` and of its second ``[f d]``, from the same offset in both.
+    """The hidden units f of a memory's first layer ``[d f]`` and of its second ``[f d]``, from the same offset
+    in both.
     """
     return load(first + offset, d, f, D, HIDDEN, EVEN), load(second + offset, f, d, HIDDEN, D, EVEN)
 
