@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from remanence.config import MODES, Mode, ModelConfig, change
 from remanence.core.choices import check_choice
 from remanence.core.ragged import SegmentSplit
-from remanence.core.state import TensorTuple, advanced, placed, places
+from remanence.core.state import TensorTuple, advanced, note_positions, positions_of
 from remanence.layers import RMSNorm, SwiGLU, operand
 from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Text, wavefront
 from remanence.ops import MemoryState
@@ -200,7 +200,7 @@ class Backbone(nn.Module):
         return State(tuple(mixer.start(rows) for mixer in self.mixers), self._nothing(rows))
 
     def _nothing(self, rows: int) -> Tensor:
-        return placed(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
+        return note_positions(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
 
     def forward(
         self,
@@ -305,7 +305,7 @@ class Backbone(nn.Module):
         least = wavefront.LEAST * size
         if ctx.mode != "on" or ctx.offsets is not None or tokens < least or not self._reads_in_wavefront():
             return None
-        at = {0} if state is None else {place % size for place in places(state.position)}
+        at = {0} if state is None else {place % size for place in positions_of(state.position)}
         start = -min(at) % size
         count = max(0, tokens - start) // size
         if len(at) > 1 or count < wavefront.LEAST or not (state is None or self.remembers_all(state)):
@@ -340,7 +340,9 @@ class Backbone(nn.Module):
 
     def _read_strides(self, x: Tensor, state: State, ctx: Context, stride: int) -> Trace:
         """So many tokens through all layers before the next, as some mixers need it."""
-        split = SegmentSplit(x, ctx.offsets, [place % stride for place in places(state.position)], stride)
+        split = SegmentSplit(
+            x, ctx.offsets, [place % stride for place in positions_of(state.position)], stride
+        )
         pieces, traces, layers = [], [], []
         for part in split:
             text = ctx.text and ctx.text._replace(tokens=split.take(part, ctx.text.tokens))
@@ -377,7 +379,9 @@ class Backbone(nn.Module):
         """Whether the memories have read what the model has: after a call with its memory off their chunks begin
         elsewhere.
         """
-        return all(places(memory.position) == places(state.position) for memory in memories(state))
+        return all(
+            positions_of(memory.position) == positions_of(state.position) for memory in memories(state)
+        )
 
     def check(self, x: Tensor, state: object, mask: object, offsets: object) -> None:
         dim = self.config.dim

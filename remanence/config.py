@@ -70,19 +70,20 @@ class MemoryConfig:
     chunk 16.
 
     Attributes:
-        dim: width of the model the layer stands in. heads: independent memories side by side. Default: the divisor of
-        dim that makes a head nearest to 128 wide for the net
-            "deep", else to 64.
-        head_dim: width of each. Default: dim / heads. net: name of an entry of `remanence.ops.NETS`, yours included.
-        depth, expansion, activation, bias: changes to that entry, where given. rule: name of an entry of
-        `remanence.ops.RULES`. Default: "gated_delta" for the net "deep", else "titans". anchor: change to that entry.
-        Default: "token" (exact) for a net linear in its weights, else the rule's own. chunk: tokens that share the
-        gradient's anchor, or, where the rule is token-exact, tokens that are computed together.
-            Default: 64 for the net "deep", else 16.
-        conv: kernel of the causal depthwise convolution on q, k and v; 0 for none. step_bias, momentum_bias,
-        forget_bias: where the gates start, before the sigmoid. Default of the first: a step of about
-            1 / (10 depth), as every layer of the net adds its own, and of a half for the net "deep"; of the last -10
-            and -6.
+        dim: width of the model the layer stands in.
+        heads: independent memories side by side. Default: the divisor of dim that makes a head nearest to 128 wide
+            for the net "deep", else to 64.
+        head_dim: width of each. Default: dim / heads.
+        net: name of an entry of `remanence.ops.NETS`, yours included.
+        depth, expansion, activation, bias: changes to that entry, where given.
+        rule: name of an entry of `remanence.ops.RULES`. Default: "gated_delta" for the net "deep", else "titans".
+        anchor: change to that entry. Default: "token" (exact) for a net linear in its weights, else the rule's own.
+        chunk: tokens that share the gradient's anchor, or, where the rule is token-exact, tokens that are computed
+            together. Default: 64 for the net "deep", else 16.
+        conv: kernel of the causal depthwise convolution on q, k and v; 0 for none.
+        step_bias, momentum_bias, forget_bias: where the gates start, before the sigmoid. Default of the first: a
+            step of about 1 / (10 depth), as every layer of the net adds its own, and of a half for the net "deep";
+            of the last -10 and -6.
     """
 
     dim: int
@@ -148,16 +149,19 @@ class KnnConfig:
     """The stores of a model's kNN layers. docs/paper.md says what the paper's were.
 
     Attributes:
-        k: entries that a query attends to, in each head. size: pairs that a store holds, for each document; 0 leaves
-        the local window alone. A window's pairs come in together,
-            while it is still seen itself: with "all", up to a window less of what is older is found.
+        k: entries that a query attends to, in each head.
+        size: pairs that a store holds, for each document; 0 leaves the local window alone. A window's pairs come in
+            together, while it is still seen itself: with "all", up to a window less of what is older is found.
         fuse: "gate", a learned share of the store for each head; "joint", one softmax over the window and what was
-        found. search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (all), "triton", "ivf"
-        (extra knn). write: name of an entry of `remanence.memory.policies.POLICIES`: "all", "rare", "surprise",
-        "random". fraction: of each window's tokens, what a policy other than "all" writes, at least one. neighbours:
-        tokens written with each of them, on both sides. evict: what a full store gives up: "oldest", or what is worth
-        least by `write` ("importance"). half_life: tokens after which a worth has halved; None: never. shared: whether
-        all kNN layers use the store of the first.
+            found.
+        search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (all), "triton", "ivf"
+            (extra knn).
+        write: name of an entry of `remanence.memory.policies.POLICIES`: "all", "rare", "surprise", "random".
+        fraction: of each window's tokens, what a policy other than "all" writes, at least one.
+        neighbours: tokens written with each of them, on both sides.
+        evict: what a full store gives up: "oldest", or what is worth least by `write` ("importance").
+        half_life: tokens after which a worth has halved; None: never.
+        shared: whether all kNN layers use the store of the first.
     """
 
     k: int = 32

@@ -40,8 +40,8 @@ def load_model(
         if name not in found:
             raise ValueError(f"{folder / 'model.safetensors'}: expected a tensor {name!r}, which is missing")
         if found[name].shape != parameter.shape:
-            came, expected = list(found[name].shape), list(parameter.shape)
-            raise ValueError(f"{folder / 'model.safetensors'}: {name}: expected shape {expected}, got {came}")
+            got, expected = list(found[name].shape), list(parameter.shape)
+            raise ValueError(f"{folder / 'model.safetensors'}: {name}: expected shape {expected}, got {got}")
         if not found[name].is_floating_point():
             raise ValueError(
                 f"{folder / 'model.safetensors'}: {name}: expected real numbers, got {found[name].dtype}"

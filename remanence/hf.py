@@ -198,11 +198,13 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         """The native model's logits, and the loss if there are labels.
 
         Args:
-            attention_mask: false at padding, for these tokens or for all that came before them too. past_key_values:
-            None at a document's start, then what the call before returned; changed to hold the new state. labels: the
-            tokens themselves, -100 where they do not count; shifted here. use_cache: whether to return a cache; by
-            default not in training, unless one is given. logits_to_keep: only those of so many last tokens, 0 for all;
-            or of these places. kwargs: for the loss, as the Trainer's ``num_items_in_batch``.
+            attention_mask: false at padding, for these tokens or for all that came before them too.
+            past_key_values: None at a document's start, then what the call before returned; changed to hold the new
+                state.
+            labels: the tokens themselves, -100 where they do not count; shifted here.
+            use_cache: whether to return a cache; by default not in training, unless one is given.
+            logits_to_keep: only those of so many last tokens, 0 for all; or of these places.
+            kwargs: for the loss, as the Trainer's ``num_items_in_batch``.
         """
         for name, reason in NOT_TAKEN.items():
             given = kwargs.pop(name, None)
@@ -287,10 +289,8 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         if self.model.head is None:
-            came = type(new_embeddings).__name__
-            raise ValueError(
-                f"new_embeddings: expected none, as the logits use the input's (tie), got {came}"
-            )
+            got = type(new_embeddings).__name__
+            raise ValueError(f"new_embeddings: expected none, as the logits use the input's (tie), got {got}")
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
@@ -358,9 +358,9 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"{where}: expected a tensor {name!r}, which is missing")
         for name in sorted(found["unexpected_keys"]):
             raise ValueError(f"{where}: a tensor {name!r} that a model of this configuration has not")
-        for name, came, expected in sorted(found["mismatched_keys"]):
+        for name, got, expected in sorted(found["mismatched_keys"]):
             if not ignore_mismatched_sizes:
-                raise ValueError(f"{where}: {name}: expected shape {list(expected)}, got {list(came)}")
+                raise ValueError(f"{where}: {name}: expected shape {list(expected)}, got {list(got)}")
         return (model, found) if output_loading_info else model
 
 

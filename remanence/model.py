@@ -105,10 +105,12 @@ class Model(nn.Module):
         """Logits of what follows each token, and the state.
 
         Args:
-            tokens: numbers below the vocabulary. state: None at a document's start, then what the call before returned.
-            mask: true where a token counts. Padding, wherever it stands, is not read; its logits are those of a zero
-            vector. offsets: for documents packed one behind the other in a single row: 0, each one's end, the last
-            being t. memory: for this call only, instead of ``model.memory``.
+            tokens: numbers below the vocabulary.
+            state: None at a document's start, then what the call before returned.
+            mask: true where a token counts. Padding, wherever it stands, is not read; its logits are those of a
+                zero vector.
+            offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
+            memory: for this call only, instead of ``model.memory``.
         """
         trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory=memory)
         return self.logits(trace.hidden), trace.state

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from remanence import Model, preset
-from remanence.core.state import advanced, aligned, noted, placed, places, where
+from remanence.core.state import advanced, aligned, note_positions, noted_positions, positions_of, where
 from remanence.inference import reader
 from remanence.inference.graphs import border_of, longest_window, unsupported
 from remanence.model import memories
@@ -54,24 +54,24 @@ def test_where_everything_ends_together():
 def test_a_state_that_is_said_to_stand_somewhere():
     """Every position in it; a segment's counts from its own start."""
     state = model("mac").start(2).to("meta").at([256, 300])
-    assert noted(state.position) == [256, 300]
-    assert [noted(memory.position) for memory in memories(state)] == [[256, 300]] * 3
-    assert [noted(block.segment.position) for block in state.blocks] == [[0, 44]] * 3
+    assert noted_positions(state.position) == [256, 300]
+    assert [noted_positions(memory.position) for memory in memories(state)] == [[256, 300]] * 3
+    assert [noted_positions(block.segment.position) for block in state.blocks] == [[0, 44]] * 3
 
 
 def test_what_the_host_knows_of_positions():
     """Notes go on with what all rows read, with copies and with a choice of rows; not with what the device alone
     decides.
     """
-    position = placed(torch.zeros(2, dtype=torch.int64, device="meta"), [0, 64])
-    assert noted(advanced(position, 64)) == [64, 128] and aligned(advanced(position, 64), 64)
-    assert noted(advanced(position, torch.ones(2, dtype=torch.int64, device="meta"))) is None
-    assert noted(position + 1) is None and not aligned(position + 1, 1)
+    position = note_positions(torch.zeros(2, dtype=torch.int64, device="meta"), [0, 64])
+    assert noted_positions(advanced(position, 64)) == [64, 128] and aligned(advanced(position, 64), 64)
+    assert noted_positions(advanced(position, torch.ones(2, dtype=torch.int64, device="meta"))) is None
+    assert noted_positions(position + 1) is None and not aligned(position + 1, 1)
     later = advanced(position, 64)
-    assert noted(where([True, False], position, later)) == [0, 128]
-    assert noted(where(torch.tensor([True, False], device="meta"), position, later)) is None
+    assert noted_positions(where([True, False], position, later)) == [0, 128]
+    assert noted_positions(where(torch.tensor([True, False], device="meta"), position, later)) is None
     here = torch.tensor([3, 5], device="cpu")
-    assert noted(here) == places(here) == [3, 5]
+    assert noted_positions(here) == positions_of(here) == [3, 5]
 
 
 def test_reading_in_pieces_is_reading():
@@ -149,7 +149,7 @@ def test_captured_steps_are_steps(variant):
         for a, b in zip(torch.autograd.grad(truth, parameters, allow_unused=True), found, strict=True):
             assert a is None or torch.equal(a, b)
         assert all(torch.equal(a, b) for a, b in zip(plain.state.tensors(), after.tensors(), strict=True))
-        assert places(after.position) == after.position.tolist()
+        assert positions_of(after.position) == after.position.tolist()
         state = after.detach()
     assert len(graphed.held) == 2
 
@@ -169,4 +169,4 @@ def test_captured_pieces_are_pieces(variant, monkeypatch):
     assert all(
         torch.equal(a, b) for a, b in zip(captured.state.tensors(), launched.state.tensors(), strict=True)
     )
-    assert places(captured.state.position) == [512 * 7 + 100]
+    assert positions_of(captured.state.position) == [512 * 7 + 100]

@@ -21,7 +21,7 @@ def trains(tensors: Iterable[Tensor | None]) -> bool:
     return False
 
 
-def placed(position: Tensor, places: list[int]) -> Tensor:
+def note_positions(position: Tensor, places: list[int]) -> Tensor:
     """A position ``[r]`` with its numbers noted beside it: who knows them on the host need not ask the device, and wait
     for it. What is made of the tensor does not have the note, and nothing noted is ever changed in place.
     """
@@ -30,7 +30,7 @@ def placed(position: Tensor, places: list[int]) -> Tensor:
     return position
 
 
-def noted(position: Tensor) -> list[int] | None:
+def noted_positions(position: Tensor) -> list[int] | None:
     """The numbers of a position, if they are known on the host: noted, or there already. (So what runs on a CPU does
     not depend on how a state came to be, and a run that goes on is the run that was not stopped, to the bit.)
     """
@@ -39,18 +39,18 @@ def noted(position: Tensor) -> list[int] | None:
     return position.tolist() if position.device.type == "cpu" else getattr(position, "_places", None)
 
 
-def places(position: Tensor) -> list[int]:
+def positions_of(position: Tensor) -> list[int]:
     """The numbers of a position, asked of the device if they must be."""
-    known = noted(position)
+    known = noted_positions(position)
     return position.tolist() if known is None else known
 
 
 def advanced(position: Tensor, counts: Tensor | int) -> Tensor:
     """A position after more was read; its note goes on if all rows read as many."""
-    known = noted(position)
+    known = noted_positions(position)
     after = position + counts
     return (
-        placed(after, [place + counts for place in known])
+        note_positions(after, [place + counts for place in known])
         if known is not None and isinstance(counts, int)
         else after
     )
@@ -58,7 +58,7 @@ def advanced(position: Tensor, counts: Tensor | int) -> Tensor:
 
 def aligned(position: Tensor, size: int) -> bool:
     """Whether all rows are known to stand at a multiple of so many tokens."""
-    known = noted(position)
+    known = noted_positions(position)
     return known is not None and all(place % size == 0 for place in known)
 
 
@@ -90,8 +90,8 @@ def _with_note(copy: Tensor, tensor: Tensor) -> Tensor:
     """A copy of a position knows what the position knew; one that comes from the CPU can be asked for nothing."""
     if tensor.dtype != torch.int64 or tensor.dim() != 1 or copy is tensor:
         return copy
-    known = noted(tensor)
-    return copy if known is None else placed(copy, known)
+    known = noted_positions(tensor)
+    return copy if known is None else note_positions(copy, known)
 
 
 def _at(node: Any, position: list[int]) -> Any:
@@ -125,7 +125,7 @@ class TensorTuple:
         node: Any = self
         made = type(node)(*[_at(child, position) for child in node])
         return (
-            made._replace(position=placed(made.position.detach(), position))
+            made._replace(position=note_positions(made.position.detach(), position))
             if "position" in node._fields
             else made
         )
@@ -188,10 +188,11 @@ def where(rows: list[bool] | Tensor, new: Any, old: Any) -> Any:
     if isinstance(new, Tensor):
         chosen = torch.as_tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1))
         result = torch.where(chosen, new, old)
-        if isinstance(rows, Tensor) or noted(new) is None or noted(old) is None:
+        if isinstance(rows, Tensor) or noted_positions(new) is None or noted_positions(old) is None:
             return result
-        return placed(
-            result, [a if anew else b for anew, a, b in zip(rows, places(new), places(old), strict=True)]
+        return note_positions(
+            result,
+            [a if anew else b for anew, a, b in zip(rows, positions_of(new), positions_of(old), strict=True)],
         )
     if new is None:
         return None

@@ -18,8 +18,9 @@ from remanence.core import published
 from remanence.core.choices import check_choice
 from remanence.core.overrides import format_length
 from remanence.evaluate.plots import Points, curves
-from remanence.evaluate.subject import LOGITS, PIECE, Subject
+from remanence.evaluate.subject import LOGITS, Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity
+from remanence.inference.reader import traces
 from remanence.model import Model, parameters
 from remanence.ops import RULES
 from remanence.tasks.draw import HELD_OUT
@@ -193,17 +194,13 @@ class Grid(Task):
 
     def _logits(self, model: Model, batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and targets of all positions that have one, some at a time; rows are read in pieces."""
-        device, state = self.subject.device, None
+        device = self.subject.device
         tokens, wanted = batch.tokens.to(device), batch.targets.to(device)
         mask = None if batch.mask is None else batch.mask.to(device)
-        piece = PIECE if batch.offsets is None else tokens.shape[1]  # offsets are of whole rows
         step = max(1, LOGITS // model.config.vocabulary)
-        for start in range(0, tokens.shape[1], piece):
-            part = slice(start, start + piece)
-            here = None if mask is None else mask[:, part]
-            seen = model.trace(tokens[:, part], state, mask=here, offsets=batch.offsets)
-            state, chosen = seen.state, wanted[:, part] >= 0
-            hidden, targets = seen.hidden[chosen], wanted[:, part][chosen]
+        for part, trace in traces(model, tokens, mask=mask, offsets=batch.offsets):
+            chosen = wanted[:, part] >= 0
+            hidden, targets = trace.hidden[chosen], wanted[:, part][chosen]
             for at in range(0, len(targets), step):
                 yield model.logits(hidden[at : at + step]).float(), targets[at : at + step]
 

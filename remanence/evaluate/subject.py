@@ -20,7 +20,7 @@ from remanence.core.migrations import accepts_old_names
 from remanence.core.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.evaluate.bookmark import Bookmark
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
-from remanence.inference.reader import PIECE, piece_of, read
+from remanence.inference.reader import PIECE, piece_of, read, traces
 from remanence.model import Model, State
 from remanence.tasks.answers import Answer, Likelihood
 from remanence.train import TRAINED, TrainConfig
@@ -158,13 +158,7 @@ class Subject:
         tokens = torch.tensor([row[:-1] + [0] * (longest + 1 - len(row)) for row in rows], device=self.device)
         lengths = torch.tensor([len(row) - 1 for row in rows], device=self.device)
         mask = torch.arange(longest, device=self.device) < lengths[:, None]
-        hidden = []
-        for start in range(0, longest, PIECE):
-            seen = self.model.trace(
-                tokens[:, start : start + PIECE], state, mask=mask[:, start : start + PIECE]
-            )
-            hidden.append(seen.hidden)
-            state = seen.state
+        hidden = [trace.hidden for _, trace in traces(self.model, tokens, state, mask=mask)]
         self.passed(int(lengths.sum()))
         features, found = torch.cat(hidden, 1), []
         for row, (context, end) in enumerate(zip(contexts, ends, strict=True)):
@@ -182,19 +176,16 @@ class Subject:
         rows = rows.to(self.device)
         state = self.model.start(len(rows)) if state is None else state
         found = []
-        for start in range(0, rows.shape[1] - 1, PIECE):
-            inputs = rows[:, start : min(start + PIECE, rows.shape[1] - 1)]
-            targets = rows[:, start + 1 : start + 1 + PIECE]
-            seen = self.model.trace(inputs, state)
-            state = seen.state
-            step = max(1, LOGITS // self.model.config.vocabulary)
-            hidden, flat = seen.hidden.flatten(0, 1), targets.flatten()
+        step = max(1, LOGITS // self.model.config.vocabulary)
+        for part, trace in traces(self.model, rows[:, :-1], state):
+            state, targets = trace.state, rows[:, 1:][:, part]
+            hidden, flat = trace.hidden.flatten(0, 1), targets.flatten()
             parts = []
             for at in range(0, len(flat), step):
                 logits = self.model.logits(hidden[at : at + step]).float()
                 parts.append(F.cross_entropy(logits, flat[at : at + step], reduction="none"))
             found.append(torch.cat(parts).view_as(targets))
-            self.passed(inputs.numel())
+            self.passed(targets.numel())
             if bool(state.diverged.any()):
                 problem = f"a memory that diverged before token {int(state.position[0]):,}"
                 raise DivergedError(f"memory: expected finite numbers, got {problem}")

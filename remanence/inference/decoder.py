@@ -80,9 +80,9 @@ class Decoder:
             if x is None and name == "active":
                 continue
             if not isinstance(x, Tensor) or x.shape != self.position.shape or x.dtype != dtype:
-                came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+                got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(
-                    f"{name}: expected {dtype} of shape {list(self.position.shape)}, one per row, got {came}"
+                    f"{name}: expected {dtype} of shape {list(self.position.shape)}, one per row, got {got}"
                 )
         if self.room is not None:
             if self.room == 0:

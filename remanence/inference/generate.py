@@ -33,10 +33,13 @@ class Sampling:
     """How tokens are chosen, and when to stop.
 
     Attributes:
-        max_tokens: how many at most, for each prompt. temperature: 0 takes the most likely token; above, logits are
-        divided by it. top_k: only among so many of the most likely. top_p: only among the most likely whose
-        probabilities add up to this. stop: texts that end the output (and are not part of it). seed: of the first
-        prompt's random numbers; the next one has the next seed, so no text depends on its neighbours.
+        max_tokens: how many at most, for each prompt.
+        temperature: 0 takes the most likely token; above, logits are divided by it.
+        top_k: only among so many of the most likely.
+        top_p: only among the most likely whose probabilities add up to this.
+        stop: texts that end the output (and are not part of it).
+        seed: of the first prompt's random numbers; the next one has the next seed, so no text depends on its
+            neighbours.
     """
 
     max_tokens: int = 128

@@ -6,7 +6,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from remanence.config import Mode
 from remanence.core.graphs import capture, copy_all
-from remanence.core.state import places
+from remanence.core.state import positions_of
 from remanence.inference.graphs import longest_window, unsupported
 from remanence.model import Model, State, Trace
 
@@ -41,16 +41,18 @@ def traces(
     state: State | None = None,
     *,
     mask: Tensor | None = None,
+    offsets: Tensor | Sequence[int] | None = None,
     memory: Mode | None = None,
     size: int = PIECE,
 ) -> Iterator[tuple[slice, Trace]]:
     """Tokens ``[b t]`` in pieces, for who wants to see what each token did: the piece's slice of the tokens, and its
     trace.
     """
+    size = size if offsets is None else max(1, tokens.shape[1])  # packed documents are read in one call
     for start in range(0, tokens.shape[1], size):
         part = slice(start, min(start + size, tokens.shape[1]))
         here = None if mask is None else mask[:, part]
-        trace = model.trace(tokens[:, part], state, mask=here, memory=memory)
+        trace = model.trace(tokens[:, part], state, mask=here, offsets=offsets, memory=memory)
         state = trace.state
         yield part, trace
 
@@ -83,7 +85,7 @@ def read(
     surprises: list[Tensor] = []
     while start < tokens.shape[1]:
         # One document is cut at multiples of a piece; rows that stand at different places, anywhere.
-        stop = start + size - (places(state.position)[0] % size if mask is None else 0)
+        stop = start + size - (positions_of(state.position)[0] % size if mask is None else 0)
         some, here = tokens[:, start:stop], None if mask is None else mask[:, start:stop]
         graph = None if mask is not None else _captured(model, some, state, size, memory)
         if graph is not None:
@@ -131,7 +133,7 @@ class Captured:
         self.tokens.copy_(tokens)
         copy_all(self.state.tensors(), state.tensors())
         self.graph.replay()
-        after = self.after.map(torch.clone).at([place + self.size for place in places(state.position)])
+        after = self.after.map(torch.clone).at([place + self.size for place in positions_of(state.position)])
         return self.last.clone(), after, None if self.surprise is None else self.surprise.clone()
 
 
@@ -154,7 +156,7 @@ def _captured(model: Model, tokens: Tensor, state: State, size: int, memory: Mod
     if unsupported(model, size, True) is not None or window > size:
         return None
     if any(
-        place < window or place % size for place in places(state.position)
+        place < window or place % size for place in positions_of(state.position)
     ) or not model.backbone.remembers_all(state):
         return None
     key = (len(tokens), model.schedule, *[parameter.data_ptr() for parameter in model.parameters()])

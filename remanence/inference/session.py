@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from remanence.core.errors import DivergedError
-from remanence.core.state import places
+from remanence.core.state import positions_of
 from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.inference import memfile
 from remanence.inference.generate import WRITES, Generation, Sampling, Write, check_tokenizer
@@ -56,7 +56,7 @@ class Session:
     @property
     def tokens(self) -> int:
         """How many tokens have been read and said."""
-        return places(self.state.position)[0]
+        return positions_of(self.state.position)[0]
 
     def read(self, source: str | bytes | Iterable[str | bytes]) -> Reading:
         """Read a text, or a stream of pieces of one (an open file, a generator) in constant memory."""

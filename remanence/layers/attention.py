@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from remanence.core.cache import cached_by_size
-from remanence.core.state import TensorTuple, advanced, carry_on, noted, placed, take_back
+from remanence.core.state import TensorTuple, advanced, carry_on, note_positions, noted_positions, take_back
 from remanence.layers import Linear, Rotary, from_start, project
 from remanence.ops.layout import from_rows, pick, to_rows
 
@@ -192,7 +192,7 @@ def flexible_attention(
         cached = reached
     keys, values = (_behind(p, x).transpose(1, 2) for p, x in zip(prefix, (k, v), strict=True))
     mask = _flexible_mask(q.shape[1], cached, window, prefix[0].shape[0], q.device)
-    known = None if position is None else noted(position)
+    known = None if position is None else noted_positions(position)
     score = None
     if position is not None and (known is None or min(known) < min(cached, window - 1)):
         # Rows that have not read a whole window yet: what stands before their start is nothing.
@@ -410,7 +410,7 @@ class Attention(Heads):
 
     def start(self, rows: int) -> AttentionState:
         none = self.k_proj.weight.new_zeros(rows, self.history, self.heads, self.width)
-        nothing = placed(torch.zeros(rows, dtype=torch.int64, device=none.device), [0] * rows)
+        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=none.device), [0] * rows)
         return AttentionState(none, none, nothing, nothing)
 
     def forward(
@@ -485,7 +485,7 @@ class SegmentState(_SegmentState, TensorTuple):
 
     def at(self, position: list[int]) -> SegmentState:
         return self._replace(
-            position=placed(self.position.detach(), [place % self.size for place in position])
+            position=note_positions(self.position.detach(), [place % self.size for place in position])
         )
 
     def crop(self, tokens: int) -> SegmentState:
@@ -512,7 +512,7 @@ class SegmentAttention(Heads):
         none = lambda: torch.zeros(
             shape, dtype=like.dtype, device=like.device
         )  # each its own: files refuse shared tensors
-        nothing = placed(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
+        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         return SegmentState((none(), none()), (none(), none()), nothing)
 
     def forward(
@@ -557,7 +557,7 @@ class SegmentAttention(Heads):
             tuple(pick(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part) for part in joined
         ]
         after = [(a + n) % self.segment for a, n in zip(opened, counts, strict=True)]
-        position = placed(torch.tensor(after, device=x.device), after)
+        position = note_positions(torch.tensor(after, device=x.device), after)
         return y, SegmentState((ends[0][0], ends[0][1]), (ends[1][0], ends[1][1]), position)
 
     def whole(self, x: Float[Tensor, "b c d"], retrieved: Float[Tensor, "b c d"]) -> Float[Tensor, "b c d"]:

@@ -39,8 +39,9 @@ class InvertedFile:
     """A search with one index per row and head, each made anew when a quarter of its entries have changed.
 
     Attributes:
-        probes: share of an index's cells that a query looks into. recall: share of exact search's entries that were
-        found, on queries sampled when an index was last made; None before.
+        probes: share of an index's cells that a query looks into.
+        recall: share of exact search's entries that were found, on queries sampled when an index was last made;
+            None before.
     """
 
     def __init__(self, probes: float = 1 / 16) -> None:

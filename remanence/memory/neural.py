@@ -336,9 +336,9 @@ class NeuralMemory(nn.Module):
             or x.shape[-1] != self.config.dim
             or not x.is_floating_point()
         ):
-            came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"x: expected a floating-point tensor [batch, tokens, {self.config.dim}], got {came}"
+                f"x: expected a floating-point tensor [batch, tokens, {self.config.dim}], got {got}"
             )
         own = self.q_proj.weight.dtype
         if x.dtype != own and not torch.is_autocast_enabled(x.device.type):

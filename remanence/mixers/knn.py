@@ -144,14 +144,14 @@ class Knn(Mixer):
         """Refuse the state of a layer with another window, store or width."""
         super().check(state)
         own = self.start(1)
-        for name, came, expected in (
+        for name, got, expected in (
             ("window", state.worth, own.worth),
             ("heads and their width", state.k[:, 0], own.k[:, 0]),
             ("store", state.store.k[:, :, 0, 0], own.store.k[:, :, 0, 0]),
             ("last output", state.last, own.last),
         ):
-            if came.shape[1:] != expected.shape[1:]:
-                told, wanted = list(came.shape[1:]), list(expected.shape[1:])
+            if got.shape[1:] != expected.shape[1:]:
+                told, wanted = list(got.shape[1:]), list(expected.shape[1:])
                 raise ValueError(
                     f"state: expected a {name} of {wanted}, as this model's kNN layers have, got {told}"
                 )

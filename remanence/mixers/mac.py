@@ -14,7 +14,15 @@ from torch import Tensor
 
 from remanence.config import Mode, ModelConfig
 from remanence.core.ragged import SegmentSplit
-from remanence.core.state import TensorTuple, aligned, noted, placed, places, take_back, where
+from remanence.core.state import (
+    TensorTuple,
+    aligned,
+    note_positions,
+    noted_positions,
+    positions_of,
+    take_back,
+    where,
+)
 from remanence.layers import RMSNorm
 from remanence.layers.attention import SegmentAttention, SegmentState
 from remanence.layers.decoding import SegmentDecoder, StepContext
@@ -85,7 +93,7 @@ class MAC(Mixer):
         begins = (new and self.size % self.memory.chunk == 0) or self.begins(state)
         if ctx.mode == "on" and ctx.offsets is None and begins and x.shape[1] >= self.size:
             return self._whole_segments(x, state)
-        opened = [0] * len(state.segment.position) if new else places(state.segment.position)
+        opened = [0] * len(state.segment.position) if new else positions_of(state.segment.position)
         return self._parts(x, state, ctx.offsets, ctx.mode, opened, begins and ctx.offsets is None)
 
     def begins(self, state: MACState) -> bool:
@@ -127,7 +135,7 @@ class MAC(Mixer):
         segment.
         """
         if mode == "fresh":
-            old = [place > self.size for place in places(state.memory.memory.position)]
+            old = [place > self.size for place in positions_of(state.memory.memory.position)]
             state = self._renewed(state, old) if any(old) else state
         split = SegmentSplit(x, offsets, opened, self.size)
         pieces, traces = [], []
@@ -190,9 +198,11 @@ class MAC(Mixer):
 
     def after_segments(self, carry: SegmentCarry, weights: Weights, begun: MACState, tokens: int) -> MACState:
         """The state after whole segments of so many tokens, the last of which began with `weights`."""
-        memory, known = carry.memory.memory, noted(begun.memory.memory.position)
+        memory, known = carry.memory.memory, noted_positions(begun.memory.memory.position)
         if known is not None:
-            memory = memory._replace(position=placed(memory.position, [place + tokens for place in known]))
+            memory = memory._replace(
+                position=note_positions(memory.position, [place + tokens for place in known])
+            )
         rows = len(memory.position)
         return MACState(
             NeuralMemoryState(memory, carry.memory.conv), weights, carry.asked, self.attention.start(rows)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from remanence.config import Mode, ModelConfig
 from remanence.core.ragged import SegmentSplit
-from remanence.core.state import places, where
+from remanence.core.state import positions_of, where
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.mixers.base import MemoryTrace, MixerOutput
@@ -83,11 +83,11 @@ class Memory(nn.Module):
 
     def _fresh(self, x: Tensor, state: NeuralMemoryState, offsets: list[int] | None) -> MixerOutput:
         """A memory that lives for one segment only; one older than that is not used at all."""
-        lived = places(state.memory.position)
+        lived = positions_of(state.memory.position)
         old = [place > self.segment for place in lived]
         if any(old):
             state = where(old, self.start(len(lived))._replace(conv=state.conv), state)
-            lived = places(state.memory.position)
+            lived = positions_of(state.memory.position)
         split = SegmentSplit(x, offsets, [place % self.segment for place in lived], self.segment)
         pieces, traces = [], []
         for part in split:

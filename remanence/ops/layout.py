@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.core.state import advanced, places
+from remanence.core.state import advanced, positions_of
 from remanence.ops.state import Gates, MemoryState, Weights
 
 
@@ -40,7 +40,7 @@ class Layout:
         replay: bool = False,
     ) -> None:
         self.batch, self.tokens, self.chunk = batch, tokens, chunk
-        self.tails = [position % chunk for position in places(state.position)]
+        self.tails = [position % chunk for position in positions_of(state.position)]
         self.equal = offsets is None
         if offsets is None:
             self.starts, self.counts = [row * tokens for row in range(batch)], [tokens] * batch

@@ -91,17 +91,17 @@ def memorize(
     Args:
         q, k, v: queries, keys, values. Keys should be normalised: the step size is relative to their squared length.
             Values have the keys' width, or any where the net is a matrix (`NETS["linear"]`); answers have the values'.
-        gates: log step size, log momentum, log of the share that stays, ``[b t h]`` each; see `Gates`. state: from
-        `start` or from the call before. One row per batch row, or per document if packed. net: what the memory is:
-        `MLP(...)`, an entry of `NETS`, or any object with ``init`` and ``apply``. rule: how it changes: `Rule(...)` or
-        an entry of `RULES`. chunk: tokens that share the gradient's anchor. Part of what the model is: another chunk is
-        another function. offsets: for documents packed one behind the other in a single batch row: 0, each one's end,
-        the last being t. aligned: a promise that every row is at a chunk's border, as at a document's start. The
-        kernels then rearrange nothing.
-            Without it they copy, because reading the positions would wait for the device.
-        backend: "auto", or one of `BACKENDS`. check: whether to check values (finite, gates in range). None: on the CPU
-        only, since a check waits for a GPU. An
-            unchecked value that is not finite sets the state's flag, and can affect all of its own chunk.
+        gates: log step size, log momentum, log of the share that stays, ``[b t h]`` each; see `Gates`.
+        state: from `start` or from the call before. One row per batch row, or per document if packed.
+        net: what the memory is: `MLP(...)`, an entry of `NETS`, or any object with ``init`` and ``apply``.
+        rule: how it changes: `Rule(...)` or an entry of `RULES`.
+        chunk: tokens that share the gradient's anchor. Part of what the model is: another chunk is another function.
+        offsets: for documents packed one behind the other in a single batch row: 0, each one's end, the last being t.
+        aligned: a promise that every row is at a chunk's border, as at a document's start. The kernels then rearrange
+            nothing. Without it they copy, because reading the positions would wait for the device.
+        backend: "auto", or one of `BACKENDS`.
+        check: whether to check values (finite, gates in range). None: on the CPU only, since a check waits for a GPU.
+            An unchecked value that is not finite sets the state's flag, and can affect all of its own chunk.
 
     Returns:
         answers, the new state, and the surprise: the inner loss of each token and head before it was written.

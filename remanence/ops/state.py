@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.core.state import TensorTuple, placed
+from remanence.core.state import TensorTuple, note_positions
 
 Weights = tuple[Tensor, ...]
 """A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a
@@ -119,6 +119,6 @@ def fresh(
         k=tail(keys),
         v=tail(values),
         gates=Gates(gate, gate if has_momentum else None, gate if forget else None),
-        position=placed(torch.zeros(rows, dtype=torch.int64, device=first.device), [0] * rows),
+        position=note_positions(torch.zeros(rows, dtype=torch.int64, device=first.device), [0] * rows),
         diverged=torch.zeros(rows, dtype=torch.bool, device=first.device),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from remanence.core.state import placed, places, where
+from remanence.core.state import note_positions, positions_of, where
 from remanence.data import Batch
 from remanence.model import Model, State
 from remanence.train.begin import Begin
@@ -39,6 +39,8 @@ def carry_out(model: Model, state: State, batch: Batch, captured: bool) -> State
         state = where(bad.tolist(), model.start(len(bad)).detach(), state)
     if batch.begins is not None and batch.mask is not None and not bool(batch.mask.all()):
         ended = (~batch.mask.all(1)).tolist()
-        known = [0 if over else at for over, at in zip(ended, places(state.position), strict=True)]
-        state = state._replace(position=placed(torch.tensor(known, device=state.position.device), known))
+        known = [0 if over else at for over, at in zip(ended, positions_of(state.position), strict=True)]
+        state = state._replace(
+            position=note_positions(torch.tensor(known, device=state.position.device), known)
+        )
     return state.detach()

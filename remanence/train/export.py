@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from remanence.core.files import read_json, write_json
-from remanence.core.state import places
+from remanence.core.state import positions_of
 from remanence.core.tokens import load_tokenizer
 from remanence.inference import memfile
 from remanence.model import Model, State
@@ -90,7 +90,7 @@ def _carried(run: Path, config: TrainConfig, row: int) -> State:
     rows = len(state.position)
     if not 0 <= row < rows:
         raise ValueError(f"row: expected from 0 to {rows - 1}, a row of the run's batch, got {row}")
-    inside = [index for index, position in enumerate(places(state.position)) if position]
+    inside = [index for index, position in enumerate(positions_of(state.position)) if position]
     if row not in inside:
         others = (
             f"one of {', '.join(map(str, inside))}"

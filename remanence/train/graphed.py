@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.core.graphs import capture, copy_all
-from remanence.core.state import places, where
+from remanence.core.state import positions_of, where
 from remanence.data import Batch
 from remanence.inference.graphs import border_of, longest_window, unsupported
 from remanence.model import Model, State, Trace
@@ -69,7 +69,9 @@ class Graphed:
         document. A step in which some do, or in which some have not filled their window yet, has a graph of its own.
         """
         begins = None if anew is None or state is None else anew.tolist()
-        whole = state is not None and not any(begins or ()) and min(places(state.position)) >= self.window
+        whole = (
+            state is not None and not any(begins or ()) and min(positions_of(state.position)) >= self.window
+        )
         key = (*tokens.shape, state is None, whole)
         if key not in self.held:
             reason = unsupported(self.model, tokens.shape[1], state is not None)
@@ -91,7 +93,7 @@ class Graphed:
         begun = begins or [False] * len(tokens)
         known = [
             (0 if new else place) + tokens.shape[1]
-            for new, place in zip(begun, places(state.position), strict=True)
+            for new, place in zip(begun, positions_of(state.position), strict=True)
         ]
         return held.loss, held.seen._replace(state=held.seen.state.at(known))
 
@@ -176,4 +178,4 @@ class Graphs:
 
 def at_border(model: Model, state: State) -> bool:
     """Whether every row is where a captured step can begin."""
-    return all(position % border_of(model) == 0 for position in places(state.position))
+    return all(position % border_of(model) == 0 for position in positions_of(state.position))
