@@ -88,6 +88,11 @@ def test_the_laws():
     assert_close(whole.flatten(0, 1).unsqueeze(0), packed, 1e-10)
     padded, _ = subject(torch.cat([TOKENS[:, :3] * 0, TOKENS], 1), mask=torch.arange(24).expand(2, -1) >= 3)
     assert_close(whole, padded[:, 3:], 1e-10)
+    assert end.crop(0).position.tolist() == [21, 21]
+    with pytest.raises(
+        ValueError, match="tokens: expected 0, as EMAState does not know what it was before, got 2"
+    ):
+        made(pattern=("ema",))(TOKENS)[1].crop(2)
     changed = TOKENS.clone()
     changed[:, 10] += 1
     assert torch.equal(subject(changed)[0][:, :10], whole[:, :10])

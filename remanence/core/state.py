@@ -120,6 +120,13 @@ class TensorTuple:
         """Whether each row ``[r]`` can be the state of a text of so many tokens ``[r]``; parts are asked themselves."""
         return True
 
+    def crop(self, tokens: int) -> Self:
+        """The state before each row's last `tokens` tokens were read, where that can be told from the state."""
+        if tokens:
+            name = type(self).__name__
+            raise ValueError(f"tokens: expected 0, as {name} does not know what it was before, got {tokens}")
+        return self
+
     def at(self, position: list[int]) -> Self:
         """The same state, its rows known on the host to be at these positions."""
         node: Any = self
