@@ -10,6 +10,9 @@ __version__ = "0.1.0"
 # Names are imported when first used: the command line must answer before torch has loaded.
 _HOMES = {
     "Model": "remanence.model",
+    "Backbone": "remanence.backbone",
+    "Mixer": "remanence.mixers",
+    "MIXERS": "remanence.mixers",
     "State": "remanence.model",
     "Session": "remanence.inference.session",
     "Sampling": "remanence.inference.generate",
@@ -34,6 +37,7 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
+    from remanence.backbone import Backbone as Backbone
     from remanence.config import MemoryConfig as MemoryConfig
     from remanence.config import ModelConfig as ModelConfig
     from remanence.config import preset as preset
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
     from remanence.inference.session import Session as Session
     from remanence.memory.neural import NeuralMemory as NeuralMemory
     from remanence.memory.neural import NeuralMemoryState as NeuralMemoryState
+    from remanence.mixers import MIXERS as MIXERS
+    from remanence.mixers import Mixer as Mixer
     from remanence.model import Model as Model
     from remanence.model import State as State
     from remanence.ops import MLP as MLP

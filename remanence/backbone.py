@@ -7,6 +7,7 @@ time series or another model's embeddings, can be given directly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,10 +20,10 @@ from remanence.core.choices import check_choice
 from remanence.core.ragged import SegmentSplit
 from remanence.core.state import TensorTuple, advanced, note_positions, positions_of
 from remanence.layers import RMSNorm, SwiGLU, operand
-from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Text, wavefront
-from remanence.ops import MemoryState
+from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import pick, repad
+from remanence.ops.state import memories
 
 Schedule = Literal["wavefront", "layers"]
 
@@ -67,13 +68,6 @@ class State(_State, TensorTuple):
         return State(tuple(block.crop(tokens) for block in self.blocks), self.position - tokens)
 
 
-def memories(node: Any) -> list[MemoryState]:
-    """Every `MemoryState` in a state, in the order of the layers."""
-    if isinstance(node, MemoryState):
-        return [node]
-    return [found for child in node for found in memories(child)] if isinstance(node, tuple) else []
-
-
 class Trace(NamedTuple):
     """All that can be seen of a call: the last layer's output, normalised ``[b t d]``; the state; what each layer's
     memory did, or None; the input of each layer ``[b t d]``.
@@ -116,6 +110,9 @@ class Block(nn.Module):
     def forward(self, x: Float[Tensor, "b t d"], state: Any, ctx: Context) -> MixerOutput:
         y, state, trace = self.mixer(self.norm_mixer(x, operand(x)), state, ctx)
         return MixerOutput(self.added(x, y), state, trace)
+
+    def start(self, rows: int) -> Any:
+        return self.mixer.start(rows)
 
     def added(self, x: Tensor, y: Tensor) -> Tensor:
         """What goes on to the next layer, from a layer's input and its mixer's output."""
@@ -197,10 +194,10 @@ class Backbone(nn.Module):
 
     def start(self, rows: int) -> State:
         """The state of `rows` documents of which nothing has been read."""
-        return State(tuple(mixer.start(rows) for mixer in self.mixers), self._nothing(rows))
+        return State(tuple(block.start(rows) for block in self.blocks), self._nothing(rows, self.device))  # type: ignore[operator]
 
-    def _nothing(self, rows: int) -> Tensor:
-        return note_positions(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
+    def _nothing(self, rows: int, device: torch.device) -> Tensor:
+        return note_positions(torch.zeros(rows, dtype=torch.int64, device=device), [0] * rows)
 
     def forward(
         self,
@@ -249,10 +246,11 @@ class Backbone(nn.Module):
         )
         if x.shape[1] == 0:
             return Trace(x, state or self.start(rows), (None,) * len(self.blocks), (x,) * len(self.blocks))
-        ctx = Context(self._nothing(rows) if state is None else state.position, borders, mode, text, {})
-        stride = next((mixer.stride for mixer in self.mixers if mixer.stride is not None), None)
-        if stride is not None:
-            return self._read_strides(x, state or self.start(rows), ctx, stride)
+        position = self._nothing(rows, x.device) if state is None else state.position
+        ctx = Context(position, borders, mode, text, Shared())
+        strides = [stride for mixer in self.mixers if (stride := mixer.stride) is not None]
+        if strides:
+            return self._read_strides(x, state or self.start(rows), ctx, gcd(*strides))
         if borders is not None and state is None and not keep and mode == "on" and self._reads_in_wavefront():
             return self._read_lanes(x, ctx, borders)
         return self._read(x, state, ctx)
@@ -264,14 +262,18 @@ class Backbone(nn.Module):
             return self._read_layers(x, state, ctx)
         sizes = [whole.start, whole.stop - whole.start, x.shape[1] - whole.stop]
         parts = x.split(sizes, 1) if sizes[1] < x.shape[1] else (x[:, :0], x, x[:, :0])
+        first = 0
         schedules: list[Callable[[Tensor, State | None, Context], Trace]]
         schedules = [self._read_layers, self._read_wavefront, self._read_layers]
         pieces: list[Trace] = []
         for some, schedule in zip(parts, schedules, strict=True):
             if some.shape[1]:
-                pieces.append(schedule(some, state, ctx))
-                state = pieces[-1].state
-                ctx = ctx._replace(position=state.position)
+                last = first + some.shape[1]
+                text = ctx.text and ctx.text._replace(tokens=ctx.text.tokens[:, first:last])
+                position = ctx.position if state is None else state.position
+                here = Context(position, None, ctx.mode, text, Shared())
+                pieces.append(schedule(some, state, here))
+                state, first = pieces[-1].state, last
         return pieces[0] if len(pieces) == 1 else Trace.join(pieces)
 
     def _read_layers(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
@@ -301,9 +303,10 @@ class Backbone(nn.Module):
 
     def _whole_segments(self, tokens: int, state: State | None, ctx: Context) -> slice | None:
         """The whole segments of a call, if they are to be read in a wavefront."""
-        size = self.config.segment
-        least = wavefront.LEAST * size
-        if ctx.mode != "on" or ctx.offsets is not None or tokens < least or not self._reads_in_wavefront():
+        size = self.mixers[0].segment_length
+        if size is None or ctx.mode != "on" or ctx.offsets is not None or tokens < wavefront.LEAST * size:
+            return None
+        if not self._reads_in_wavefront():
             return None
         at = {0} if state is None else {place % size for place in positions_of(state.position)}
         start = -min(at) % size
@@ -325,7 +328,8 @@ class Backbone(nn.Module):
 
     def _read_lanes(self, x: Tensor, ctx: Context, borders: list[int]) -> Trace:
         """Packed documents from their starts, laid side by side in a wavefront; their states are lost."""
-        there, back, begins = (index.to(x.device) for index in wavefront.lanes(borders, self.config.segment))
+        segment = self.mixers[0].segment_length or 1
+        there, back, begins = (index.to(x.device) for index in wavefront.lanes(borders, segment))
         start = self.start(len(there)).blocks
         lanes = pick(x[0], there)
         passage = wavefront.read(
@@ -346,7 +350,7 @@ class Backbone(nn.Module):
         pieces, traces, layers = [], [], []
         for part in split:
             text = ctx.text and ctx.text._replace(tokens=split.take(part, ctx.text.tokens))
-            here = Context(state.position, part.offsets, ctx.mode, text, {})
+            here = Context(state.position, part.offsets, ctx.mode, text, Shared())
             begun = state
             trace = self._read(split.take(part), begun, here)
             pairs = zip(self.mixers, begun.blocks, trace.state.blocks, strict=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from remanence.backbone import Backbone, Schedule, State, Trace, memories
 from remanence.config import Mode, ModelConfig, change
+from remanence.core.migrations import current_name
 from remanence.mixers import Mixer, Text
 
 __all__ = ["Model", "Schedule", "State", "Trace", "matched", "memories", "parameters"]
@@ -37,9 +38,10 @@ class Model(nn.Module):
         self.backbone = Backbone(c)
         self.head = None if c.tie else nn.Linear(c.dim, c.vocabulary, bias=False)
         # Counted from what a model is trained on, saved with it, and never trained.
-        rare = any(getattr(mixer, "needs_unigrams", False) for mixer in self.backbone.mixers)
+        rare = any(mixer.needs_unigrams for mixer in self.backbone.mixers)
         self.log_unigrams = nn.Parameter(torch.empty(c.vocabulary), requires_grad=False) if rare else None
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_rename)
 
     def reset_parameters(self) -> None:
         """Unit logits to begin with, whatever the width."""
@@ -130,6 +132,8 @@ class Model(nn.Module):
     ) -> Trace:
         """`forward` up to the logits, with what each memory did beside it: `Backbone.trace`."""
         self._check(tokens)
+        if isinstance(mask, Tensor) and mask.shape == tokens.shape and mask.dtype == torch.bool:
+            tokens = tokens.masked_fill(~mask, 0)  # padding may be any number
         text = Text(tokens, self.log_unigrams, self.logits)
         settings: dict[str, Any] = {"mask": mask, "offsets": offsets, "memory": memory, "keep": keep}
         return self.backbone.trace(self.embed(tokens), state, text=text, **settings)
@@ -170,6 +174,14 @@ class Model(nn.Module):
         from remanence.folder import load_model
 
         return load_model(folder, device=device, dtype=dtype)
+
+
+def _rename(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Weights of an earlier version, by the names of this one."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        current = prefix + current_name(name.removeprefix(prefix))
+        if current != name:
+            state_dict[current] = state_dict.pop(name)
 
 
 def parameters(config: ModelConfig) -> int:

@@ -163,7 +163,7 @@ def test_matrices_asked_by_segments(monkeypatch):
     subject = model("mac", memory={"net": "linear", "depth": None, "expansion": None})
     assert all(
         step.memory.running.step == step.memory.running._fused
-        for step in Decoder(subject, begun(subject)).steps
+        for step in Decoder(subject, begun(subject)).decoders
     )
     walk(subject, begun(subject), monkeypatch, steps=9, waits=True)
 

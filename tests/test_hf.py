@@ -58,9 +58,7 @@ class TestForward:
         assert torch.equal(outer(x, attention_mask=torch.ones_like(x)).logits, outer.model(x)[0])
 
     def test_a_cache_carries_on(self, variant):
-        """Masks of the new tokens and of all tokens are the same thing; a cache that is given is changed, a state
-        never.
-        """
+        """Masks of the new tokens and of all tokens are the same; a cache that is given is changed, a state never."""
         outer, (x, mask, _) = wrapped(variant), padded(20)
         _, state = outer.model(x[:, :12], mask=mask[:, :12].bool())
         logits, end = outer.model(x[:, 12:], state)
@@ -356,19 +354,21 @@ def test_as_a_user(tmp_path):
     text = "Grüße, world"
     expected = greedy(native, torch.tensor([ByteTokenizer().encode(text)]), 9)[0].tolist()
     code = f"""
-import warnings warnings.simplefilter("error") import remanence.hf from transformers import AutoModelForCausalLM,
-AutoTokenizer, pipeline, logging logging.disable_progress_bar() tokenizer =
-AutoTokenizer.from_pretrained({str(tmp_path)!r}) model = AutoModelForCausalLM.from_pretrained({
-        str(tmp_path)!r
-    }) inputs
-= tokenizer({text!r}, return_tensors="pt") print(model.generate(**inputs, max_new_tokens=9,
-do_sample=False)[0].tolist()) model.save_pretrained({str(tmp_path / "again")!r}) tokenizer.save_pretrained({
-        str(tmp_path / "again")!r
-    }) logging.set_verbosity_error()  # some versions' pipelines warn of their own doings generator =
-pipeline("text-generation", model={
-        str(tmp_path / "again")!r
-    }, device="cpu") print([x["generated_token_ids"] for x in
-generator({text!r}, max_new_tokens=9, do_sample=False, return_tensors=True)][0])
+import warnings
+warnings.simplefilter("error")
+import remanence.hf
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline, logging
+logging.disable_progress_bar()
+tokenizer = AutoTokenizer.from_pretrained({str(tmp_path)!r})
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+inputs = tokenizer({text!r}, return_tensors="pt")
+print(model.generate(**inputs, max_new_tokens=9, do_sample=False)[0].tolist())
+model.save_pretrained({str(tmp_path / "again")!r})
+tokenizer.save_pretrained({str(tmp_path / "again")!r})
+logging.set_verbosity_error()  # some versions' pipelines warn of their own doings
+generator = pipeline("text-generation", model={str(tmp_path / "again")!r}, device="cpu")
+found = generator({text!r}, max_new_tokens=9, do_sample=False, return_tensors=True)
+print([x["generated_token_ids"] for x in found][0])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -21,9 +21,9 @@ ROOMS = {
     "memory": {"core", "ops", "layers", "config"},
     "mixers": {"core", "ops", "layers", "memory", "config"},
     "backbone": {"core", "ops", "layers", "mixers", "config"},
-    "model": {"backbone", "folder", "mixers", "config"},
+    "model": {"core", "backbone", "folder", "mixers", "config"},
     "folder": {"core", "model", "config"},
-    "inference": {"", "core", "layers", "backbone", "model", "config"},
+    "inference": {"", "core", "layers", "mixers", "backbone", "model", "config"},
     "data": {"core"},
     "tasks": {"core", "data", "config"},
     "hf": {"core", "folder", "model", "config"},
@@ -62,7 +62,7 @@ ROOMS = {
         "train",
     },
     "__main__": {"cli"},
-    "": {"config", "inference", "memory", "model", "ops"},
+    "": {"config", "inference", "memory", "mixers", "backbone", "model", "ops"},
 }
 
 

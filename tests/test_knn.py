@@ -18,7 +18,7 @@ from remanence.cli.models import inspect
 from remanence.config import memorizing
 from remanence.inference import memfile
 from remanence.memory import ivf
-from remanence.mixers import AttentionMixer, Context, Knn
+from remanence.mixers import AttentionMixer, Context, Knn, Shared
 from remanence.testing import assert_close
 
 COUNT = 29
@@ -26,7 +26,9 @@ COUNT = 29
 
 def context(x, shared=None):
     """Of a call that begins its documents."""
-    return Context(torch.zeros(len(x), dtype=torch.int64), None, "on", None, shared or {})
+    given = Shared()
+    given.entries.update(shared or {})
+    return Context(torch.zeros(len(x), dtype=torch.int64), None, "on", None, given)
 
 
 def layer(**knn):

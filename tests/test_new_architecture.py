@@ -1,62 +1,23 @@
 """The proof of the interface: an architecture in one class and one registration gets everything else for nothing."""
 
-from typing import ClassVar, NamedTuple
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from remanence import Model, ModelConfig, Session, preset
+from remanence import Model, Session, preset
 from remanence.backbone import Backbone
-from remanence.core.state import TensorTuple
 from remanence.inference import memfile
 from remanence.inference.decoder import Decoder, unsupported
-from remanence.layers import Linear
-from remanence.mixers import MIXERS, Context, Mixer, MixerOutput
-from remanence.ops.layout import from_rows, to_rows
+from remanence.mixers import MIXERS
 from remanence.testing import assert_close
 from remanence.train.plan import flops_per_token, plan
 
-# One file: an exponential moving average of the past, with a learned decay for each channel.
-
-
-class _EMAState(NamedTuple):
-    mean: Tensor
-
-
-class EMAState(_EMAState, TensorTuple):
-    __slots__ = ()
-
-
-class EMA(Mixer):
-    State: ClassVar[type] = EMAState
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.i_proj, self.o_proj = Linear(config.dim, config.dim), Linear(config.dim, config.dim)
-        self.decay = nn.Parameter(torch.linspace(-2.0, 4.0, config.dim))
-
-    def start(self, rows: int) -> EMAState:
-        return EMAState(self.decay.detach().new_zeros(rows, len(self.decay)))
-
-    def forward(self, x: Tensor, state: EMAState | None, ctx: Context) -> MixerOutput:
-        rows, back = to_rows(self.i_proj(x), ctx.offsets)
-        mean = self.start(len(rows)).mean if state is None else state.mean
-        counts = (
-            torch.full((len(rows),), rows.shape[1])
-            if ctx.offsets is None
-            else torch.tensor(ctx.offsets).diff()
-        )
-        keep, out = torch.sigmoid(self.decay), []
-        for index in range(rows.shape[1]):
-            mean = torch.where(
-                (index < counts).unsqueeze(-1), keep * mean + (1 - keep) * rows[:, index], mean
-            )
-            out.append(mean)
-        return MixerOutput(self.o_proj(from_rows(torch.stack(out, 1), back)), EMAState(mean))
-
-
-# One registration.
+# One file with one registration, which is undone here for the tests beside these.
+OWN = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "own_mixer.py"))
+EMA, EMAState = OWN["EMA"], OWN["EMAState"]
+MIXERS.pop("ema")
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +133,45 @@ def test_features_in_features_out():
         backbone(torch.zeros(2, 3, 4))
     with pytest.raises(ValueError, match=r"x: expected .* torch.int64"):
         backbone(TOKENS)
+
+
+def test_what_the_defaults_say(monkeypatch):
+    """A layer that waits for all others, or whose state grows, is not decoded in place; a memory inside is a memory."""
+    assert not made(pattern=("ema",)).has_memory and made().has_memory
+    monkeypatch.setattr(EMA, "stride", 4)
+    assert unsupported(made()) == "EMA layers wait for all others"
+    monkeypatch.undo()
+    monkeypatch.setitem(MIXERS, "ema", EMA)
+    monkeypatch.setattr(EMAState, "growing", lambda self: ("mean",))
+    assert unsupported(made()) == "the state of EMA layers grows"
+
+
+@torch.no_grad()
+def test_layers_that_wait_for_each_other_read_in_common_steps(monkeypatch):
+    """Each sees the tokens of its own part, once; what is read is the same."""
+    subject, seen = made(), []
+    expected, _ = subject(TOKENS)
+    stride, finish = iter([4, 6] * 99), []
+    monkeypatch.setattr(EMA, "stride", property(lambda self: next(stride)))
+    monkeypatch.setattr(
+        EMA, "finish", lambda self, begun, state, hidden, ctx: finish.append(hidden.shape[1]) or state
+    )
+    forward = EMA.forward
+
+    def watch(self, x, state, ctx):
+        seen.append((x.shape[1], ctx.text.tokens.shape[1]))
+        return forward(self, x, state, ctx)
+
+    monkeypatch.setattr(EMA, "forward", watch)
+    both = made(pattern=("ema", "ema"))
+    both(TOKENS)
+    assert seen == [(2, 2)] * 20 + [(1, 1)] * 2 and finish == [2] * 20 + [1] * 2
+    monkeypatch.setattr(EMA, "stride", 4)
+    assert_close(expected, subject(TOKENS)[0], 1e-10)
+
+
+def test_weights_by_their_first_names():
+    subject = made()
+    old = {name.replace("backbone.", ""): weight.clone() for name, weight in subject.state_dict().items()}
+    assert "blocks.0.mixer.decay" in old
+    made().load_state_dict(old)

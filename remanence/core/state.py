@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -97,7 +97,20 @@ def _with_note(copy: Tensor, tensor: Tensor) -> Tensor:
 def _at(node: Any, position: list[int]) -> Any:
     if isinstance(node, TensorTuple):
         return node.at(position)
-    return tuple(_at(child, position) for child in node) if isinstance(node, tuple) else node
+    if not isinstance(node, tuple):
+        return node
+    children = [_at(child, position) for child in node]
+    return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
+
+
+def parts(node: Any, path: str = "") -> Iterator[tuple[str, TensorTuple]]:
+    """Every `TensorTuple` of a state, itself included, with its path: ``blocks.0.memory``."""
+    if isinstance(node, TensorTuple):
+        yield path, node
+    if isinstance(node, tuple):
+        names = getattr(node, "_fields", range(len(node)))
+        for name, child in zip(names, node, strict=True):
+            yield from parts(child, f"{path}.{name}" if path else str(name))
 
 
 class TensorTuple:
@@ -113,7 +126,7 @@ class TensorTuple:
     """Fields in which minus infinity is a proper number, such as the logarithm of a closed gate."""
 
     def growing(self) -> tuple[str, ...]:
-        """Fields whose second axis grows with the text."""
+        """Fields whose second axis grows with the text, an entry for every token read."""
         return ()
 
     def agrees(self, read: Tensor) -> Tensor | bool:
@@ -128,7 +141,7 @@ class TensorTuple:
         return self
 
     def at(self, position: list[int]) -> Self:
-        """The same state, its rows known on the host to be at these positions."""
+        """The same state, its rows known on the host to be at these positions: so is every field named `position`."""
         node: Any = self
         made = type(node)(*[_at(child, position) for child in node])
         return (

@@ -16,6 +16,7 @@ from remanence.backbone import State
 from remanence.config import Mode
 from remanence.core.graphs import capture
 from remanence.layers.decoding import StepContext
+from remanence.mixers import Mixer, Text
 from remanence.model import Model
 
 
@@ -46,7 +47,10 @@ class Decoder:
         self.device = model.embed.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False for a model on {self.device.type}, got True")
-        self.captures = self.device.type == "cuda" if graph is None else graph
+        # What decodes by its own forward may decide on the host.
+        plain = [mixer for mixer in model.mixers if type(mixer).decoder is Mixer.decoder]
+        fixed = all(mixer.uncapturable(True) is None for mixer in plain)
+        self.captures = (self.device.type == "cuda" and fixed) if graph is None else graph
         self._check(state)
         self._begin(state)
 
@@ -101,7 +105,8 @@ class Decoder:
         return self.logits.clone()
 
     def _forward(self) -> Tensor:
-        now = StepContext(self.position, self.active, {})
+        text = Text(self.tokens.unsqueeze(1), self.model.log_unigrams, self.model.logits)
+        now = StepContext(self.position, self.active, {}, text)
         block: Any
         with torch.autocast(self.device.type, enabled=False):  # in the dtype of the weights, whoever asks
             x = self.model.embed(self.tokens).unsqueeze(1)

@@ -22,7 +22,7 @@ from remanence.config import ModelConfig
 from remanence.core.errors import DivergedError
 from remanence.core.files import Stored, read_tensors, write_tensors
 from remanence.core.migrations import first_name
-from remanence.core.state import TensorTuple
+from remanence.core.state import parts
 from remanence.model import Model, State
 
 FORMAT, SCHEMA = "remanence-memory", 1
@@ -181,9 +181,9 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     for name in wanted:
         if name not in tensors:
             raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
-    rows, parts = list(tensors["position"].shape), list(_parts(template))
-    growing = {f"{path}.{field}" for path, part in parts for field in part.growing()}
-    unbounded = {f"{path}.{field}" for path, part in parts for field in part.minus_infinity}
+    rows, template_parts = list(tensors["position"].shape), list(parts(template))
+    growing = {f"{path}.{field}" for path, part in template_parts for field in part.growing()}
+    unbounded = {f"{path}.{field}" for path, part in template_parts for field in part.minus_infinity}
     if len(rows) != 1 or rows == [0]:
         raise ValueError(f"{what}: position: expected a count for each document, got shape {rows}")
     for name, tensor in tensors.items():
@@ -193,11 +193,14 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
         shape = [*rows, *length, *wanted[name].shape[2:]]
         _check(f"{what}: {name}", tensor, wanted[name], shape, name in (unread or ()), name in unbounded)
     state = assembled(template, tensors, model.embed.weight.device)
-    if any(0 < tensors[name].shape[1] < int(state.position.max()) for name in growing):
-        raise ValueError(
-            f"{what}: expected full attention to hold all {int(state.position.max())} tokens, got fewer"
-        )
-    for _, part in _parts(state):
+    longest = int(state.position.max())
+    for name in growing:
+        if 0 < tensors[name].shape[1] < longest:
+            got = tensors[name].shape[1]
+            raise ValueError(
+                f"{what}: {name}: expected an entry for each of the {longest} tokens read, got {got}"
+            )
+    for _, part in parts(state):
         if not bool(torch.as_tensor(part.agrees(state.position)).all()):
             kind = type(part).__name__
             raise ValueError(
@@ -220,16 +223,6 @@ def named(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         names = node._fields if hasattr(node, "_fields") else range(len(node))
         for name, child in zip(names, node, strict=True):
             yield from named(child, f"{path}.{name}" if path else str(name))
-
-
-def _parts(node: Any, path: str = "") -> Iterator[tuple[str, TensorTuple]]:
-    """Every tuple of a state that can speak for itself, with its path."""
-    if isinstance(node, TensorTuple):
-        yield path, node
-    if isinstance(node, tuple):
-        names = getattr(node, "_fields", range(len(node)))
-        for name, child in zip(names, node, strict=True):
-            yield from _parts(child, f"{path}.{name}" if path else str(name))
 
 
 def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int], unread: bool, unbounded: bool) -> None:

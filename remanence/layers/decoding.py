@@ -19,13 +19,14 @@ many.
 
 
 class StepContext(NamedTuple):
-    """One decoded token: the tokens each row has read ``[r]``, which rows read one now ``[r]``, and what the layers
-    share.
+    """One decoded token: the tokens each row has read ``[r]``, which rows read one now ``[r]``, what the layers share,
+    and the tokens themselves (`mixers/base.py: Text`).
     """
 
     position: Tensor
     active: Tensor
     shared: dict[Any, Any]
+    text: Any = None
 
     def once(self, *key: Any, make: Callable[[], Any]) -> Any:
         if key not in self.shared:

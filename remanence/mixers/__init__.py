@@ -10,7 +10,7 @@ from functools import partial
 
 from remanence.config import ModelConfig
 from remanence.mixers.attention import AttentionMixer
-from remanence.mixers.base import Context, MemoryTrace, Mixer, MixerDecoder, MixerOutput, Text
+from remanence.mixers.base import Context, MemoryTrace, Mixer, MixerDecoder, MixerOutput, Shared, Text
 from remanence.mixers.knn import Knn, KnnState
 from remanence.mixers.lmm import LMM, MATRIX, ttt
 from remanence.mixers.mac import MAC, MACState
@@ -51,6 +51,7 @@ __all__ = [
     "Mixer",
     "MixerDecoder",
     "MixerOutput",
+    "Shared",
     "Text",
     "WindowAndMemoryState",
 ]

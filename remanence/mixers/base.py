@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from remanence.config import Mode
-from remanence.core.state import TensorTuple
+from remanence.core.state import TensorTuple, parts
 from remanence.layers.decoding import StepContext
+from remanence.memory.neural import NeuralMemory
 from remanence.ops import Gates
 from remanence.ops.decode import keep
+from remanence.ops.state import memories
 
 
 class MemoryTrace(NamedTuple):
@@ -63,6 +65,22 @@ class Text(NamedTuple):
     logits: Callable[[Tensor], Tensor]
 
 
+class Shared:
+    """What the layers of one call share. One object for all of them, whatever copies their arguments on the way."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Any] = {}
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Something that several layers need and that is the same for all; made without gradients, since a layer whose
+        activations are computed again would not make it a second time.
+        """
+        if name not in self.entries:
+            with torch.no_grad():
+                self.entries[name] = make()
+        return self.entries[name]
+
+
 class Context(NamedTuple):
     """What is known of a call, made once by the backbone and given to every layer.
 
@@ -82,13 +100,7 @@ class Context(NamedTuple):
     offsets: list[int] | None
     mode: Mode
     text: Text | None
-    shared: dict[str, Any]
-
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Something that several layers need and that is the same for all."""
-        if name not in self.shared:
-            self.shared[name] = make()
-        return self.shared[name]
+    shared: Shared
 
 
 class MixerDecoder(Protocol):
@@ -116,9 +128,6 @@ class Mixer(nn.Module):
     State: ClassVar[type] = tuple
     """The type of its state: a NamedTuple that is a `TensorTuple`, with ``crop(tokens)``."""
 
-    has_memory: ClassVar[bool] = False
-    """Whether the modes "off", "frozen" and "fresh" mean anything to it."""
-
     def start(self, rows: int) -> Any:
         """The state of so many documents of which nothing has been read."""
         raise NotImplementedError
@@ -133,14 +142,32 @@ class Mixer(nn.Module):
         return ForwardDecoder(self, state, mode)
 
     def undecodable(self, mode: Mode) -> str | None:
-        """Why there is no decoder in this mode; None if there is one."""
-        return None
+        """Why there is no decoder in this mode; None if there is one. `ForwardDecoder` has room for states of fixed
+        size, and does not wait for other layers.
+        """
+        name = type(self).__name__
+        if self.stride is not None:
+            return f"{name} layers wait for all others"
+        if type(self).decoder is not Mixer.decoder:
+            return None
+        growing = any(part.growing() for _, part in parts(self.start(1)))
+        return f"the state of {name} layers grows" if growing else None
 
     def uncapturable(self, carries: bool) -> str | None:
         """Why `forward` cannot be captured as a CUDA graph, for rows that carry a state or begin; None if it can. A
         captured call must not decide anything on the host but by shapes and by whether rows stand at its `border`.
         """
         return f"{type(self).__name__} layers may decide on the host what to do"
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the modes "off", "frozen" and "fresh" mean anything to it: here, if it has a neural memory."""
+        return any(isinstance(part, NeuralMemory) for part in self.modules())
+
+    @property
+    def needs_unigrams(self) -> bool:
+        """Whether a language model is to have log-frequencies of its tokens (`Text.log_unigrams`)."""
+        return False
 
     @property
     def border(self) -> int:
@@ -175,7 +202,7 @@ class Mixer(nn.Module):
 
     def check(self, state: Any) -> None:
         """Refuse a state that is not this mixer's."""
-        if not isinstance(state, self.State):
+        if not isinstance(state, self.State) or not isinstance(state, TensorTuple):
             own, other = self.State.__name__, type(state).__name__
             raise ValueError(f"state: expected one of this model ({own}), got another's ({other})")
 
@@ -206,7 +233,8 @@ class ForwardDecoder:
         self.buffers: TensorTuple = state.detach().map(torch.clone)
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
-        y, state, _ = self.mixer(x, self.buffers, Context(now.position, None, self.mode, None, {}))
+        shared = now.once("context", make=Shared)
+        y, state, _ = self.mixer(x, self.buffers, Context(now.position, None, self.mode, now.text, shared))
         keep(self.buffers.tensors(), state.tensors(), now.active)
         return y
 
@@ -215,4 +243,5 @@ class ForwardDecoder:
 
     @property
     def diverged(self) -> Tensor | None:
-        return None
+        flags = [memory.diverged for memory in memories(self.buffers)]
+        return torch.stack(flags).any(0) if flags else None

@@ -81,7 +81,6 @@ class Knn(Mixer):
     """Attention over a window and over a store, joined by a gate for each head, or under one softmax."""
 
     State: ClassVar[type] = KnnState
-    has_memory = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -126,6 +125,10 @@ class Knn(Mixer):
         return self.config.write == "rare"
 
     @property
+    def has_memory(self) -> bool:
+        return True
+
+    @property
     def reach(self) -> int:
         return self.window
 
@@ -143,17 +146,17 @@ class Knn(Mixer):
     def check(self, state: KnnState) -> None:
         """Refuse the state of a layer with another window, store or width."""
         super().check(state)
-        own = self.start(1)
-        for name, got, expected in (
-            ("window", state.worth, own.worth),
-            ("heads and their width", state.k[:, 0], own.k[:, 0]),
-            ("store", state.store.k[:, :, 0, 0], own.store.k[:, :, 0, 0]),
-            ("last output", state.last, own.last),
+        heads = [self.attention.heads, self.attention.width]
+        for name, part, expected in (
+            ("window", state.worth, [self.window]),
+            ("heads and their width", state.k[:, 0], heads),
+            ("store", state.store.k[:, :, 0, 0], [self.store.size]),
+            ("last output", state.last, [self.hidden]),
         ):
-            if got.shape[1:] != expected.shape[1:]:
-                told, wanted = list(got.shape[1:]), list(expected.shape[1:])
+            if list(part.shape[1:]) != expected:
+                got = list(part.shape[1:])
                 raise ValueError(
-                    f"state: expected a {name} of {wanted}, as this model's kNN layers have, got {told}"
+                    f"state: expected a {name} of {expected}, as this model's kNN layers have, got {got}"
                 )
 
     def forward(self, x: Tensor, state: KnnState | None, ctx: Context) -> MixerOutput:
@@ -164,7 +167,7 @@ class Knn(Mixer):
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
         local = self.attention.attend(x, None if fresh else state.attention, offsets, lse=self.gate is None)
-        worth = ctx.once("worth", lambda: self._worth(x, ctx))
+        worth = ctx.shared.once("worth", lambda: self._worth(x, ctx))
         if mode not in ("on", "fresh"):
             worth = torch.full_like(worth, -torch.inf)
         columns = SegmentColumns(
@@ -174,10 +177,10 @@ class Knn(Mixer):
             columns.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v))
         )
         worth = columns.columns(state.worth, to_rows(worth, offsets)[0])
-        lent = ctx.shared["store"] if self.borrows else None
+        lent = ctx.shared.entries["store"] if self.borrows else None
         y, store = self._read(local, columns, k, v, worth, state, lent, mode, fresh)
         if self.lends:
-            ctx.shared["store"] = store
+            ctx.shared.entries["store"] = store
         y = self.attention.out(from_rows(y.to(local.v.dtype), local.back))
         left = (columns.left(k), columns.left(v), columns.left(worth))
         return MixerOutput(y, KnnState(local.state, *left, state.last, store))
@@ -208,7 +211,7 @@ class Knn(Mixer):
         """
         if self.config.write != "surprise":
             return state
-        index, surprise, newest = ctx.once("surprise", lambda: self._surprise(begun, hidden, ctx))
+        index, surprise, newest = ctx.shared.once("surprise", lambda: self._surprise(begun, hidden, ctx))
         worth = state.worth
         if ctx.mode in ("on", "fresh"):
             worth = F.pad(worth, (0, 1)).scatter(1, index, surprise)[

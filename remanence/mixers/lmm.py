@@ -22,7 +22,6 @@ class LMM(Mixer):
     """The neural memory alone, with changes to the model's memory if given."""
 
     State: ClassVar[type] = NeuralMemoryState
-    has_memory = True
 
     def __init__(self, config: ModelConfig, **changes: Any) -> None:
         super().__init__()

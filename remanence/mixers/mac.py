@@ -70,7 +70,6 @@ class MAC(Mixer):
     """Memory as a context. One step per segment, because each needs the memory that the one before left."""
 
     State: ClassVar[type] = MACState
-    has_memory = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

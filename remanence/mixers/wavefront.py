@@ -54,7 +54,9 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
     mixers: list[Any] = [block.mixer for block in blocks]
     if len(mixers) < 2 or len({type(mixer) for mixer in mixers}) > 1:
         return "at least two layers, all of one kind, read in a wavefront"
-    if any(mixer.segment_length is None for mixer in mixers):
+    if len({mixer.segment_length for mixer in mixers}) > 1:
+        return "the layers' segments differ in length"
+    if mixers[0].segment_length is None:
         return "the layers do not read segment after segment in whole chunks, or a memory is being watched"
     inside = [module for block in blocks for module in block.modules() if module is not block]
     if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
@@ -207,6 +209,8 @@ class _Reads(nn.Module):
 
 
 def _rows(tree: Any, first: int, count: int) -> Any:
+    if tree is None:
+        return None
     if isinstance(tree, Tensor):
         return tree[first : first + count]
     return MemoryTrace(

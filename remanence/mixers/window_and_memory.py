@@ -38,7 +38,6 @@ class WindowAndMemory(Mixer):
     """A sliding window and a memory; how they meet is the subclass's to say."""
 
     State: ClassVar[type] = WindowAndMemoryState
-    has_memory = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,13 @@ class MemoryState(_MemoryState, TensorTuple):
         return self._replace(
             k=cut(self.k), v=cut(self.v), gates=self.gates.map(cut), position=self.position - tokens
         )
+
+
+def memories(node: Any) -> list[MemoryState]:
+    """Every `MemoryState` in a state, in the order of the layers."""
+    if isinstance(node, MemoryState):
+        return [node]
+    return [found for child in node for found in memories(child)] if isinstance(node, tuple) else []
 
 
 def fresh(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from remanence.core.files import read_json, read_tensors, write_json, write_tensors
@@ -186,7 +187,7 @@ def _one_line(path: Path, kind: type[Exception]) -> Iterator[None]:
     except CheckpointException as error:
         causes = [cause[0] if isinstance(cause, tuple) else cause for cause in error.failures.values()]
         raise kind(f"{path}: {_first_line(causes[0])}") from None
-    except (AssertionError, OSError, ValueError, RuntimeError) as error:
+    except (AssertionError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise kind(f"{path}: {_first_line(error)}") from None
 
 

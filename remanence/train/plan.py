@@ -92,6 +92,7 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
     with torch.device("meta"):
         model = Model(config.model)
         state = model.start(1).nbytes
+    copies = 2.0 if config.carry or any(mixer.stride is not None for mixer in model.mixers) else 1.0
     parameters = sum(parameter.numel() for parameter in model.parameters())
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
     here = config.batch // shares * config.data.length
@@ -102,7 +103,7 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
         else 0.0,
         "activations": here * activations(config),
         "logits": here * config.model.vocabulary * 10.0,
-        "states, before and after a step": (2.0 if config.carry else 1.0) * config.batch // shares * state,
+        "states, before and after a step": copies * config.batch // shares * state,
     }
     available = GPUS[gpu] * 1e9 if gpus else room(resolve(config.device))
     _refuse(memory, available, config)  # before anything is tried out

@@ -148,7 +148,7 @@ def test_wrong_fields(fields, message):
 def test_the_operator_is_given_what_is_written():
     q, gate = torch.randn(1, 2, 1, 4), torch.zeros(1, 2, 1)
     state = start(NET.init(1, 4), 1, rule=RULE)
-    with pytest.raises(ValueError, match="net: expected what is written of a deep memory"):
+    with pytest.raises(ValueError, match="net: expected the part of a deep memory that is written"):
         memorize(q, q, q, Gates(gate, None, gate), state, net=Deep(), rule=RULE)
 
 

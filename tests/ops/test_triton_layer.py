@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from remanence import NeuralMemory
 from remanence.layers import Features, GateProjection, RMSNorm, Rotary, ShortConv, by_heads
-from remanence.mixers import Join
+from remanence.mixers.window_and_memory import Join
 from remanence.ops.triton import layer
 from remanence.testing import assert_close, assert_same_function, distance, tensors
 

@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from runs import config, losses, weights
 
 from remanence import Model
+from remanence.backbone import Backbone
 from remanence.config import change
 from remanence.testing import assert_close
 from remanence.train import DataConfig, export, fit
@@ -97,7 +98,7 @@ def test_a_wavefront_of_shared_weights(tmp_path, shards):
         ),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Model, "_fronts", lambda self: False)
+        patch.setattr(Backbone, "_reads_in_wavefront", lambda self: False)
         train_all(named, tmp_path / "one")
     on_two(train_all, named, tmp_path / "two")
     for name in named:
