@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from remanence.layers import Rotary
-from remanence.layers.attention import (
-    Attention,
-    band_mask,
-    causal_mask,
-    full_attention,
-    segment_mask,
-    sliding_attention,
-)
+from remanence.layers.attention import Attention
+from remanence.layers.masks import band_mask, causal_mask, segment_mask
+from remanence.layers.softmax import full_attention, sliding_attention
 from remanence.testing import assert_close
 
 
@@ -114,7 +109,7 @@ def test_persistent_tokens_are_seen_from_everywhere():
 def test_flexible_attention_is_the_same(width):
     q, k, v = torch.randn(3, 2, 700, 2, width, device="cuda", requires_grad=True)
     prefix = tuple(torch.randn(2, 5, 2, width, device="cuda"))
-    from remanence.layers.attention import flexible_attention
+    from remanence.layers.softmax import flexible_attention
 
     position = torch.zeros(2, dtype=torch.int64, device="cuda")
     blocks = sliding_attention(q, k, v, prefix, 200, position)

@@ -115,11 +115,11 @@ def test_examples_run(example):
 
 
 class TestStyle:
-    @pytest.mark.parametrize("path", map(named, [*DOCUMENTS, ROOT / "CHANGELOG.md"]))
+    @pytest.mark.parametrize("path", [*map(named, [*DOCUMENTS, ROOT / "CHANGELOG.md"])])
     def test_no_placeholder_is_left(self, path):
         assert not re.search(r"SPEED_|MEM_|MEASURED|TODO|FIXME", path.read_text(encoding="utf-8"))
 
-    @pytest.mark.parametrize("path", map(named, DOCUMENTS))
+    @pytest.mark.parametrize("path", [*map(named, DOCUMENTS)])
     def test_lines_of_prose_are_short(self, path):
         lines = path.read_text(encoding="utf-8").splitlines()
         for number, (line, code) in enumerate(zip(lines, fenced(lines), strict=True), 1):
@@ -239,14 +239,14 @@ def comments(path):
 
 
 class TestReferences:
-    @pytest.mark.parametrize("path", map(named, DOCUMENTS))
+    @pytest.mark.parametrize("path", [*map(named, DOCUMENTS)])
     def test_of_documents(self, path):
         text = path.read_text(encoding="utf-8")
         code = fenced(text.split("\n"))
         wrong = [*wrong_references(path, text, code), *wrong_modules(path, text)]
         assert not wrong, "\n" + "\n".join(wrong)
 
-    @pytest.mark.parametrize("path", map(named, DOCUMENTS))
+    @pytest.mark.parametrize("path", [*map(named, DOCUMENTS)])
     def test_of_links(self, path):
         wrong = []
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -1,0 +1,78 @@
+"""Who sees whom in attention. The masks are drawn beside the functions that make them (``#`` is seen, ``.`` is not; a
+row is a query, a column a key), and the tests compare them with the drawings.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from remanence.core.cache import cached_by_size
+
+
+def causal_mask(
+    queries: int, cached: int, prefix: int, position: Int[Tensor, " r"], window: int | None = None
+) -> Bool[Tensor, "r queries keys"]:
+    """Persistent tokens, then a cache whose newest entry stands last, then the call's own tokens.
+
+    Three queries, a window of three, two persistent tokens and a cache of four in which two tokens have been read so
+    far::
+
+        p p   c c c c   x x x
+        # #   . . # #   # . .
+        # #   . . . #   # # .
+        # #   . . . .   # # #
+    """
+    query = torch.arange(queries, device=position.device).unsqueeze(-1)
+    key = torch.arange(-cached, queries, device=position.device)
+    seen = key <= query
+    if window is not None:
+        seen = seen & (key > query - window)
+    seen = seen & (key >= -position.view(-1, 1, 1))
+    return torch.cat([seen.new_ones(*seen.shape[:2], prefix), seen], -1)
+
+
+def band_mask(
+    queries: int, window: int, prefix: int, device: torch.device | None = None
+) -> Bool[Tensor, "queries keys"]:
+    """A block of queries in the middle of a long text: every one has a whole window of keys, its own last.
+
+    Three queries, a window of three, one persistent token::
+
+        p   k k k k k
+        #   # # # . .
+        #   . # # # .
+        #   . . # # #
+    """
+    query = torch.arange(queries, device=device).unsqueeze(-1)
+    key = torch.arange(queries + window - 1, device=device)
+    seen = (key >= query) & (key < query + window)
+    return torch.cat([seen.new_ones(queries, prefix), seen], -1)
+
+
+def segment_mask(
+    queries: int, opened: int, prefix: int, position: Int[Tensor, " r"], retrieved: bool = True
+) -> Bool[Tensor, "r queries keys"]:
+    """MAC's segment (eq. 22): persistent tokens, what the memory answered to each token, the tokens themselves.
+
+    Token i sees answer j and token j for j <= i only: answer j was asked by token j, so a later one would tell the
+    future. The state holds the first `opened` places of the segment, of which each row has read its own `position`.
+
+    Two queries behind two places of which one has been read, one persistent token::
+
+        p   h h h h   x x x x
+        #   # . # .   # . # .
+        #   # . # #   # . # #
+    """
+    query = torch.arange(queries, device=position.device).unsqueeze(-1)
+    old = (torch.arange(opened, device=position.device) < position.view(-1, 1, 1)).expand(-1, queries, -1)
+    new = (torch.arange(queries, device=position.device) <= query).expand(old.shape[0], -1, -1)
+    parts = [new.new_ones(*new.shape[:2], prefix), *[old, new] * (2 if retrieved else 1)]
+    return torch.cat(parts, -1)
+
+
+@cached_by_size
+def whole_mask(length: int, prefix: int, device: torch.device) -> Bool[Tensor, "1 length keys"]:
+    """`segment_mask` of a segment read at once."""
+    return segment_mask(length, 0, prefix, torch.zeros(1, dtype=torch.int64, device=device))
