@@ -248,7 +248,7 @@ class Backbone(nn.Module):
             return Trace(x, state or self.start(rows), (None,) * len(self.blocks), (x,) * len(self.blocks))
         position = self._nothing(rows, x.device) if state is None else state.position
         ctx = Context(position, borders, mode, text, Shared())
-        strides = [stride for mixer in self.mixers if (stride := mixer.stride) is not None]
+        strides = [stride for stride in [mixer.stride for mixer in self.mixers] if stride is not None]
         if strides:
             return self._read_strides(x, state or self.start(rows), ctx, gcd(*strides))
         if borders is not None and state is None and not keep and mode == "on" and self._reads_in_wavefront():

@@ -171,7 +171,7 @@ class TestWeights:
         ("change", "message"),
         [
             (
-                lambda found: found.pop("model.blocks.1.mixer.memory.layer.initial.layer0"),
+                lambda found: found.pop("model.backbone.blocks.1.mixer.memory.layer.initial.layer0"),
                 "expected a tensor .*initial.layer0.*missing",
             ),
             (

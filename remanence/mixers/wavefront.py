@@ -54,10 +54,11 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
     mixers: list[Any] = [block.mixer for block in blocks]
     if len(mixers) < 2 or len({type(mixer) for mixer in mixers}) > 1:
         return "at least two layers, all of one kind, read in a wavefront"
-    if len({mixer.segment_length for mixer in mixers}) > 1:
-        return "the layers' segments differ in length"
-    if mixers[0].segment_length is None:
+    lengths = {mixer.segment_length for mixer in mixers}
+    if None in lengths:
         return "the layers do not read segment after segment in whole chunks, or a memory is being watched"
+    if len(lengths) > 1:
+        return "the layers' segments differ in length"
     inside = [module for block in blocks for module in block.modules() if module is not block]
     if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
         return "a module has hooks, which belong to one layer"

@@ -15,6 +15,7 @@ from remanence import Model, cli
 from remanence.data import prepare
 from remanence.evaluate import TASKS, Subject, configured, evaluate
 from remanence.evaluate import grid as grid_module
+from remanence.inference import reader
 from remanence.tasks.recall import Recall
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
@@ -99,7 +100,7 @@ def test_rows_are_read_in_pieces_and_few_logits_are_held(tmp_path, monkeypatch):
     task = grid(tmp_path, variants="base", lengths="20")
     model = Model(RECIPE.model).eval()
     whole = task._measured(model)["20"]
-    monkeypatch.setattr(grid_module, "PIECE", 7)
+    monkeypatch.setattr(reader, "PIECE", 7)
     monkeypatch.setattr(grid_module, "LOGITS", 22)
     trace, logits, read, held = Model.trace, Model.logits, [], []
 
