@@ -9,8 +9,8 @@ from torch import Tensor
 from remanence.config import Mode, ModelConfig
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemoryState
-from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerOutput
-from remanence.mixers.memory import Memory, MemoryDecoder
+from remanence.mixers.base import ACTIVATIONS, Context, MixerOutput
+from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 
 # A matrix for a memory, and gates that start half open: a single linear layer does not run away.
 MATRIX: dict[str, Any] = {
@@ -18,7 +18,7 @@ MATRIX: dict[str, Any] = {
 }  # fmt: skip
 
 
-class LMM(Mixer):
+class LMM(MemoryMixer):
     """The neural memory alone, with changes to the model's memory if given."""
 
     State: ClassVar[type] = NeuralMemoryState
@@ -35,19 +35,6 @@ class LMM(Mixer):
 
     def decoder(self, state: NeuralMemoryState, mode: Mode) -> LMMDecoder:
         return LMMDecoder(self, state, mode)
-
-    def undecodable(self, mode: Mode) -> str | None:
-        return self.memory.undecodable()
-
-    def uncapturable(self, carries: bool) -> str | None:
-        return self.memory.uncapturable()
-
-    @property
-    def border(self) -> int:
-        return self.memory.chunk
-
-    def flops(self, length: int) -> float:
-        return self.memory.flops()
 
     def activation_bytes(self, dim: int) -> float:
         own = "matrix" if self.memory.layer.config.net == "linear" else "lmm"

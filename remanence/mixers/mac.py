@@ -27,9 +27,9 @@ from remanence.layers import RMSNorm
 from remanence.layers.attention import SegmentAttention, SegmentState
 from remanence.layers.decoding import SegmentDecoder, StepContext
 from remanence.memory.neural import NeuralMemoryState
-from remanence.mixers.base import ACTIVATIONS, Context, MemoryTrace, Mixer, MixerOutput
+from remanence.mixers.base import ACTIVATIONS, Context, MemoryTrace, MixerOutput
 from remanence.mixers.lmm import memory_bytes
-from remanence.mixers.memory import Memory, MemoryDecoder
+from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.mixers.window_and_memory import Join
 from remanence.ops import decode
 from remanence.ops.state import Weights
@@ -66,7 +66,7 @@ class SegmentCarry(_SegmentCarry, TensorTuple):
     __slots__ = ()
 
 
-class MAC(Mixer):
+class MAC(MemoryMixer):
     """Memory as a context. One step per segment, because each needs the memory that the one before left."""
 
     State: ClassVar[type] = MACState
@@ -212,12 +212,6 @@ class MAC(Mixer):
     def decoder(self, state: MACState, mode: Mode) -> MACDecoder:
         return MACDecoder(self, state, mode)
 
-    def undecodable(self, mode: Mode) -> str | None:
-        return self.memory.undecodable()
-
-    def uncapturable(self, carries: bool) -> str | None:
-        return self.memory.uncapturable()
-
     @property
     def border(self) -> int:
         return lcm(self.size, self.memory.chunk)
@@ -226,8 +220,7 @@ class MAC(Mixer):
         seen = (
             self.size + self.persistent
         )  # half of twice the segment: retrieved tokens, and the segment's own
-        others = sum(weight.numel() for weight in self.attention.parameters() if weight.dim() > 1)
-        return 6.0 * others + self.memory.flops() + 12.0 * self.dim * seen
+        return super().flops(length) + 12.0 * self.dim * seen
 
     def activation_bytes(self, dim: int) -> float:
         return memory_bytes(ACTIVATIONS["mac"], self.memory) * dim

@@ -15,7 +15,7 @@ from remanence.core.ragged import SegmentSplit
 from remanence.core.state import positions_of, where
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
-from remanence.mixers.base import MemoryTrace, MixerOutput
+from remanence.mixers.base import MemoryTrace, Mixer, MixerOutput
 from remanence.ops import ask, decode
 from remanence.ops.state import Weights
 
@@ -101,6 +101,26 @@ class Memory(nn.Module):
             pieces.append(y)
             traces.append(trace)
         return MixerOutput(split.join(pieces), state, MemoryTrace.join(traces, split.join))
+
+
+class MemoryMixer(Mixer):
+    """An architecture with one neural memory, which says what can be decoded and captured, and what it costs."""
+
+    memory: Memory
+
+    def undecodable(self, mode: Mode) -> str | None:
+        return self.memory.undecodable()
+
+    def uncapturable(self, carries: bool) -> str | None:
+        return self.memory.uncapturable()
+
+    @property
+    def border(self) -> int:
+        return self.memory.chunk
+
+    def flops(self, length: int) -> float:
+        size = lambda module: sum(weight.numel() for weight in module.parameters() if weight.dim() > 1)
+        return 6.0 * (size(self) - size(self.memory)) + self.memory.flops()
 
 
 class MemoryDecoder:

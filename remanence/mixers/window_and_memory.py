@@ -15,8 +15,7 @@ from remanence.layers.attention import AttentionState
 from remanence.layers.decoding import WindowDecoder
 from remanence.memory.neural import NeuralMemoryState
 from remanence.mixers.attention import keys_seen, sliding_window
-from remanence.mixers.base import Mixer
-from remanence.mixers.memory import Memory, MemoryDecoder
+from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.ops.triton import layer
 
 
@@ -34,7 +33,7 @@ class WindowAndMemoryState(_WindowAndMemoryState, TensorTuple):
         return WindowAndMemoryState(self.attention.crop(tokens), self.memory.crop(tokens))
 
 
-class WindowAndMemory(Mixer):
+class WindowAndMemory(MemoryMixer):
     """A sliding window and a memory; how they meet is the subclass's to say."""
 
     State: ClassVar[type] = WindowAndMemoryState
@@ -48,24 +47,13 @@ class WindowAndMemory(Mixer):
     def start(self, rows: int) -> WindowAndMemoryState:
         return WindowAndMemoryState(self.attention.start(rows), self.memory.start(rows))
 
-    def undecodable(self, mode: Mode) -> str | None:
-        return self.memory.undecodable()
-
-    def uncapturable(self, carries: bool) -> str | None:
-        return self.memory.uncapturable()
-
-    @property
-    def border(self) -> int:
-        return self.memory.chunk
-
     @property
     def reach(self) -> int:
         return self.attention.window or 0
 
     def flops(self, length: int) -> float:
         seen = keys_seen(self.attention, length, self.persistent)
-        others = sum(weight.numel() for weight in self.attention.parameters() if weight.dim() > 1)
-        return 6.0 * others + self.memory.flops() + 12.0 * self.dim * seen
+        return super().flops(length) + 12.0 * self.dim * seen
 
 
 class WindowAndMemoryDecoder:

@@ -159,7 +159,7 @@ class DataConfig:
             if not self.has_field(self.kind, each.name) and getattr(self, each.name) != each.default:
                 owners = " or ".join(repr(kind) for kind, names in KIND_FIELDS.items() if each.name in names)
                 raise ValueError(
-                    f"{each.name}: expected only with data.kind={owners}, got it with {self.kind!r}"
+                    f"data.{each.name}: expected only with data.kind={owners}, got it with {self.kind!r}"
                 )
 
     @staticmethod
