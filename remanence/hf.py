@@ -88,9 +88,8 @@ class RemanenceCache(Cache):
         super().__init__(layers=[])
         self.state = state
         self.length = 0 if state is None else int(state.position.max())
-        self.unpadded = (
-            self.length
-        )  # columns since the last one with padding: as many tokens can be counted back
+        # Columns since the last one with padding: as many tokens can be counted back.
+        self.unpadded = self.length
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self.length}, batch_size={self.batch_size})"
@@ -348,9 +347,8 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         )
         (model, found), where = loaded, pretrained_model_name_or_path
         for parameter in model.parameters():  # which transformers leaves in the file, too
-            if (
-                type(parameter.data) is Tensor
-            ):  # others, as quantised or sharded ones, see to themselves where they lie
+            # Others, as quantised or sharded ones, see to themselves where they lie.
+            if type(parameter.data) is Tensor:
                 parameter.data = aligned(parameter.data)
         if model.model.log_unigrams is not None:  # transformers trains all that it loads
             model.model.log_unigrams.requires_grad_(False)

@@ -133,9 +133,8 @@ class Generation:
 
     @property
     def state(self) -> State:
-        if (
-            self._state is None
-        ):  # only made when it is asked for: a copy for every token would take longer than the token
+        # Only made when it is asked for: a copy for every token would take longer than the token.
+        if self._state is None:
             assert self._decoder is not None
             self._state = self._decoder.state
         return self._state

@@ -48,9 +48,8 @@ def traces(
     """Tokens ``[b t]`` in pieces, for who wants to see what each token did: the piece's slice of the tokens, and its
     trace.
     """
-    size = (
-        (size or PIECE) if offsets is None else max(1, tokens.shape[1])
-    )  # packed documents are read in one call
+    # Packed documents are read in one call.
+    size = (size or PIECE) if offsets is None else max(1, tokens.shape[1])
     for start in range(0, tokens.shape[1], size):
         part = slice(start, min(start + size, tokens.shape[1]))
         here = None if mask is None else mask[:, part]

@@ -259,9 +259,8 @@ class SegmentAttention(Heads):
 
     def start(self, rows: int) -> SegmentState:
         like, shape = self.k_proj.weight, (rows, self.segment - 1, self.heads, self.width)
-        none = lambda: torch.zeros(
-            shape, dtype=like.dtype, device=like.device
-        )  # each its own: files refuse shared tensors
+        # Each its own: files refuse shared tensors.
+        none = lambda: torch.zeros(shape, dtype=like.dtype, device=like.device)
         nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         return SegmentState((none(), none()), (none(), none()), nothing)
 

@@ -104,8 +104,7 @@ class ShortConv(nn.Module):
         if self.weight.dim() == 2:
             return F.conv2d(x.mT.unsqueeze(2), weight, groups=self.width).squeeze(2).mT
         groups = len(self.weight)
-        channels = (
-            x.unflatten(0, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2).unsqueeze(2)
-        )  # each layer's are its own
+        # Each layer's are its own.
+        channels = x.unflatten(0, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2).unsqueeze(2)
         y = F.conv2d(channels, weight, groups=len(weight)).squeeze(2).unflatten(1, (groups, -1))
         return y.permute(1, 0, 3, 2).flatten(0, 1)

@@ -115,9 +115,8 @@ def flexible_attention(
     (8 x 4,096 tokens, 16 heads), and 6.3 where they take 12.5 (1 x 32,768). Compiled when first used.
     """
     cached = k.shape[1] - q.shape[1]
-    reached = (
-        -(-(window - 1) // BLOCK) * BLOCK
-    )  # what a query can reach, in whole blocks: cut elsewhere, more of them are mixed
+    # What a query can reach, in whole blocks: cut elsewhere, more of them are mixed.
+    reached = -(-(window - 1) // BLOCK) * BLOCK
     if cached > reached:
         k, v = (x[:, cached - reached :] for x in (k, v))
         cached = reached

@@ -90,10 +90,11 @@ class InvertedFile:
         faiss, width = _faiss(), keys.shape[1]
         cells = int(2 * math.sqrt(len(keys)))
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, cells, faiss.METRIC_INNER_PRODUCT)
+        # The least faiss asks for: an index does not live long.
         index.cp.max_points_per_centroid, index.cp.niter = (
             39,
             6,
-        )  # the least faiss asks for: an index does not live long
+        )
         data = keys.contiguous().numpy()
         index.train(data)
         index.add_with_ids(data, slots.numpy())

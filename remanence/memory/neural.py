@@ -88,11 +88,12 @@ class InitialMemory(nn.Module):
 
     def __init__(self, net: Net, heads: int, width: int) -> None:
         super().__init__()
+        # In a tuple, so that a net that is a module is not registered here too.
         self._made_by = (
             net,
             heads,
             width,
-        )  # in a tuple, so that a net that is a module is not registered here too
+        )
         device = torch.empty(0).device
         with torch.device("meta" if device.type == "meta" else "cpu"):  # the same numbers on every device
             drawn = self._draw()

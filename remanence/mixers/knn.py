@@ -214,9 +214,8 @@ class Knn(Mixer):
         index, surprise, newest = ctx.shared.once("surprise", lambda: self._surprise(begun, hidden, ctx))
         worth = state.worth
         if ctx.mode in ("on", "fresh"):
-            worth = F.pad(worth, (0, 1)).scatter(1, index, surprise)[
-                :, :-1
-            ]  # what is no token goes into one column more
+            # What is no token goes into one column more.
+            worth = F.pad(worth, (0, 1)).scatter(1, index, surprise)[:, :-1]
         return state._replace(worth=worth, last=newest.to(state.last.dtype))
 
     def _surprise(self, begun: KnnState, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,9 +236,8 @@ class Knn(Mixer):
         surprise = F.cross_entropy(logits.flatten(0, 1), rows.flatten().long(), reduction="none").view_as(
             rows
         )
-        nothing = torch.full_like(
-            surprise[:, 0], log(logits.shape[-1])
-        )  # what was expected of a document's first token
+        # What was expected of a document's first token.
+        nothing = torch.full_like(surprise[:, 0], log(logits.shape[-1]))
         first = torch.where(ctx.position == 0, nothing, surprise[:, 0])
         surprise = torch.cat([first.unsqueeze(-1), surprise[:, 1:]], 1)
         last = (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, out.shape[-1])

@@ -217,9 +217,8 @@ class MAC(MemoryMixer):
         return lcm(self.size, self.memory.chunk)
 
     def flops(self, length: int) -> float:
-        seen = (
-            self.size + self.persistent
-        )  # half of twice the segment: retrieved tokens, and the segment's own
+        # Half of twice the segment: retrieved tokens, and the segment's own.
+        seen = self.size + self.persistent
         return super().flops(length) + 12.0 * self.dim * seen
 
     def activation_bytes(self, dim: int) -> float:

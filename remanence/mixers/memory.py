@@ -51,9 +51,8 @@ class Memory(nn.Module):
     def activations(self) -> float:
         """What it leaves for backward, in units of the paper's net."""
         config = self.layer.config
-        depth = (
-            1 if self.layer.deep else config.depth or 2
-        )  # a deep memory's first layers leave nothing but the keys
+        # A deep memory's first layers leave nothing but the keys.
+        depth = 1 if self.layer.deep else config.depth or 2
         return (1 + (depth - 1) * (config.expansion or 4.0) / 4) / 2
 
     def undecodable(self) -> str | None:

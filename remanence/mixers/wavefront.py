@@ -222,10 +222,11 @@ def _rows(tree: Any, first: int, count: int) -> Any:
 def _end(carry: Any, weights: list[Tensor], begun: Any, x: Tensor, mixer: Any) -> Any:
     """A layer's state after its last segment, which left nothing open."""
     if not torch.is_grad_enabled():
+        # A view would keep all layers' states.
         carry, weights = (
             carry.clone(),
             [weight.clone() for weight in weights],
-        )  # a view would keep all layers' states
+        )
     return mixer.after_segments(carry, tuple(weights), begun, x.shape[1])
 
 

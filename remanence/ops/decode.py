@@ -154,9 +154,8 @@ class Running:
         y = cf.read(self.net, cf.Anchor(self.layers, co), self.inputs, self.errors, q).answers.squeeze(1)
         surprise = rec.surprise(self.rule).squeeze(1)
         ends = tuple(torch.empty_like(layer) for layer in self.layers)
-        cf.fold(
-            cf.Anchor(self.layers, full), self.inputs, self.errors, ends
-        )  # changes nothing where a chunk is open
+        # Changes nothing where a chunk is open.
+        cf.fold(cf.Anchor(self.layers, full), self.inputs, self.errors, ends)
         for layer, end in zip(self.layers, ends, strict=True):
             layer.copy_(end)
         fine = self._split(y.isfinite().all(-1) & surprise.isfinite()).all(1)

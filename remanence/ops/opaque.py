@@ -42,11 +42,12 @@ _TENSORS = (
     "Tensor tail_step, Tensor? tail_momentum, Tensor? tail_keep, Tensor[] layers"
 )
 _CALL = f"{_TENSORS}, Tensor position, Tensor diverged, int[]? offsets, int chunk, {_KIND}"
+# Index of the layers, of the first argument that is no tensor, and the number of arguments.
 _LAYERS, _PLAIN, _ARGUMENTS = (
     11,
     14,
     27,
-)  # index of the layers, of the first argument that is no tensor, and the number of arguments
+)
 
 
 class _Call(NamedTuple):
@@ -153,9 +154,8 @@ def _forward(*arguments: Any) -> list[Tensor]:
     layers = tuple(layer.unflatten(0, (-1, heads)) for layer in end) if layout.folds else state.layers
     new = layout.next_state(state, layers, *rows, (y, surprise))
     if not layout.folds:
-        new = new._replace(
-            layers=tuple(layer.clone() for layer in layers)
-        )  # no result may be an argument itself
+        # No result may be an argument itself.
+        new = new._replace(layers=tuple(layer.clone() for layer in layers))
     kept = []
     if train:
         kept = [layer.new_zeros(call.saved, *layer.flatten(0, 1).shape) for layer in state.layers]

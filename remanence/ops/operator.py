@@ -190,9 +190,8 @@ def ask(
     with torch.autocast(q.device.type, enabled=False):
         matrix = isinstance(net, MLP) and net.rectangular and not net.bias
         widest = max(q.shape[-1], weights[0].shape[-1])
-        if (
-            matrix and q.dtype == torch.bfloat16 and layer.fits(q, width=widest)
-        ):  # rounded as the kernels round
+        # Rounded as the kernels round.
+        if matrix and q.dtype == torch.bfloat16 and layer.fits(q, width=widest):
             queries, index = to_rows(q, borders)
             return from_rows(layer.by_heads(queries, weights[0]), index)
         queries, index = to_rows(q.to(weights[0].dtype), borders)

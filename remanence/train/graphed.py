@@ -108,9 +108,8 @@ class Graphed:
         def step() -> None:
             self.model.zero_grad(set_to_none=True)
             begun = None
-            if (
-                fixed is not None
-            ):  # the host knows of rows that they stand at a border, and whether they have read a window
+            # The host knows of rows that they stand at a border, and whether they have read a window.
+            if fixed is not None:
                 begun = fixed if whole else where(anew, self.model.start(rows), fixed)
                 begun = begun.at([self.border * self.window if whole else 0] * rows)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):

@@ -142,9 +142,8 @@ def _launch(
     name: str, grid: tuple[Any, ...], *tensors: Any, warps: int = 4, stages: int = 1, **constants: Any
 ) -> None:
     constants["ACC"] = launch.triton_type(_wide(tensors[0]))
-    if isinstance(
-        tensors[0], FakeTensor
-    ):  # torch.compile wants shapes only, `lift_launches` the kernels' names
+    # torch.compile wants shapes only, `lift_launches` the kernels' names.
+    if isinstance(tensors[0], FakeTensor):
         record(name, tensors, {**constants, "warps": warps, "stages": stages})
         return
     with torch.cuda.device_of(tensors[0]):
@@ -610,9 +609,8 @@ def _lift_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants:
 def _lift_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tensor, Tensor, Tensor]:
     """By heads: the products z, their unit features (with room for so many tokens), and what these add to x."""
     groups = up.shape[0] // x.shape[2]
-    by_heads = (
-        x.flatten(0, 1).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-    )  # of one group a view, else a copy
+    # Of one group a view, else a copy.
+    by_heads = x.flatten(0, 1).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     heads, n, width = by_heads.shape
     z = torch.bmm(by_heads, up)
     u = torch.empty((heads, room, down.shape[1]), dtype=x.dtype, device=x.device)

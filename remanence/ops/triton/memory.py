@@ -55,9 +55,8 @@ def memorize(
     y, surprise, bad, ends = _pieces(plan, inputs, start, layout.totals, piece, layout.length, train)
     layers = tuple(end.view(rows, heads, *end.shape[1:]) for end in ends) if layout.folds else state.layers
     outcomes = [x.detach().flatten(1) for x in (surprise, *(layers if layout.folds else ()))]
-    largest = torch.stack(
-        [torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes]
-    )  # NaN is the largest of all
+    # NaN is the largest of all.
+    largest = torch.stack([torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes])
     diverged = state.diverged | bad.view(rows, -1).any(1) | ~largest.isfinite().all(0)
     tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
     position = advanced(state.position, layout.counts)

@@ -109,9 +109,8 @@ def coef_backward(
     base = m.to(tl.int64) * n + i
     theta = tl.where(live, tl.exp(tl.load(log_step + at, mask=live, other=0.0)), 0.0)
     later = t[None, :] >= t[:, None]
-    g_mix = tl.load(g_P + base * BC * BC + t[None, :] * BC + t[:, None]).to(
-        ACC
-    )  # [j t], like every product here
+    # [j t], like every product here.
+    g_mix = tl.load(g_P + base * BC * BC + t[None, :] * BC + t[:, None]).to(ACC)
     g_c = load_coef(g_co, base, COEF_C, BC) * whole
     g_mix = tl.where(later, g_mix + tl.where(last[None, :], g_c[:, None], 0.0), 0.0)
     g_a = load_coef(g_co, base, COEF_A, BC) + tl.where(last, tl.load(g_fold + base * 4) * whole, 0.0)

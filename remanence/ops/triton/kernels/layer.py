@@ -550,6 +550,7 @@ def _features(
     y = dot_apart(u, _block(down, inner, cols, COUNT, D, D, OP), go, APART, ACC, OP, PRECISION)
     y += _tile(x, t, live, cols, D, BD, HEADS * D, ACC)
     other = tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS)[:, None]
+    # The first two wait: narrow, they take half the registers.
     return (
         gate.to(OP),
         value.to(OP),
@@ -557,7 +558,7 @@ def _features(
         shrink,
         y * other,
         other,
-    )  # the first two wait: narrow, they take half the registers
+    )
 
 
 @kernel
