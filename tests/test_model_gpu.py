@@ -141,14 +141,14 @@ class TestModels:
         model.checkpointing = True
         assert all(apart(a, b) < 1e-6 for a, b in zip(plain, self.gradients(model, tokens), strict=True))
 
-    def test_sharded(self, variant):
+    def test_sharded(self, variant, tmp_path):
         """FSDP2 with one process: parameters are gathered before each block and let go of behind it."""
         import torch.distributed as dist
         from torch.distributed.fsdp import fully_shard
 
         model, tokens = self.model(variant), torch.randint(0, 256, (2, 101), device="cuda")
         loss = self.gradients(model, tokens)[0]
-        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29541", rank=0, world_size=1)
+        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
         try:
             for block in model.blocks:
                 fully_shard(block)

@@ -31,42 +31,45 @@ def made(dtype=torch.float64, pattern=("ema", "lmm"), **fields):
     return Model(config).to(dtype).eval()
 
 
-TOKENS = torch.randint(257, (2, 21), generator=torch.Generator().manual_seed(1))
+@pytest.fixture
+def tokens():
+    """Made in each test: the default device is set only then."""
+    return torch.randint(257, (2, 21), generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
 
 @torch.no_grad()
-def test_the_laws():
+def test_the_laws(tokens):
     """Cut anywhere, packed, padded, in rows of its own: the same; and no token sees a later one."""
     subject = made()
-    whole, end = subject(TOKENS)
+    whole, end = subject(tokens)
     state, pieces = None, []
-    for piece in TOKENS.split([1, 7, 13], 1):
+    for piece in tokens.split([1, 7, 13], 1):
         logits, state = subject(piece, state)
         pieces.append(logits)
     assert_close(whole, torch.cat(pieces, 1), 1e-10)
     assert_close(end, state, 1e-10)
-    packed, _ = subject(TOKENS.flatten().unsqueeze(0), offsets=[0, 21, 42])
+    packed, _ = subject(tokens.flatten().unsqueeze(0), offsets=[0, 21, 42])
     assert_close(whole.flatten(0, 1).unsqueeze(0), packed, 1e-10)
-    padded, _ = subject(torch.cat([TOKENS[:, :3] * 0, TOKENS], 1), mask=torch.arange(24).expand(2, -1) >= 3)
+    padded, _ = subject(torch.cat([tokens[:, :3] * 0, tokens], 1), mask=torch.arange(24).expand(2, -1) >= 3)
     assert_close(whole, padded[:, 3:], 1e-10)
     assert end.crop(0).position.tolist() == [21, 21]
     with pytest.raises(
         ValueError, match="tokens: expected 0, as EMAState does not know what it was before, got 2"
     ):
-        made(pattern=("ema",))(TOKENS)[1].crop(2)
-    changed = TOKENS.clone()
+        made(pattern=("ema",))(tokens)[1].crop(2)
+    changed = tokens.clone()
     changed[:, 10] += 1
     assert torch.equal(subject(changed)[0][:, :10], whole[:, :10])
 
 
 @torch.no_grad()
-def test_decoding():
+def test_decoding(tokens):
     subject = made()
     assert unsupported(subject) is None
-    _, state = subject(TOKENS)
+    _, state = subject(tokens)
     decoder, active = Decoder(subject, state), torch.tensor([True, False])
-    logits = decoder.step(TOKENS[:, 0], active)
-    expected, after = subject(TOKENS[:1, :1], state.rows(0))
+    logits = decoder.step(tokens[:, 0], active)
+    expected, after = subject(tokens[:1, :1], state.rows(0))
     assert_close(expected[:, 0], logits[:1], 1e-10)
     assert_close(after, decoder.state.rows(0), 1e-10)
     assert_close(state.rows(1), decoder.state.rows(1), 1e-10)
@@ -74,16 +77,16 @@ def test_decoding():
 
 
 @torch.no_grad()
-def test_memory_files(tmp_path):
+def test_memory_files(tokens, tmp_path):
     subject = made(torch.float32)
-    _, state = subject(TOKENS)
+    _, state = subject(tokens)
     memfile.save(tmp_path / "a.mem", subject, state)
     assert_close(state, memfile.load(tmp_path / "a.mem", subject), 0.0)
     bad = state._replace(blocks=(EMAState(state.blocks[0].mean[:, :3]), *state.blocks[1:]))
     with pytest.raises(ValueError, match=r"blocks\.0\.mean: expected shape \[2, 16\], got \[2, 3\]"):
         memfile.save(tmp_path / "b.mem", subject, bad)
     with pytest.raises(ValueError, match=r"state: expected one of this model \(EMAState\)"):
-        subject(TOKENS, made(torch.float32, ("lmm",))(TOKENS)[1])
+        subject(tokens, made(torch.float32, ("lmm",))(tokens)[1])
     session = Session(subject)
     session.read("some text")
     session.save(tmp_path / "c.mem")
@@ -117,7 +120,7 @@ def test_training_and_the_command_line(tmp_path, command):
     assert '"ema"' in command("inspect", tmp_path / "text.mem")
 
 
-def test_features_in_features_out():
+def test_features_in_features_out(tokens):
     """The backbone alone, on numbers that are no tokens."""
     backbone = Backbone(made().config).double().eval()
     x = torch.randn(2, 12, 16, dtype=torch.float64)
@@ -132,7 +135,7 @@ def test_features_in_features_out():
     ):
         backbone(torch.zeros(2, 3, 4))
     with pytest.raises(ValueError, match=r"x: expected .* torch.int64"):
-        backbone(TOKENS)
+        backbone(tokens)
 
 
 def test_what_the_defaults_say(monkeypatch):
@@ -147,10 +150,10 @@ def test_what_the_defaults_say(monkeypatch):
 
 
 @torch.no_grad()
-def test_layers_that_wait_for_each_other_read_in_common_steps(monkeypatch):
+def test_layers_that_wait_for_each_other_read_in_common_steps(tokens, monkeypatch):
     """Each sees the tokens of its own part, once; what is read is the same."""
     subject, seen = made(), []
-    expected, _ = subject(TOKENS)
+    expected, _ = subject(tokens)
     stride, finish = iter([4, 6] * 99), []
     monkeypatch.setattr(EMA, "stride", property(lambda self: next(stride)))
     monkeypatch.setattr(
@@ -164,10 +167,10 @@ def test_layers_that_wait_for_each_other_read_in_common_steps(monkeypatch):
 
     monkeypatch.setattr(EMA, "forward", watch)
     both = made(pattern=("ema", "ema"))
-    both(TOKENS)
+    both(tokens)
     assert seen == [(2, 2)] * 20 + [(1, 1)] * 2 and finish == [2] * 20 + [1] * 2
     monkeypatch.setattr(EMA, "stride", 4)
-    assert_close(expected, subject(TOKENS)[0], 1e-10)
+    assert_close(expected, subject(tokens)[0], 1e-10)
 
 
 def test_weights_by_their_first_names():
