@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from remanence.config import ModelConfig
-from remanence.core.files import aligned, read_json, read_tensors, write_json, write_tensors
+from remanence.core.files import read_json, write_json
 from remanence.core.migrations import current_name
+from remanence.core.tensors import aligned, read_tensors, write_tensors
 from remanence.model import Model
 
 

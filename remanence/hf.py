@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from remanence.config import ModelConfig, preset
-from remanence.core.files import aligned
 from remanence.core.migrations import TENSORS
+from remanence.core.tensors import aligned
 from remanence.folder import describe
 from remanence.model import Model, State, Trace
 

@@ -15,7 +15,7 @@ from models import VARIANTS, model
 from safetensors.torch import load_file, save_file
 
 from remanence import Model, Session
-from remanence.core.files import Stored, read_tensors
+from remanence.core.tensors import Stored, read_tensors
 from remanence.inference import memfile
 from remanence.testing import assert_close
 

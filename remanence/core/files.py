@@ -1,109 +1,189 @@
-"""Files that are whole or not there: written under a temporary name, flushed, and renamed. Nothing is ever
-unpickled.
+"""Files that are whole or not there: written under a temporary name, flushed, and renamed. Nothing is ever unpickled.
+
+What is being written is locked, and a lock dies with its process: so what a killed process left can be told from what
+another one is writing, and is removed by the next that writes the same file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from secrets import token_hex
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+try:
+    import fcntl
+except ImportError:  # Windows: folders can be neither locked nor flushed, and leftovers stay
+    fcntl = None  # type: ignore[assignment]
+
+DIGEST = "digest"
+"""The entry of a JSON object, or of a safetensors file's metadata, that holds the digest of everything else."""
+
+
+def flush(path: Path) -> None:
+    """Have the disk keep a file's content, or a folder's names: they survive a loss of power from then on."""
+    if fcntl is None and path.is_dir():
+        return
+    number = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends, and is removed if the block fails."""
+    """A temporary path that takes the place of `path` when the block ends, and is removed if the block fails."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: expected a file to write, got a folder or a device")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: expected its folder to exist; make {path.parent} first")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with _workshop(path) as folder:
+        temporary = folder / path.name
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        flush(temporary)
         os.replace(temporary, path)
+        flush(path.parent)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of `path`, which does not exist or is an empty folder, when the block
+    ends.
+    """
+    with _workshop(path) as folder:
+        temporary = folder / path.name
+        temporary.mkdir()
+        yield temporary
+        flush(temporary)
+        os.replace(temporary, path)
+        flush(path.parent)
+
+
+@contextmanager
+def _workshop(path: Path) -> Iterator[Path]:
+    """A locked folder beside `path`, whose name no other can have; those that killed processes left are removed."""
+    for name in os.listdir(path.parent):
+        if name.startswith(f".{path.name}.") and name.endswith(".tmp"):
+            _remove_if_left(path.parent / name)
+    folder, lock = path, None
+    while lock is None:  # a folder may be taken for a leftover before it is locked
+        folder = path.parent / f".{path.name}.{token_hex(8)}.tmp"
+        folder.mkdir()
+        with suppress(BlockingIOError):
+            lock = _lock(folder)
+    try:
+        yield folder
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
-def write_json(path: Path, data: Any) -> None:
+def _remove_if_left(folder: Path) -> None:
+    """Remove what a killed process was writing; what another one is writing now is locked by it."""
+    if fcntl is None:
+        return
+    with suppress(OSError):
+        lock = _lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """The descriptor of a folder that is open and locked; None if it is gone. Another's lock is a BlockingIOError."""
+    if fcntl is None:
+        return os.open(os.devnull, os.O_RDONLY)
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(number), os.stat(folder)):
+            return number
+    except FileNotFoundError:
+        pass
+    except BlockingIOError:
+        os.close(number)
+        raise
+    except OSError:  # a disk that knows no locks
+        return number
+    os.close(number)
+    return None
+
+
+@contextmanager
+def locked(folder: Path, who: str) -> Iterator[None]:
+    """`folder`, made if it does not exist, for this process alone until the block ends or the process dies.
+
+    A second process is refused: `who` says what the first one is, as "a training run". A folder that was made here and
+    is empty in the end is removed.
+    """
+    made, lock = not folder.exists(), None
+    try:
+        while lock is None:  # the process before may remove its empty folder just now
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _lock(folder)
+    except BlockingIOError:
+        raise ValueError(f"{folder}: in use by {who} that is still going on; wait for it or end it") from None
+    try:
+        yield
+    finally:
+        if made and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        os.close(lock)
+
+
+def canonical(data: Any) -> bytes:
+    """JSON data as bytes that do not depend on the order of its keys."""
+    return json.dumps(data, sort_keys=True).encode()
+
+
+def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with the digest of itself."""
+    return {**data, DIGEST: _digest(data)}
+
+
+def unsealed(what: object, data: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object without its digest, if it has one that fits; one without is taken as it is."""
+    rest = {key: value for key, value in data.items() if key != DIGEST}
+    if DIGEST in data and data[DIGEST] != _digest(rest):
+        raise ValueError(
+            f"{what}: damaged, or changed by hand: its digest does not fit; remove the entry {DIGEST!r} to accept it"
+        )
+    return rest
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical(data)).hexdigest()[:32]
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write an object as it is; `sealed` first, `read_json` notices damage."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's object, without its digest, which is checked."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not a JSON file ({error})") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{path}: not a JSON file that can be read ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return unsealed(path, data)
 
 
 def display_name(source: Path) -> str:
     """The name of a file or folder; for a run's model also the run's name, as all of them are named ``model``."""
     path = source.resolve()
     return f"{path.parent.name}/{path.name}" if path.name == "model" and path.parent.name else path.name
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not a JSON file ({error})") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
-
-
-class Stored(NamedTuple):
-    """A safetensors file: its tensors, and its header's own words."""
-
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with replacing(path) as temporary:
-        try:
-            save_file(whole, temporary, dict(metadata))
-        except SafetensorError as error:
-            raise OSError(f"{path}: could not be written ({error})") from None
-
-
-ALIGNMENT = 64
-"""Bytes that torch's own memory on a CPU begins at a multiple of."""
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The same numbers in memory that begins where torch's own does: the tensor itself, or a copy.
-
-    Tensors that are mapped from a file lie at any multiple of 8, and there some processors' matrix products round
-    differently: a model that was saved and loaded would not be the same to the last bit.
-    """
-    if tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0:
-        return tensor
-    return tensor.clone()
-
-
-def read_tensors(path: Path, mapped: int | None = None) -> Stored:
-    """A file's tensors, `aligned`; those above `mapped` bytes stay in the file until they are used, wherever they lie
-    in it.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: expected a file, got a folder" if path.is_dir() else f"{path}: no such file"
-        )
-    try:
-        with safe_open(path, "pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = dict(file.metadata() or {})
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged, or not a safetensors file ({error})") from None
-    small = {
-        name: aligned(tensor) for name, tensor in found.items() if mapped is None or tensor.nbytes <= mapped
-    }
-    return Stored(found | small, metadata)

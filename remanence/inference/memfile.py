@@ -20,9 +20,9 @@ from torch import Tensor
 
 from remanence.config import ModelConfig
 from remanence.core.errors import DivergedError
-from remanence.core.files import Stored, read_tensors, write_tensors
 from remanence.core.migrations import first_name
 from remanence.core.state import parts
+from remanence.core.tensors import Stored, read_tensors, write_tensors
 from remanence.model import Model, State
 
 FORMAT, SCHEMA = "remanence-memory", 1
@@ -86,7 +86,7 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
             {name: _digest(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}
         ),
     }
-    write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)})
+    write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)}, digest=False)
 
 
 def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = False) -> State:

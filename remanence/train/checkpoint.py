@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from remanence.core.files import read_json, read_tensors, write_json, write_tensors
+from remanence.core.files import read_json, write_json
 from remanence.core.migrations import current_name
+from remanence.core.tensors import read_tensors, write_tensors
 from remanence.folder import describe, read_config
 from remanence.inference import memfile
 from remanence.model import Model, State

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from remanence.core.choices import check_choice
 from remanence.core.errors import DivergedError
-from remanence.core.files import write_json, write_tensors
+from remanence.core.files import write_json
+from remanence.core.tensors import write_tensors
 from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.data import Batch
 from remanence.data.streams import PREFIX

@@ -1,0 +1,177 @@
+"""Tensors in files, as safetensors. What is in a file is known before a byte of it is read, and ours carry a digest.
+
+The digest lies in the file's own metadata and covers the tensors' names, dtypes, shapes and bytes and the rest of the
+metadata. A file that others have rewritten has none, rather than a wrong one, and is taken as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from remanence.core.files import DIGEST, canonical, replacing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WRITER = {"writer": "remanence"}
+"""In the metadata of files with a digest: else damage to the digest's own name would pass for a file by others."""
+
+HEADER = 100_000_000
+"""Bytes of a header at most, as safetensors has it."""
+
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+SIZES |= {"U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
+NAMES |= {name: f"{'u' * (name[0] == 'U')}int{8 * SIZES[name]}" for name in SIZES if name[0] in "IU"}
+
+
+class Entry(NamedTuple):
+    """A tensor, as a file's header has it: the dtype by torch's name for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Header(NamedTuple):
+    """What a file holds, and its own words."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+
+class Stored(NamedTuple):
+    """A file's tensors, and its own words."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """What a file says that it holds, if it can be true: every byte belongs to one tensor. No tensor is read."""
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: expected a file, got a folder" if path.is_dir() else f"{path}: no such file"
+        )
+    with open(path, "rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER):
+            raise ValueError(f"{path}: damaged, or not a safetensors file (no header of {length:,} bytes)")
+        text = file.read(length)
+    try:
+        found = json.loads(text)
+        metadata = found.pop("__metadata__", {})
+        entries = sorted(found.items(), key=lambda item: item[1]["data_offsets"])
+        end = 0
+        for _, entry in entries:
+            shape, (begin, after) = entry["shape"], entry["data_offsets"]
+            if any(type(number) is not int or number < 0 for number in (*shape, begin, after)):
+                raise ValueError("a size that is no whole number")
+            if begin != end or after - begin != prod(shape) * SIZES[entry["dtype"]]:
+                raise ValueError("tensors that overlap, or leave gaps")
+            end = after
+        if end != size - 8 - length:
+            raise ValueError(f"{end:,} bytes of tensors in a file with {size - 8 - length:,}")
+        if not all(isinstance(part, str) for item in metadata.items() for part in item):
+            raise ValueError("metadata that is no text")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged, or not a safetensors file ({error})") from None
+    named = {
+        name: Entry(
+            NAMES.get(entry["dtype"], entry["dtype"]),
+            tuple(entry["shape"]),
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in entries
+    }
+    return Header(named, metadata)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, digest: bool = True
+) -> None:
+    """Write a file, with a `digest` unless it has checksums of its own kind in its metadata."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    words = dict(metadata)
+    if digest:
+        words |= WRITER
+        words[DIGEST] = _digest(whole, words)
+    with replacing(path) as temporary:
+        try:
+            save_file(whole, temporary, words)
+        except SafetensorError as error:
+            raise OSError(f"{path}: could not be written ({error})") from None
+
+
+ALIGNMENT = 64
+"""Bytes that torch's own memory on a CPU begins at a multiple of."""
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The same numbers in memory that begins where torch's own does: the tensor itself, or a copy.
+
+    Tensors that are mapped from a file lie at any multiple of 8, and there some processors' matrix products round
+    differently: a model that was saved and loaded would not be the same to the last bit.
+    """
+    if tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone()
+
+
+def read_tensors(path: Path, mapped: int | None = None) -> Stored:
+    """A file's tensors, `aligned`; those above `mapped` bytes stay in the file until they are used, wherever they lie
+    in it. The digest is checked where there is one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    read_header(path)
+    try:
+        with safe_open(path, "pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged, or not a safetensors file ({error})") from None
+    except (RuntimeError, MemoryError) as error:  # torch could not map it
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path}: {path.stat().st_size:,} bytes cannot be opened here ({first})") from None
+    digest = metadata.pop(DIGEST, None)
+    if digest is not None or WRITER.items() <= metadata.items():
+        if digest != _digest(found, metadata):
+            raise ValueError(f"{path}: altered or damaged: its digest does not fit its content")
+        for name in WRITER:
+            metadata.pop(name, None)
+    small = {
+        name: aligned(tensor) for name, tensor in found.items() if mapped is None or tensor.nbytes <= mapped
+    }
+    return Stored(found | small, metadata)
+
+
+def describe(tensor: Tensor) -> list[Any]:
+    """A tensor's dtype and shape, as JSON has them."""
+    return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+
+
+def sha256(tensor: Tensor) -> str:
+    """Of a tensor's bytes, where they lie."""
+    import torch
+
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Of all that a file holds; the tensors' bytes in several threads, as sha256 is slower than a disk."""
+    names = sorted(tensors)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(lambda name: sha256(tensors[name]), names))
+    parts = {name: [*describe(tensors[name]), part] for name, part in zip(names, digests, strict=True)}
+    return hashlib.sha256(canonical([parts, dict(metadata)])).hexdigest()
