@@ -43,6 +43,10 @@ def replacing(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path}: expected a file to write, got a folder or a device")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: expected its folder to exist; make {path.parent} first")
+    if any(name.startswith(".") and name.endswith(".tmp") for name in path.parent.parts):
+        yield path  # in a folder that is itself temporary: it is seen, or not, with all that is in it
+        flush(path)
+        return
     with _workshop(path) as folder:
         temporary = folder / path.name
         yield temporary
@@ -122,10 +126,10 @@ def _lock(folder: Path) -> int | None:
 def locked(folder: Path, who: str) -> Iterator[None]:
     """`folder`, made if it does not exist, for this process alone until the block ends or the process dies.
 
-    A second process is refused: `who` says what the first one is, as "a training run". A folder that was made here and
-    is empty in the end is removed.
+    A second process is refused: `who` says what the first one is, as "a training run". Folders that were made here and
+    are empty in the end are removed.
     """
-    made, lock = not folder.exists(), None
+    made, lock = [path for path in (folder, *folder.parents) if not path.exists()], None
     try:
         while lock is None:  # the process before may remove its empty folder just now
             folder.mkdir(parents=True, exist_ok=True)
@@ -135,9 +139,17 @@ def locked(folder: Path, who: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if made and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        with suppress(OSError):  # not empty: the run is there
+            for path in made:
+                if path.exists():
+                    path.rmdir()
         os.close(lock)
+
+
+def file_digest(path: Path) -> str:
+    """Of a whole file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def canonical(data: Any) -> bytes:

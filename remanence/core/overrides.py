@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
@@ -90,6 +90,15 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> dict[str, Any]
         _check_field(owner, last, dotted)
         inside[last] = parse_value(get_type_hints(type(owner))[last], text, dotted)
     return data
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted names of fields in which two configs, as plain data, differ, with both values."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for name in sorted({*ours, *theirs}):
+            yield from differences(ours.get(name), theirs.get(name), f"{path}.{name}" if path else name)
+    elif ours != theirs:
+        yield path, ours, theirs
 
 
 def _check_field(owner: Any, name: str, dotted: str) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from remanence.config import ModelConfig
 from remanence.core.errors import DivergedError
 from remanence.core.migrations import first_name
+from remanence.core.overrides import differences
 from remanence.core.state import parts
 from remanence.core.tensors import Stored, read_tensors, write_tensors
 from remanence.model import Model, State
@@ -96,7 +97,10 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
     the model keeps its state in. `verify` reads large tensors, too: damage inside them is not noticed otherwise.
     """
     header, tensors = peek(path, verify=verify)
-    differing = _differences(_present(header["config"]), model.config.to_dict())
+    differing = [
+        f"{name} is {theirs!r} in the file, {ours!r} in the model"
+        for name, theirs, ours in differences(_present(header["config"]), model.config.to_dict())
+    ]
     if differing:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
     if header["fingerprint"][1] != fingerprint(model).weights and not force:
@@ -237,17 +241,6 @@ def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int], unread: bo
             raise ValueError(
                 f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}"
             )
-
-
-def _differences(theirs: Any, ours: Any, path: str = "") -> list[str]:
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        names = sorted({*theirs, *ours})
-        return [
-            x
-            for name in names
-            for x in _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else name)
-        ]
-    return [] if theirs == ours else [f"{path} is {theirs!r} in the file, {ours!r} in the model"]
 
 
 def _describe(tensor: Tensor) -> list[Any]:

@@ -1,7 +1,8 @@
 """A run's checkpoints: folders that are complete or absent, of which the last few stay. Only safetensors and JSON.
 
 One process writes a model's folder with the optimizer beside it. Several processes write their own shards at once, as
-torch's distributed checkpoints in safetensors. Any number of processes can load either kind.
+torch's distributed checkpoints in safetensors. Any number of processes can load either kind. ``progress.json``, written
+last, names all files; each holds the digest of its content, but for torch's shards, whose digests stand there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +20,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from remanence.core.files import read_json, write_json
+from remanence.core.files import file_digest, flush, read_json, sealed, write_json
 from remanence.core.migrations import current_name
 from remanence.core.tensors import read_tensors, write_tensors
 from remanence.folder import describe, read_config
 from remanence.inference import memfile
 from remanence.model import Model, State
 from remanence.train.begin import Begin
+from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, spread
 
 PARTS = "parts"
@@ -46,11 +49,11 @@ def save(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     carried: State | None,
-    keep: int,
+    config: TrainConfig,
     world: World,
     begin: Begin | None = None,
 ) -> None:
-    """Write a checkpoint under a temporary name and rename it; then remove all but the last `keep`."""
+    """Write a checkpoint under a temporary name and rename it; then remove all but the last `config.keep`."""
     target, temporary = folder / f"{progress.step:08d}", folder / f".{progress.step:08d}.tmp"
 
     def make_room() -> None:
@@ -65,9 +68,13 @@ def save(
         if target.exists():
             return
         write_tensors(temporary / "random.safetensors", {"cpu": torch.get_rng_state()}, {})
-        write_json(temporary / "progress.json", progress._asdict())
+        shards = _shard_digests(temporary, flushed=True)
+        names = sorted(path.name for path in temporary.iterdir() if path.is_file())
+        facts = {"files": names, "shards": shards, "config": config.to_dict()}
+        write_json(temporary / "progress.json", sealed({**progress._asdict(), **facts}))
         os.replace(temporary, target)
-        for old in checkpoints(folder)[:-keep]:
+        flush(folder)
+        for old in checkpoints(folder)[: -config.keep]:
             shutil.rmtree(old.rename(folder / f".{old.name}.tmp"))  # half a checkpoint must not look like one
 
     try:
@@ -103,6 +110,20 @@ def _write(
         write_tensors(temporary / f"{begin.kind}-{world.rank:05d}.safetensors", held, {})
 
 
+def _shard_digests(checkpoint: Path, *, flushed: bool = False) -> dict[str, str]:
+    """Of the files that torch has written, in several threads; on their way to the disk also `flushed`."""
+    folder = checkpoint / PARTS
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+
+    def digest(path: Path) -> str:
+        if flushed:
+            flush(path)
+        return file_digest(path)
+
+    with ThreadPoolExecutor(8) as pool:
+        return {path.name: found for path, found in zip(paths, pool.map(digest, paths), strict=True)}
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The complete ones, oldest first."""
     return sorted(path for path in folder.glob("[0-9]*") if (path / "progress.json").is_file())
@@ -112,7 +133,8 @@ def load(
     path: Path, model: Model, optimizer: torch.optim.Optimizer, world: World, begin: Begin | None = None
 ) -> tuple[Progress, State | None]:
     """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood."""
-    progress = _progress(path)
+    progress, facts = _progress(path)
+    world.one(lambda: _check_complete(path, facts))
     theirs = read_config(path)
     if theirs != model.config:
         raise ValueError(
@@ -131,14 +153,41 @@ def load(
         fused = parameter.device.type == "cuda"  # whose fused step counts on the device
         count = torch.tensor(float(taken), device=parameter.device if fused else "cpu")
         optimizer.state[parameter] = {"step": count, **own}
-    torch.set_rng_state(read_tensors(path / "random.safetensors").tensors["cpu"])
+    with _fitting(path / "random.safetensors"):
+        torch.set_rng_state(read_tensors(path / "random.safetensors").tensors["cpu"])
     if begin is not None and (parts := sorted(path.glob(f"{begin.kind}-*.safetensors"))):
-        begin.load([read_tensors(part).tensors for part in parts], world.device)
+        with _fitting(parts[0]):
+            begin.load([read_tensors(part).tensors for part in parts], world.device)
     return progress, _carried(path, model, world)
 
 
+def saved_config(path: Path) -> dict[str, Any] | None:
+    """The config that a checkpoint was written under, as plain data; older ones do not tell."""
+    return _progress(path)[1].get("config")
+
+
+@contextmanager
+def _fitting(path: Path) -> Iterator[None]:
+    """Tensors of another kind than expected, in one line. Only a file without a digest can hold such."""
+    try:
+        yield
+    except (KeyError, IndexError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{path}: does not hold what this run needs ({_first_line(error)})") from None
+
+
+def _check_complete(path: Path, facts: dict[str, Any]) -> None:
+    """Whether all files that were written are there, and torch's shards as they were written."""
+    for name in facts.get("files", []):
+        if not (path / name).is_file():
+            raise ValueError(f"{path / name}: no such file, which the checkpoint was written with")
+    if (shards := facts.get("shards")) and _shard_digests(path) != shards:
+        raise ValueError(f"{path / PARTS}: altered or damaged: its files are not those that were written")
+
+
 def load_model(path: Path) -> Model:
-    """Only the model, with all its weights, of a checkpoint of either kind."""
+    """Only the model, with all its weights, of a checkpoint of either kind or of a model's folder."""
+    if (path / "progress.json").is_file():
+        _check_complete(path, _progress(path)[1])
     if not (path / PARTS).is_dir():
         return Model.load(path)
     with torch.device("meta"):
@@ -196,15 +245,18 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _progress(path: Path) -> Progress:
-    found = read_json(path / "progress.json")
-    if set(found) != set(Progress._fields) or any(
-        type(value) is not int or value < 0 for value in found.values()
-    ):
+def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
+    """Where a run stood, and what else the checkpoint tells of itself."""
+    facts = read_json(path / "progress.json")
+    found = {name: facts.pop(name, None) for name in Progress._fields}
+    if any(type(value) is not int or value < 0 for value in found.values()):
         raise ValueError(
             f"{path / 'progress.json'}: expected whole numbers {', '.join(Progress._fields)}, got {found}"
         )
-    return Progress(**found)
+    kinds = {"files": list, "shards": dict, "config": dict}
+    if any(not isinstance(value, kinds.get(name, str)) for name, value in facts.items()):
+        raise ValueError(f"{path / 'progress.json'}: expected {', '.join(kinds)}, got {', '.join(facts)}")
+    return Progress(**found), facts
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
@@ -224,10 +276,11 @@ def _carried(path: Path, model: Model, world: World) -> State | None:
     parts = sorted(path.glob("carried-*.safetensors"))
     if not parts:
         return None
-    template = model.start(1)
-    states = [
-        memfile.assembled(template, read_tensors(part).tensors, template.position.device) for part in parts
-    ]
+    template, states = model.start(1), []
+    for part in parts:
+        with _fitting(part):
+            tensors = read_tensors(part).tensors
+            states.append(memfile.assembled(template, tensors, template.position.device))
     rows = State.concat(states)
     own = len(rows.position) // world.size
     return rows.rows(slice(world.rank * own, (world.rank + 1) * own))

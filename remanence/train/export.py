@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-from remanence.core.files import read_json, write_json
+from remanence.core.files import read_json, replacing_folder, sealed, write_json
 from remanence.core.state import positions_of
 from remanence.core.tokens import load_tokenizer
 from remanence.inference import memfile
@@ -33,7 +31,7 @@ def save_model(model: Model, run: Path, folder: Path, trained: dict[str, Any]) -
     model.save(folder)
     if (run / "tokenizer").is_dir():
         load_tokenizer(run / "tokenizer").save(folder)
-    write_json(folder / TRAINED, trained)
+    write_json(folder / TRAINED, sealed(trained))
 
 
 def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
@@ -58,16 +56,10 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
         )
     model = checkpoint.load_model(found[0])
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
+    with replacing_folder(out) as temporary:
         save_model(model, run, temporary, _trained(found[0], config))
         if carried is not None and memory is not None:
             memfile.save(memory, model, carried)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return found[0]
 
 

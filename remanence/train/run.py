@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from remanence.core.choices import check_choice
 from remanence.core.errors import DivergedError
-from remanence.core.files import write_json
+from remanence.core.files import locked, replacing_folder, write_json
+from remanence.core.overrides import differences
 from remanence.core.tensors import write_tensors
 from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.data import Batch
@@ -87,6 +90,9 @@ class Run:
             world = resources.enter_context(joined(config.device))
             if not resume:
                 world.one(lambda: _check_free(out))
+            world.one(lambda: resources.enter_context(locked(out, "a training run")))
+            if not resume:  # another may have begun and ended just now
+                world.one(lambda: _check_free(out))
             run = cls(config, out, world, resume)
             metrics = run._open_metrics(log, resume)
             run.metrics = resources.enter_context(metrics) if metrics else None
@@ -103,13 +109,13 @@ class Run:
             kind = world.device.type
             raise ValueError(f"graph: expected None or false on {kind}, which has no CUDA graphs, got true")
         torch.manual_seed(config.seed)
-        self.model = shard(_initial_model(config, out).to(world.device).train(), world)
+        self.model = shard(_initial_model(config, out if resume else None).to(world.device).train(), world)
         self.model.checkpointing = config.checkpointing
         if config.compile:
             engine.compile_parts(self.model)
         self.optimizer = engine.make_optimizer(self.model, config)
         world.one(lambda: self._make_folder(resume))
-        self.progress, self.carried = self._load()
+        self.progress, self.carried = self._load(resume)
         if not self.done:
             # A model is there if the run was to be shorter before.
             world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))
@@ -169,7 +175,7 @@ class Run:
         """Write a checkpoint of now, if there is none, and remove all but the last `keep`."""
         where = self.out / "checkpoints"
         parts = self.model, self.optimizer, self.progress, self.carried
-        checkpoint.save(where, *parts, self.config.keep, self.world, self.begin)
+        checkpoint.save(where, *parts, self.config, self.world, self.begin)
 
     @torch.no_grad()
     def sample(self) -> None:
@@ -200,7 +206,9 @@ class Run:
             self.progress.step == self.config.steps
             and (model := gather_model(self.model, self.world)) is not None
         ):
-            save_model(model, self.out, self.out / "model", trained_on(self.progress, self.config))
+            shutil.rmtree(self.out / "model", ignore_errors=True)
+            with replacing_folder(self.out / "model") as folder:
+                save_model(model, self.out, folder, trained_on(self.progress, self.config))
 
     def close(self) -> None:
         """Close the metrics and leave the process group. The model stays usable."""
@@ -222,20 +230,36 @@ class Run:
             (self.out / "tokenizer").mkdir(exist_ok=True)
             tokenizer.save(self.out / "tokenizer")
 
-    def _load(self) -> tuple[Progress, State | None]:
+    def _load(self, resume: bool) -> tuple[Progress, State | None]:
         """What the last checkpoint has; without one, a new run's beginning."""
-        found = checkpoint.checkpoints(self.out / "checkpoints")
+        found = checkpoint.checkpoints(self.out / "checkpoints") if resume else []
         if not found:
             self._count_unigrams()
             return Progress(), None
         try:
-            return checkpoint.load(found[-1], self.model, self.optimizer, self.world, self.begin)
+            progress, carried = checkpoint.load(found[-1], self.model, self.optimizer, self.world, self.begin)
+            self._compare(checkpoint.saved_config(found[-1]), carried)
+            return progress, carried
         except ValueError as error:
             others = len(found) > 1
             hint = (
                 f"remove that folder to go on from {found[-2].name}" if others else "there is none before it"
             )
             raise ValueError(f"{error}; the checkpoint cannot be taken up, {hint}") from None
+
+    def _compare(self, saved: dict[str, Any] | None, carried: State | None) -> None:
+        """Tell what was changed in the run's config since the checkpoint, and refuse what cannot go on with it."""
+        config = self.config
+        rows = config.batch // (config.accumulate * self.world.size)
+        if carried is not None and len(carried.position) != rows:
+            had = len(carried.position) * config.accumulate * self.world.size
+            raise ValueError(
+                f"batch: expected {had}, the rows whose memories the checkpoint carries, got {config.batch}"
+            )
+        changed = [] if saved is None else list(differences(saved, _plain(config)))
+        if changed and self.world.first:
+            told = ", ".join(f"{name} {before!r} -> {now!r}" for name, before, now in changed)
+            warnings.warn(f"{self.out / 'config.json'}: changed since the checkpoint: {told}", stacklevel=2)
 
     def _count_unigrams(self) -> None:
         """How rare each token is, for a store of rare ones. A model that is trained further knows it already."""
@@ -339,9 +363,15 @@ def _check_tokenizer(init_from: str, tokenizer: Tokenizer) -> None:
         raise ValueError(f"init_from: expected data with the tokens of {init_from}, got other ones; {hint}")
 
 
-def _initial_model(config: TrainConfig, out: Path) -> Model:
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    """A config as a JSON file gives it back."""
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def _initial_model(config: TrainConfig, resumed: Path | None) -> Model:
     """The model before the first step. One that goes on gets its weights from a checkpoint."""
-    if config.init_from is None or checkpoint.checkpoints(out / "checkpoints"):
+    goes_on = resumed is not None and checkpoint.checkpoints(resumed / "checkpoints")
+    if config.init_from is None or goes_on:
         return Model(config.model)
     return Model.load(config.init_from, dtype=torch.float32)
 
