@@ -84,6 +84,30 @@ def test_imports_point_one_way():
         assert not wrong, f"{relative} imports {wrong}"
 
 
+PRINTS = {"core/terminal.py", "core/console.py"}
+"""The files that print, and make sure that control characters are shown: nothing else may print by itself."""
+HARMLESS = {"rich.table", "rich.progress"}
+"""What else may be used of rich: what these make is printed by `core/console.py: Console`."""
+
+
+def prints(path):
+    """Where a file prints, writes to stdout or stderr, or uses what would print for it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and node.id == "print":
+            yield f"line {node.lineno}: print"
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout.write", "sys.stderr.write"):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (name for name in names if name.split(".")[0] == "rich" and name not in HARMLESS)
+
+
+def test_all_that_is_printed_goes_through_one_door():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative, found = path.relative_to(PACKAGE).as_posix(), list(prints(path))
+        assert bool(found) == (relative in PRINTS), f"{relative}: {found}; use core/terminal.py: say"
+
+
 def run(*arguments, **options):
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT, **options

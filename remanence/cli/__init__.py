@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 from dataclasses import replace
 from typing import Annotated, NoReturn
 
@@ -23,6 +24,7 @@ from remanence.cli.report import Report
 from remanence.cli.sessions import Chat, Generate, Lens, Read
 from remanence.cli.train import Export, Train
 from remanence.core.overrides import split_overrides
+from remanence.core.terminal import guarded, say
 
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -48,16 +50,21 @@ OVERRIDABLE: dict[str, type[Train] | type[Eval]] = {"train": Train, "eval": Eval
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Exit code 0 on success, 2 for a wrong argument or file, 130 after Ctrl-C.
 
-    Errors are one line, without a traceback.
+    Errors are one line, without a traceback. Control characters in them, and in all that is printed, are shown.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments in (["--version"], ["-V"]):
         from remanence import __version__
 
-        print(f"remanence {__version__}")
+        say(f"remanence {__version__}")
         return
     try:
-        _parse(arguments).run()
+        command = _parse(arguments)
+        # Bars of these libraries would be shown as the control characters that they are made of.
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        with guarded():
+            command.run()
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -65,6 +72,10 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(f"remanence: error: {error}", 2)
     except KeyboardInterrupt:
         _fail("remanence: interrupted", 130)
+    except Exception:  # a defect of ours, whose traceback can quote a file like any other message
+        with guarded():
+            traceback.print_exc()
+        sys.exit(1)
 
 
 def _parse(arguments: list[str]) -> Command:
@@ -86,7 +97,7 @@ def _parse(arguments: list[str]) -> Command:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(message, file=sys.stderr)
+    say(message, error=True)
     sys.exit(code)
 
 

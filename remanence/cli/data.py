@@ -9,6 +9,7 @@ from typing import Literal
 import tyro
 
 from remanence.core.progress import Progress
+from remanence.core.terminal import say
 
 
 @dataclass(frozen=True)
@@ -63,4 +64,4 @@ class Data:
             )
         skipped = f"; {counts['nulls']:,} without a text passed over" if counts["nulls"] else ""
         texts = f"{counts['documents']:,} documents from {counts['files']:,} files"
-        print(f"{self.out}: {counts['tokens']:,} tokens in {texts}{skipped}")
+        say(f"{self.out}: {counts['tokens']:,} tokens in {texts}{skipped}")

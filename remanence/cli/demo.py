@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remanence.cli.arguments import Device
 from remanence.core.files import read_json, write_json
+from remanence.core.terminal import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,9 +68,9 @@ class Demo:
 
     def run(self) -> None:
         import torch
-        from rich.console import Console
 
         from remanence.cli import demo_models
+        from remanence.core.console import Console
         from remanence.core.device import resolve
         from remanence.model import Model
 
@@ -88,9 +88,9 @@ class Demo:
             plot(accuracy, folder / "recall.png")
             recalled = demo_models.remember(folder, device, seed)
             pairs = " ".join(recalled["read"])
-            _print(console, f"MAC read {pairs}, then {recalled['noise']} tokens of noise.")
+            say(f"MAC read {pairs}, then {recalled['noise']} tokens of noise.")
             size = f"{recalled['bytes'] / 1000:,.0f} KB"
-            _print(console, f"Its memory: {out / 'pairs.mem'}, {size}. A model loaded anew is asked:")
+            say(f"Its memory: {out / 'pairs.mem'}, {size}. A model loaded anew is asked:")
             console.print(memory_table(recalled))
             facts = {
                 **MARK,
@@ -107,12 +107,7 @@ class Demo:
             write_json(folder / "recall.json", facts)
         folders = f"{out}/{{{','.join(RECIPES)}}}/model"
         files = f"plot: {out / 'recall.png'}   numbers: {out / 'recall.json'}   models: {folders}"
-        _print(console, f"{files}   {time.monotonic() - begun:.0f} s in all")
-
-
-def _print(console: Any, text: str) -> None:
-    """Plain text, which a terminal may wrap and nothing else changes."""
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
+        say(f"{files}   {time.monotonic() - begun:.0f} s in all")
 
 
 @contextmanager
@@ -128,11 +123,7 @@ def replaced(out: Path) -> Iterator[Path]:
         if not path.is_file() or read_json(path).get("made_by") != MARK["made_by"]:
             expected = "expected a new or empty folder, or an earlier demo's, which is replaced"
             raise ValueError(f"out: {expected}, got {out}")
-        print(
-            f"{out} holds an earlier demo, which is replaced when this one is done",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{out} holds an earlier demo, which is replaced when this one is done", error=True)
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     new, old = (out.with_name(f".{out.name}.{os.getpid()}.{suffix}") for suffix in ("new", "old"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
@@ -14,6 +13,7 @@ import tyro
 from remanence.cli.arguments import Device, Folder, Mode
 from remanence.core.overrides import by_owner, format_length, split_prefix
 from remanence.core.progress import Progress
+from remanence.core.terminal import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,7 +71,7 @@ class Eval:
         if self.json is not None:
             write_rows(self.json, rows, origin)
             plots = _plots(tasks, rows, self.memory, self.json)
-            print(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
+            say(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
 
     def _check(self) -> None:
         """Refuse wrong arguments before anything is loaded."""
@@ -137,9 +137,9 @@ class Eval:
                 return evaluate(subject, tasks, self.memory, journal=journal, show=show)
             except KeyboardInterrupt:
                 if journal is not None:
-                    print(
+                    say(
                         f"{journal}: what was measured is kept; the same command goes on from there",
-                        file=sys.stderr,
+                        error=True,
                     )
                 raise
 
@@ -157,7 +157,7 @@ def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], js
 
 def _print(table: Table) -> None:
     """As wide as the terminal; where there is none, wide enough that no number is cut."""
-    from rich.console import Console
+    from remanence.core.console import Console
 
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table)
@@ -168,7 +168,6 @@ def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
 
     A column for each mode of the memory follows, and what the memory is worth: the difference to `off`.
     """
-    from rich.markup import escape
     from rich.table import Table
 
     settings = [{key: value for key, value in row.setting.items() if key not in HIDDEN} for row in rows]
@@ -176,7 +175,7 @@ def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
     varying = [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
     common = {key: value for key, value in settings[0].items() if key not in varying and value is not None}
     fixed = ", ".join(f"{key} {_setting(key, value)}" for key, value in common.items())
-    made = Table(title=escape(f"{rows[0].task}: {fixed}" if fixed else rows[0].task), title_justify="left")
+    made = Table(title=f"{rows[0].task}: {fixed}" if fixed else rows[0].task, title_justify="left")
     for key in ("metric", *varying):
         made.add_column(key, no_wrap=True)
     others = [mode for mode in modes if mode != "off" and "off" in modes]
@@ -188,7 +187,7 @@ def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
         lines.setdefault((row.metric, *cells), {})[row.setting["memory"]] = row
     for labels, by_mode in lines.items():
         worth = [_worth(by_mode.get(mode), by_mode.get("off")) for mode in others]
-        made.add_row(*map(escape, labels), *(_cell(by_mode.get(mode)) for mode in modes), *worth)
+        made.add_row(*labels, *(_cell(by_mode.get(mode)) for mode in modes), *worth)
     return made
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from remanence.cli.arguments import Device, Folder
+from remanence.core.terminal import say, say_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,7 @@ class New:
             raise
         count = sum(parameter.numel() for parameter in model.parameters())
         facts = f"{count:,} parameters, untrained, vocabulary {config.vocabulary}"
-        print(f"{out}: {self.preset} {self.variant}, {facts}")
+        say(f"{out}: {self.preset} {self.variant}, {facts}")
 
 
 @dataclass(frozen=True)
@@ -111,38 +112,38 @@ class Info:
         from remanence.ops import BACKENDS
 
         python = f"Python {platform.python_version()}, {platform.platform()}"
-        print(f"remanence {remanence.__version__}, torch {torch.__version__}, {python}")
-        print(f"device {resolve(self.device)}, operator backends: {', '.join(BACKENDS)}")
+        say(f"remanence {remanence.__version__}, torch {torch.__version__}, {python}")
+        say(f"device {resolve(self.device)}, operator backends: {', '.join(BACKENDS)}")
 
 
 def inspect(path: Path, as_json: bool) -> None:
     """Print what a memory file or a model's folder holds."""
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+
+    from remanence.core.console import Console
 
     facts = _model_facts(path) if path.is_dir() else _memory_facts(path)
     if as_json:
-        print(json.dumps(facts, indent=1))
+        say_json(facts)
         return
     console = Console()
     layers, stores = facts.pop("layers", []), facts.pop("stores", [])
-    table = Table(title=escape(str(path)), show_header=False)
+    table = Table(title=str(path), show_header=False)
     for name, value in facts.items():
-        table.add_row(name, escape(_text(value)))
+        table.add_row(name, _text(value))
     console.print(table)
     if layers:
         table = Table("memory", "tokens written", "weights' norm", "momentum's norm", title="neural memories")
         for layer in layers:
             momentum = f"{layer['momentum_norm']:.4g}" if layer["momentum_norm"] is not None else "none"
             weights = f"{layer['weight_norm']:.4g}"
-            table.add_row(escape(layer["name"]), f"{layer['tokens']}", weights, momentum)
+            table.add_row(layer["name"], f"{layer['tokens']}", weights, momentum)
         console.print(table)
     if stores:
         table = Table("store", "entries", "of", "ever written", title="kNN stores")
         for store in stores:
             counts = f"{store['entries']}", f"{store['size']:,}", f"{store['written']}"
-            table.add_row(escape(store["name"]), *counts)
+            table.add_row(store["name"], *counts)
         console.print(table)
 
 
@@ -224,10 +225,10 @@ def _store_facts(path: Path, tensors: dict[str, Tensor]) -> list[dict[str, Any]]
 
 def print_presets(as_json: bool, match: bool) -> None:
     """Every preset and variant: parameters at a vocabulary of 32,000, and the size of one sequence's state."""
-    from rich.console import Console
     from rich.table import Table
 
     from remanence.config import PRESETS, preset
+    from remanence.core.console import Console
     from remanence.mixers import BLOCKS
     from remanence.model import matched
 
@@ -238,7 +239,7 @@ def print_presets(as_json: bool, match: bool) -> None:
             config = matched(config) if match else config
             rows.append({"preset": name, "variant": variant, "ffn": config.hidden, **_sizes(config)})
     if as_json:
-        print(json.dumps(rows, indent=1))
+        say_json(rows)
         return
     sizes = f"parameters at a vocabulary of {VOCABULARY:,}"
     table = Table(title=f"{sizes}; the state of one sequence (bfloat16 model)")

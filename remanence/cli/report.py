@@ -7,6 +7,8 @@ from pathlib import Path
 
 import tyro
 
+from remanence.core.terminal import say
+
 
 @dataclass(frozen=True)
 class Report:
@@ -22,4 +24,5 @@ class Report:
     def run(self) -> None:
         from remanence.report import write
 
-        print("\n".join(str(path) for path in write(self.runs, self.out, force=self.force)))
+        for path in write(self.runs, self.out, force=self.force):
+            say(str(path))

@@ -16,6 +16,7 @@ import tyro
 
 from remanence.cli.arguments import Device, Folder, Mode
 from remanence.core.progress import Bar, Progress
+from remanence.core.terminal import say, say_generated
 
 if TYPE_CHECKING:
     from remanence.inference.generate import Sampling
@@ -70,7 +71,7 @@ class Read:
         memfile.save(save, session.model, session.state, notes)
         mean = f", mean surprise {surprise:.4f}" if surprise is not None else ""
         counts = f"{session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}"
-        print(f"{save}: {counts}, {save.stat().st_size:,} bytes")
+        say(f"{save}: {counts}, {save.stat().st_size:,} bytes")
 
     def _read(self, session: Session, source: ByteStream, notes: dict[str, Any]) -> float | None:
         """Read all of the source, saving now and then and when interrupted; the mean surprise, if there is any."""
@@ -90,7 +91,7 @@ class Read:
             except KeyboardInterrupt:
                 memfile.save(self.save, session.model, session.state, notes)
                 tokens = f"{session.tokens:,} tokens"
-                print(f"interrupted after {tokens}, saved in {self.save}; --resume reads on", file=sys.stderr)
+                say(f"interrupted after {tokens}, saved in {self.save}; --resume reads on", error=True)
                 raise
         return surprise / count if count else None
 
@@ -169,11 +170,11 @@ class Generate(Sampled):
         generation = Generation(session.model, prompts, sampling, **options)
         if len(prompts) == 1:
             for _, text in generation:
-                print(text, end="", flush=True)
-            print()
+                say_generated(text)
+            say_generated("\n")
         else:
             for prompt, text in zip(prompts, generation.run().texts, strict=True):
-                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+                say_generated(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
         if self.save is not None:
             memfile.save(self.save, session.model, generation.state)
 
@@ -195,7 +196,7 @@ class Chat(Sampled):
         session = open_session(self.model, self.device, existing, "on", self.write, self.force)
         interactive = sys.stdin.isatty()
         if interactive:
-            print(f"{session.tokens:,} tokens remembered. An empty line is ignored; Ctrl-D ends.")
+            say(f"{session.tokens:,} tokens remembered. An empty line is ignored; Ctrl-D ends.")
         while True:
             try:
                 line = input("> " if interactive else "")
@@ -205,11 +206,11 @@ class Chat(Sampled):
                 continue
             try:
                 for text in session.stream(line + "\n", **vars(sampling)):
-                    print(text, end="", flush=True)
+                    say_generated(text)
             except KeyboardInterrupt:
                 if not interactive:
                     raise
-            print()
+            say_generated("\n")
             if self.memory is not None:
                 session.save(self.memory)
 
@@ -275,7 +276,7 @@ class Lens:
                 f"weights {memfile.fingerprint(model).weights[:12]}",
             ]
             page.finish(" · ".join(facts), names, start, self.reach, model.config.memory.conv)
-        print(f"{out}: {session.tokens - before:,} tokens, {out.stat().st_size:,} bytes")
+        say(f"{out}: {session.tokens - before:,} tokens, {out.stat().st_size:,} bytes")
 
 
 def open_session(

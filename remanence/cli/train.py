@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -12,6 +11,7 @@ import tyro
 
 from remanence.cli.arguments import Folder
 from remanence.core.progress import Progress
+from remanence.core.terminal import say
 from remanence.recipes import NAMES
 
 PACKAGED = f"One of {', '.join(NAMES)}"
@@ -67,9 +67,9 @@ class Export:
         from remanence.train import export
 
         checkpoint = export(self.run_folder, self.out, self.memory, self.row)
-        print(f"{self.out}: the model of {checkpoint}, for remanence and Hugging Face")
+        say(f"{self.out}: the model of {checkpoint}, for remanence and Hugging Face")
         if self.memory is not None:
-            print(f"{self.memory}: what row {self.row} remembered")
+            say(f"{self.memory}: what row {self.row} remembered")
 
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
@@ -97,16 +97,16 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
             model = fit(None if resume else config, out, resume=resume, log=show)
         except KeyboardInterrupt:
             if (out / "checkpoints").is_dir() and first:
-                print(f"{out}: --resume goes on from the last checkpoint", file=sys.stderr)
+                say(f"{out}: --resume goes on from the last checkpoint", error=True)
             raise
     if not first:
         return
     count = sum(parameter.numel() for parameter in model.parameters())
     if (out / "model" / "config.json").is_file():
-        print(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
+        say(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
     else:
         last = sorted((out / "checkpoints").glob("[0-9]*"))[-1]
-        print(f"{out}: stopped and saved after step {int(last.name)}; --resume goes on")
+        say(f"{out}: stopped and saved after step {int(last.name)}; --resume goes on")
 
 
 def _describe(line: dict[str, Any]) -> str:
@@ -125,10 +125,10 @@ def _describe(line: dict[str, Any]) -> str:
 
 def print_plan(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: str) -> None:
     """What a run would cost; an error if it cannot fit."""
-    from rich.console import Console
     from rich.table import Table
 
     from remanence.core.choices import check_choice
+    from remanence.core.console import Console
     from remanence.recipes import load_recipe
     from remanence.train import SOURCES, override, resolve_config
     from remanence.train.metrics import check_trackers

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+
+from remanence.core.terminal import guarded, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -34,27 +36,29 @@ class Progress:
         keep: bool = False,
         visible: bool = True,
     ) -> None:
-        from rich.console import Console
+        from remanence.core.console import Console
 
         self.steps, self.every, self.last = steps, every, last
-        console = Console(stderr=True)
+        console = Console(error=True)
         self.plain = visible and not console.is_terminal
         self.bars: Bars | None = None
+        self.open = ExitStack()
         if visible and console.is_terminal:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-            texts = [TextColumn("{task.fields[position]}"), TextColumn("{task.fields[note]}")]
-            columns = (TextColumn("{task.description}"), BarColumn(), *texts, TimeRemainingColumn())
+            texts = "{task.fields[position]}", "{task.fields[note]}"
+            columns = ("{task.description}", BarColumn(), *texts, TimeRemainingColumn())
             self.bars = Progress(*columns, console=console, transient=not keep)
 
     def __enter__(self) -> Progress:
         if self.bars is not None:
-            self.bars.start()
+            self.open.enter_context(self.bars)
+            # While it shows bars, rich prints for all others, and would follow their sequences.
+            self.open.enter_context(guarded())
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.bars is not None:
-            self.bars.stop()
+        self.open.close()
 
     def add(self, name: str = "", total: float | None = None, title: str | None = None) -> Bar:
         """A bar with the name that its plain lines begin with, or the longer `title` on a terminal."""
@@ -92,7 +96,7 @@ class Bar:
         if now - self.printed >= self.progress.every or (self.progress.last and done == self.total):
             self.printed = now
             parts = filter(None, (self._position(done), note, self._remaining(done, now)))
-            print(f"{self.name}: {', '.join(parts)}", file=sys.stderr, flush=True)
+            say(f"{self.name}: {', '.join(parts)}", error=True)
 
     def _position(self, done: float, *, short: bool = False) -> str:
         if self.total is None:
