@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from math import inf
 from typing import Literal
 
 import torch
@@ -22,3 +24,10 @@ def resolve(name: str) -> torch.device:
             f"device: {name!r} is not present on this machine (present: {here}); use --device auto"
         )
     return torch.device(name)
+
+
+def machine_memory() -> float:
+    """Bytes of this machine's memory; infinite where the system does not tell."""
+    if not hasattr(os, "sysconf"):
+        return inf
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

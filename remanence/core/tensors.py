@@ -29,6 +29,7 @@ HEADER = 100_000_000
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 SIZES |= {"U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
+NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 NAMES |= {name: f"{'u' * (name[0] == 'U')}int{8 * SIZES[name]}" for name in SIZES if name[0] in "IU"}
 
 
@@ -159,6 +160,11 @@ def read_tensors(path: Path, mapped: int | None = None) -> Stored:
 def describe(tensor: Tensor) -> list[Any]:
     """A tensor's dtype and shape, as JSON has them."""
     return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+
+
+def entry_of(tensor: Tensor) -> Entry:
+    """A tensor as a header would have it."""
+    return Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
 
 
 def sha256(tensor: Tensor) -> str:

@@ -4,14 +4,14 @@ The header holds the schema, the model's configuration and fingerprint, the toke
 and every tensor; but tensors above `LARGE` bytes, as a kNN store's are, have checksums of their own and are not read
 when a file is opened: they stay in the file until they are used. A memory is made from what was read and can reveal it:
 treat a file as you would treat the text. It is also untrusted input: nothing in it is executed or unpickled, and what
-does not fit the model is refused.
+does not fit the model is refused. Names, shapes and sizes are compared with the model's before any tensor is read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +19,27 @@ import torch
 from torch import Tensor
 
 from remanence.config import ModelConfig
+from remanence.core.device import machine_memory
 from remanence.core.errors import DivergedError
 from remanence.core.migrations import first_name
 from remanence.core.overrides import differences
 from remanence.core.state import parts
-from remanence.core.tensors import Stored, read_tensors, write_tensors
+from remanence.core.tensors import (
+    Entry,
+    Stored,
+    describe,
+    entry_of,
+    read_header,
+    read_tensors,
+    sha256,
+    write_tensors,
+)
 from remanence.model import Model, State
 
 FORMAT, SCHEMA = "remanence-memory", 1
-REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REAL = ("float16", "bfloat16", "float32", "float64")
+KINDS = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
+"""What a header holds as JSON."""
 
 LARGE = 2**28
 """Bytes of a tensor that is mapped instead of read."""
@@ -81,10 +93,10 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
         "config": _canonical(model.config.to_dict()),
         "fingerprint": json.dumps(fingerprint(model)),
         "tokens": json.dumps(state.position.tolist()),
-        "state": json.dumps({name: _describe(tensor) for name, tensor in tensors.items()}),
+        "state": json.dumps({name: describe(tensor) for name, tensor in tensors.items()}),
         "notes": json.dumps(notes or {}),
         "large": _canonical(
-            {name: _digest(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}
+            {name: sha256(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}
         ),
     }
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)}, digest=False)
@@ -96,22 +108,25 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
     `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that
     the model keeps its state in. `verify` reads large tensors, too: damage inside them is not noticed otherwise.
     """
-    header, tensors = peek(path, verify=verify)
+    path = Path(path)
+    header = _header(path)
     differing = [
         f"{name} is {theirs!r} in the file, {ours!r} in the model"
-        for name, theirs, ours in differences(_present(header["config"]), model.config.to_dict())
+        for name, theirs, ours in differences(_present(header.data["config"]), model.config.to_dict())
     ]
     if differing:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
-    if header["fingerprint"][1] != fingerprint(model).weights and not force:
+    if header.data["fingerprint"][1] != fingerprint(model).weights and not force:
         raise ValueError(
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
         )
-    unread = {name for name in header["large"] if tensors[name].nbytes > LARGE and not verify}
+    _compare(str(path), _template(model.config), header.entries)
+    tensors = _content(path, header, verify)
+    unread = {name for name in header.large if tensors[name].nbytes > LARGE and not verify}
     state = fitted(str(path), model, tensors, unread)
-    if state.position.tolist() != header["tokens"]:
+    if state.position.tolist() != header.data["tokens"]:
         raise ValueError(
-            f"{path}: position: expected the header's {header['tokens']} tokens, got {state.position.tolist()}"
+            f"{path}: position: expected the header's {header.data['tokens']} tokens, got {state.position.tolist()}"
         )
     return state
 
@@ -119,52 +134,98 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
 def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A file's header and tensors: checked as a file, brought to the present schema, not yet fitted to a model."""
     path = Path(path)
-    stored = read_tensors(path, mapped=LARGE)
-    if stored.metadata.get("format") != FORMAT:
+    header = _header(path)
+    return {**header.data, "large": header.large}, _content(path, header, verify)
+
+
+class _Header(NamedTuple):
+    """What a file says of itself, and what it must hold to be true: nothing of it is read yet."""
+
+    data: dict[str, Any]
+    entries: Mapping[str, Entry]
+    large: dict[str, str]
+
+
+def _header(path: Path) -> _Header:
+    """A file's header, if it is one of a memory file, describes its tensors, and they can be a model's."""
+    entries, words = read_header(path)
+    if words.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a memory file, got a safetensors file of another kind")
-    header = dict(stored.metadata)
-    large = _large(header, stored.tensors)
-    if large is None or header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
-        raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
-    for name, digest in large.items():
-        if (verify or stored.tensors[name].nbytes <= LARGE) and _digest(stored.tensors[name]) != digest:
-            raise ValueError(f"{path}: altered or damaged: the checksum of {name} does not fit its content")
-    schema = int(header["schema"]) if header.get("schema", "").isdecimal() else None
+    schema = int(words["schema"]) if words.get("schema", "").isdecimal() else None
     if schema is None or schema > SCHEMA:
         raise ValueError(
-            f"{path}: expected schema {SCHEMA} or older, got {header.get('schema')}; a newer remanence can read it"
+            f"{path}: expected schema {SCHEMA} or older, got {words.get('schema')}; a newer remanence can read it"
         )
-    for old in range(schema, SCHEMA):
-        if old not in MIGRATIONS:
-            raise ValueError(f"{path}: schema {old} cannot be brought to schema {SCHEMA}")
-        stored = MIGRATIONS[old](stored)
+    large = _large(words, entries)
+    if large is None:
+        raise ValueError(f"{path}: altered or damaged: its checksums do not fit its content")
+    unread = sum(entry.nbytes for name, entry in entries.items() if name not in large)
+    if unread > machine_memory():
+        raise ValueError(f"{path}: expected a memory that fits into this machine's, got {unread:,} bytes")
+    if schema < SCHEMA:  # only a whole file can be brought to the present schema
+        stored = _migrated(path, schema, _verified(path, large, verify=False))
+        words, entries = stored.metadata, {name: entry_of(x) for name, x in stored.tensors.items()}
     try:
-        data = {
-            name: json.loads(stored.metadata[name])
-            for name in ("config", "fingerprint", "tokens", "state", "notes")
-        }
-    except (KeyError, json.JSONDecodeError, RecursionError) as error:
+        data = {name: json.loads(words[name]) for name in KINDS}
+    except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: its header is not complete ({type(error).__name__})") from None
-    kinds = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
-    described = {name: _describe(tensor) for name, tensor in stored.tensors.items()}
-    well = all(isinstance(data[name], kind) for name, kind in kinds.items()) and data["state"] == described
+    described = {name: [entry.dtype, *entry.shape] for name, entry in entries.items()}
+    well = all(isinstance(data[name], kind) for name, kind in KINDS.items()) and data["state"] == described
     if (
         not well
         or [type(part) for part in data["fingerprint"]] != [str, str]
         or any(type(n) is not int for n in data["tokens"])
     ):
         raise ValueError(f"{path}: its header does not describe its content")
-    return {**data, "schema": schema, "large": large}, stored.tensors
+    try:
+        config = ModelConfig.from_dict(data["config"])
+        template = _template(config) if config.depth <= len(entries) else None
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OverflowError,
+    ):  # of a newer version, or of someone's own mixer
+        return _Header({**data, "schema": schema}, entries, large)
+    if template is None:
+        raise ValueError(f"{path}: its header does not describe its content: {config.depth:,} layers")
+    _compare(str(path), template, entries)
+    return _Header({**data, "schema": schema}, entries, large)
 
 
-def _large(header: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, str] | None:
+def _content(path: Path, header: _Header, verify: bool) -> dict[str, Tensor]:
+    """A file's tensors, checked, in the present schema."""
+    return _migrated(path, header.data["schema"], _verified(path, header.large, verify)).tensors
+
+
+def _verified(path: Path, large: dict[str, str], verify: bool) -> Stored:
+    """What a file holds, if its checksums fit."""
+    stored = read_tensors(path, mapped=LARGE)
+    header = dict(stored.metadata)
+    if header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
+        raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
+    for name, digest in large.items():
+        if (verify or stored.tensors[name].nbytes <= LARGE) and sha256(stored.tensors[name]) != digest:
+            raise ValueError(f"{path}: altered or damaged: the checksum of {name} does not fit its content")
+    return stored
+
+
+def _migrated(path: Path, schema: int, stored: Stored) -> Stored:
+    for old in range(schema, SCHEMA):
+        if old not in MIGRATIONS:
+            raise ValueError(f"{path}: schema {old} cannot be brought to schema {SCHEMA}")
+        stored = MIGRATIONS[old](stored)
+    return stored
+
+
+def _large(header: dict[str, str], entries: Mapping[str, Entry]) -> dict[str, str] | None:
     """The tensors with checksums of their own, and these; None if the header is no good."""
     try:
         large = json.loads(header.get("large", "{}"))
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     named_well = isinstance(large, dict) and all(isinstance(digest, str) for digest in large.values())
-    return large if named_well and all(name in tensors for name in large) else None
+    return large if named_well and all(name in entries for name in large) else None
 
 
 def _present(config: dict[str, Any]) -> dict[str, Any]:
@@ -179,23 +240,12 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes
     sense; of those that stay `unread`, the numbers are not looked at.
     """
-    with torch.device("meta"):  # a large store is not allocated only to be compared with
-        template = Model(model.config).to(model.embed.weight.dtype).start(1)
-    wanted = dict(named(template))
-    for name in wanted:
-        if name not in tensors:
-            raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
-    rows, template_parts = list(tensors["position"].shape), list(parts(template))
-    growing = {f"{path}.{field}" for path, part in template_parts for field in part.growing()}
-    unbounded = {f"{path}.{field}" for path, part in template_parts for field in part.minus_infinity}
-    if len(rows) != 1 or rows == [0]:
-        raise ValueError(f"{what}: position: expected a count for each document, got shape {rows}")
+    template = _template(model.config, model.embed.weight.dtype)
+    growing = _compare(what, template, {name: entry_of(tensor) for name, tensor in tensors.items()})
+    unbounded = {f"{path}.{field}" for path, part in parts(template) for field in part.minus_infinity}
     for name, tensor in tensors.items():
-        if name not in wanted:
-            raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
-        length = tensor.shape[1:2] if name in growing else wanted[name].shape[1:2]
-        shape = [*rows, *length, *wanted[name].shape[2:]]
-        _check(f"{what}: {name}", tensor, wanted[name], shape, name in (unread or ()), name in unbounded)
+        if name not in (unread or ()):
+            _check_finite(f"{what}: {name}", tensor, name in unbounded)
     state = assembled(template, tensors, model.embed.weight.device)
     longest = int(state.position.max())
     for name in growing:
@@ -211,6 +261,40 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
                 f"{what}: its parts do not agree on the tokens read, or it has diverged ({kind})"
             )
     return state
+
+
+def _template(config: ModelConfig, dtype: torch.dtype | None = None) -> State:
+    """A state as a model of this configuration has at first, without its numbers: a store is not allocated only to be
+    compared with.
+    """
+    with torch.device("meta"):
+        return Model(config).to(dtype).start(1)
+
+
+def _compare(what: str, template: State, entries: Mapping[str, Entry]) -> set[str]:
+    """Whether tensors can be a state like `template`, by their names, dtypes and shapes; the names of those that grow
+    with the text.
+    """
+    wanted = dict(named(template))
+    for name in wanted:
+        if name not in entries:
+            raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
+    rows = list(entries["position"].shape)
+    growing = {f"{path}.{field}" for path, part in parts(template) for field in part.growing()}
+    if len(rows) != 1 or rows == [0]:
+        raise ValueError(f"{what}: position: expected a count for each document, got shape {rows}")
+    for name, entry in entries.items():
+        if name not in wanted:
+            raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
+        like = wanted[name]
+        length = entry.shape[1:2] if name in growing else like.shape[1:2]
+        shape = [*rows, *length, *like.shape[2:]]
+        if list(entry.shape) != shape:
+            raise ValueError(f"{what}: {name}: expected shape {shape}, got {list(entry.shape)}")
+        kind = entry_of(like).dtype
+        if entry.dtype not in (REAL if like.is_floating_point() else (kind,)):
+            raise ValueError(f"{what}: {name}: expected {kind}, got {entry.dtype}")
+    return growing
 
 
 def assembled(template: State, tensors: dict[str, Tensor], device: torch.device) -> State:
@@ -229,30 +313,22 @@ def named(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named(child, f"{path}.{name}" if path else str(name))
 
 
-def _check(what: str, tensor: Tensor, like: Tensor, shape: list[int], unread: bool, unbounded: bool) -> None:
-    """Shape, kind and values of one tensor."""
-    if list(tensor.shape) != shape:
-        raise ValueError(f"{what}: expected shape {shape}, got {list(tensor.shape)}")
-    if tensor.dtype not in (REAL if like.is_floating_point() else (like.dtype,)):
-        raise ValueError(f"{what}: expected {like.dtype}, got {tensor.dtype}")
-    if tensor.is_floating_point() and not unread:
-        bad = tensor.isnan() | (tensor == torch.inf) if unbounded else ~tensor.isfinite()
-        if bool(bad.any()):
-            raise ValueError(
-                f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}"
-            )
-
-
-def _describe(tensor: Tensor) -> list[Any]:
-    return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+def _check_finite(what: str, tensor: Tensor, unbounded: bool) -> None:
+    if not tensor.is_floating_point():
+        return
+    bad = tensor.isnan() | (tensor == torch.inf) if unbounded else ~tensor.isfinite()
+    if bool(bad.any()):
+        raise ValueError(
+            f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}"
+        )
 
 
 def _canonical(data: Any) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _checksum(tensors: dict[str, Tensor], header: dict[str, str], unread: set[str] | None = None) -> str:
@@ -263,7 +339,3 @@ def _checksum(tensors: dict[str, Tensor], header: dict[str, str], unread: set[st
         digest.update(name.encode())
         digest.update(_bytes(tensors[name]))
     return digest.hexdigest()
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()

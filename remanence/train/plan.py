@@ -4,7 +4,6 @@ such.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import torch
 
 from remanence.config import ModelConfig
 from remanence.core.choices import check_choice
-from remanence.core.device import resolve
+from remanence.core.device import machine_memory, resolve
 from remanence.model import Model
 from remanence.train.config import TrainConfig
 from remanence.train.speeds import reached, table
@@ -146,11 +145,7 @@ def room(device: torch.device) -> float:
     """Bytes of the device's memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return (
-        float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        if hasattr(os, "sysconf")
-        else float("inf")
-    )
+    return machine_memory()
 
 
 def measured(config: TrainConfig, device: torch.device) -> float:
