@@ -72,9 +72,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def _workshop(path: Path) -> Iterator[Path]:
     """A locked folder beside `path`, whose name no other can have; those that killed processes left are removed."""
-    for name in os.listdir(path.parent):
-        if name.startswith(f".{path.name}.") and name.endswith(".tmp"):
-            _remove_if_left(path.parent / name)
+    remove_leftovers(path)
     folder, lock = path, None
     while lock is None:  # a folder may be taken for a leftover before it is locked
         folder = path.parent / f".{path.name}.{token_hex(8)}.tmp"
@@ -88,19 +86,23 @@ def _workshop(path: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _remove_if_left(folder: Path) -> None:
-    """Remove what a killed process was writing; what another one is writing now is locked by it."""
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed processes have left of `path`; what another one is writing now is locked by it."""
     if fcntl is None:
         return
-    with suppress(OSError):
-        lock = _lock(folder)
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+    for name in os.listdir(path.parent):
+        if name.startswith(f".{path.name}.") and name.endswith(".tmp"):
+            with suppress(OSError):
+                lock = _lock(path.parent / name)
+                if lock is not None:
+                    shutil.rmtree(path.parent / name, ignore_errors=True)
+                    os.close(lock)
 
 
 def _lock(folder: Path) -> int | None:
-    """The descriptor of a folder that is open and locked; None if it is gone. Another's lock is a BlockingIOError."""
+    """The descriptor of a folder (or file) that is open and locked; None if it is gone. Another's lock is a
+    BlockingIOError.
+    """
     if fcntl is None:
         return os.open(os.devnull, os.O_RDONLY)
     try:
@@ -144,6 +146,32 @@ def locked(folder: Path, who: str) -> Iterator[None]:
                 if path.exists():
                     path.rmdir()
         os.close(lock)
+
+
+@contextmanager
+def locked_file(path: Path, who: str) -> Iterator[None]:
+    """A file, made if it does not exist, for this process alone, as `locked` has it for a folder."""
+    path.touch()
+    try:
+        lock = _lock(path)
+    except BlockingIOError:
+        raise ValueError(f"{path}: in use by {who} that is still going on; wait for it or end it") from None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def append_line(path: Path, line: str) -> None:
+    """One more line of a file, on the disk when this returns; half a line that a killed process left is ended."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else "\n" + line
+        file.write((line + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def file_digest(path: Path) -> str:

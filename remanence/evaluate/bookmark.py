@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from remanence.core.files import remove_leftovers
 from remanence.inference import memfile
 from remanence.model import Model, State
 
@@ -50,3 +51,4 @@ class Bookmark:
         """The text can be recovered from it, so it is deleted as soon as it is of no use."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+            remove_leftovers(self.path)

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from math import isfinite
@@ -20,7 +21,15 @@ import torch
 import remanence
 from remanence.config import MODES, Mode
 from remanence.core.choices import check_choice
-from remanence.core.files import display_name, read_json, write_json
+from remanence.core.files import (
+    append_line,
+    display_name,
+    locked_file,
+    read_json,
+    sealed,
+    unsealed,
+    write_json,
+)
 from remanence.core.migrations import first_fields
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 from remanence.evaluate.bookmark import Bookmark
@@ -41,22 +50,21 @@ class Journal:
         self.path, self.known, self.origins = path, dict[str, Result](), dict[str, Setting]()
         if path is None:
             return
-        if path.exists():
-            first, *rest = path.read_bytes().split(b"\n")
-            if _line(first) != json.loads(json.dumps({"owner": owner})):
-                hint = "give another name, or remove it"
-                raise ValueError(
-                    f"{path}: expected results of this model and its tokenizer, got another's; {hint}"
-                )
-            for line in rest:
-                entry = _line(line)  # the last may be half a line, of a run that was killed
-                if isinstance(entry, dict) and "unit" in entry:
-                    self.known[_key(entry["unit"])] = entry["result"]
-                    self.origins[_key(entry["unit"])] = entry.get("origin") or {}
-            if not path.read_bytes().endswith(b"\n"):
-                self._write("", end="\n")
-        else:
-            self._write(json.dumps({"owner": owner}))
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        if len(lines) == 1:  # nothing, or half a first line, of a run that was killed
+            path.write_bytes(b"")
+            append_line(path, json.dumps({"owner": owner}))
+            return
+        if _line(lines[0]) != json.loads(json.dumps({"owner": owner})):
+            hint = "give another name, or remove it"
+            raise ValueError(
+                f"{path}: expected results of this model and its tokenizer, got another's; {hint}"
+            )
+        for line in lines[1:]:
+            entry = _line(line)
+            if isinstance(entry, dict) and {"unit", "result"} <= entry.keys():
+                self.known[_key(entry["unit"])] = entry["result"]
+                self.origins[_key(entry["unit"])] = entry.get("origin") or {}
 
     def find(self, unit: Setting) -> Result | None:
         return self.known.get(_key(unit))
@@ -65,7 +73,8 @@ class Journal:
         """`origin` is when, where and by what it was measured."""
         self.known[_key(unit)], self.origins[_key(unit)] = result, origin or {}
         if self.path is not None:
-            self._write(json.dumps({"unit": unit, "result": result, "origin": origin or {}}))
+            entry = {"unit": unit, "result": result, "origin": origin or {}}
+            append_line(self.path, json.dumps(sealed(json.loads(json.dumps(entry)))))
 
     def origin(self, units: Sequence[Setting]) -> Setting:
         """Of all these units: what they have in common, and a list of what was where they differ; null is not known."""
@@ -73,16 +82,13 @@ class Journal:
         values = {name: list(dict.fromkeys(each.get(name) for each in found)) for name in ORIGIN}
         return {name: own[0] if len(own) == 1 else own for name, own in values.items()}
 
-    def _write(self, line: str, end: str = "\n") -> None:
-        assert self.path is not None
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line + end)
-
 
 def _line(line: bytes) -> Any:
+    """What a line says; None if it is half a line, or damaged: its unit is then measured again."""
     try:
-        return json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        found = json.loads(line)
+        return unsealed("a line", found) if isinstance(found, dict) else None
+    except (ValueError, RecursionError):
         return None
 
 
@@ -107,6 +113,13 @@ def evaluate(
         check_choice("memory", mode, MODES)
         if subject.network is not None:
             subject.network.memory = mode  # refuses one that the model cannot have
+    with locked_file(journal, "another evaluation") if journal else nullcontext():
+        return _evaluate(subject, tasks, modes, journal, show)
+
+
+def _evaluate(
+    subject: Subject, tasks: Sequence[Task], modes: Sequence[Mode], journal: Path | None, show: Show
+) -> list[Row]:
     kept = Journal(journal, describe(subject))
     subject.bookmark = Bookmark(
         journal and journal.with_name(f"{journal.name.removesuffix('.units.jsonl')}.bookmark.mem")
@@ -268,7 +281,7 @@ def write_rows(path: Path, rows: Sequence[Row], origin: dict[str, Any]) -> None:
         told = asdict(row)
         own = told.pop("origin") or {}
         plain.append({**told, "provenance": {**origin, **own}})
-    write_json(path, _finite({"made_by": MADE_BY, "rows": plain}))
+    write_json(path, sealed(_finite({"made_by": MADE_BY, "rows": plain})))
 
 
 def _finite(data: Any) -> Any:

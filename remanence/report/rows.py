@@ -9,6 +9,8 @@ from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from remanence.core.files import unsealed
+
 UNBOUNDED = ("perplexity", "loss", "bits")
 """Words of metrics that can be infinite."""
 
@@ -83,7 +85,7 @@ def read(paths: Sequence[Path]) -> Found:
 def _json(path: Path, text: str, where: str = "") -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}:{where} not JSON ({error})") from None
 
 
@@ -96,7 +98,7 @@ def _text(path: Path) -> str:
 
 def _rows(path: Path) -> list[Row]:
     data = _json(path, _text(path))
-    rows = data.get("rows") if isinstance(data, dict) else data
+    rows = unsealed(path, data).get("rows") if isinstance(data, dict) else data
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{path}: expected rows, as `remanence eval --json` writes them, got {_kind(rows)}")
     return [_row(row, f"{path}: row {number}") for number, row in enumerate(rows, 1)]

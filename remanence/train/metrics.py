@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -111,7 +112,8 @@ class Metrics:
     ) -> None:
         self.path, self.config, self.log, self.device = out / "metrics.jsonl", config, log, device
         self.trackers = [_tracker(name, out, config.to_dict(), progress.step) for name in config.trackers]
-        found = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
+        found = text.splitlines()
         lines = [line for line in found if _step_of(line) <= progress.step]
         with replacing(self.path) as temporary:
             temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -128,6 +130,10 @@ class Metrics:
             for tracker in self.trackers:
                 ends.callback(tracker.close)
             ends.callback(self.file.close)
+
+    def flush(self) -> None:
+        """Have the disk keep all lines: a checkpoint must not outlive the lines before it."""
+        os.fsync(self.file.fileno())
 
     def write(self, progress: Progress, step: Step, world_size: int, leash: int) -> None:
         """`leash` is how many memories' gradients were clipped in the steps since the last line, by all processes."""
@@ -164,7 +170,7 @@ def _step_of(line: str) -> float:
     """A line's step; a line cut short by a kill has none."""
     try:
         return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
 
 

@@ -24,9 +24,11 @@ def plot(run: str | Path) -> Path:
     import matplotlib.pyplot as plt
 
     run = Path(run)
-    lines: list[dict[str, Any]] = [
-        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    try:
+        text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+        lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{run / 'metrics.jsonl'}: not lines of JSON ({error})") from None
     if not lines:
         raise ValueError(f"{run / 'metrics.jsonl'}: expected at least one logged step, got none")
     panels = {title: [name for name in names if name in lines[-1]] for title, names in PANELS.items()}

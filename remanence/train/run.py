@@ -173,6 +173,8 @@ class Run:
 
     def checkpoint(self) -> None:
         """Write a checkpoint of now, if there is none, and remove all but the last `keep`."""
+        if self.metrics:
+            self.metrics.flush()
         where = self.out / "checkpoints"
         parts = self.model, self.optimizer, self.progress, self.carried
         checkpoint.save(where, *parts, self.config, self.world, self.begin)

@@ -23,6 +23,7 @@ from models import model
 
 from remanence import Model, cli
 from remanence.cli.evaluate import table
+from remanence.core.files import locked_file
 from remanence.core.overrides import by_owner, format_length, parse_length
 from remanence.core.tokens import byte_level_json
 from remanence.evaluate import TASKS, Subject, bookmark, provenance, subject
@@ -199,13 +200,28 @@ def test_rows_tell_where_earlier_units_were_measured(home, run, monkeypatch):
         "c0ffee",
     ]
     assert mixed["torch"] == first["torch"] and mixed["model"] == first["model"]
-    journal.write_text(
-        "\n".join(lines[:1] + [line.replace('"origin"', '"other"') for line in lines[1:]]) + "\n"
-    )
+    older = [{key: json.loads(line)[key] for key in ("unit", "result")} for line in lines[1:]]
+    journal.write_text("\n".join(lines[:1] + [json.dumps(line) for line in older]) + "\n")
     run(*asked)
     assert json.loads((home / "r.json").read_text())["rows"][0]["provenance"]["hardware"] is None, (
         "of an older file: not known"
     )
+
+
+def test_a_journal_forgets_what_is_damaged_and_is_one_evaluations(tmp_path):
+    path = tmp_path / "j"
+    Journal(path, {"model": 1}).keep({"length": 1024}, {"loss": 2.5})
+    path.write_text(path.read_text().replace("2.5", "1.5"))
+    assert Journal(path, {"model": 1}).find({"length": 1024}) is None
+    path.write_text('{"own')  # killed inside of the first line
+    Journal(path, {"model": 1}).keep({"length": 1024}, {"loss": 2.5})
+    assert Journal(path, {"model": 1}).find({"length": 1024}) == {"loss": 2.5}
+    with (
+        locked_file(path, "another evaluation"),
+        pytest.raises(ValueError, match="j: in use by another evaluation"),
+        locked_file(path, "another evaluation"),
+    ):
+        pass
 
 
 def test_a_journal_returns_what_it_was_given(tmp_path):
