@@ -140,6 +140,23 @@ def test_gate_queries_and_temperature_learn_and_the_store_does_not(fuse):
     assert bool((grad[:, :11] == 0).all())
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("fuse", ["gate", "joint"])
+def test_dense_learns_what_exact_search_of_all_entries_does(rows, fuse):
+    """Over several segments, from a document's start and carried: each writes to a store that the one before has
+    read.
+    """
+    x = torch.randn(rows, COUNT, 16, dtype=torch.float64)
+    found = []
+    for search in ("dense", "exact"):
+        subject = layer(search=search, k=12, fuse=fuse)
+        y, state, _ = subject(x, None, context(x))
+        again, _, _ = subject(x, state, context(x))
+        (y.square().sum() + again.square().sum()).backward()
+        found.append([y, again, *(parameter.grad for parameter in subject.parameters())])
+    assert_close(*found, 1e-10)
+
+
 def test_frozen_tokens_are_not_stored_and_saved_states_say_so(tmp_path):
     subject, x = model("knn"), tokens(1, COUNT)
     _, state = subject(x[:, :7])

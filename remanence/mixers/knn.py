@@ -285,9 +285,8 @@ class Knn(Mixer):
         found, lengths = [], []
         for part in columns.parts:
             if part.ended is not None and lent is None:
-                # What autograd holds of a store must not be written to: only `dense` holds the store itself.
                 store = self._write(store, columns, part.segment - 1, base, k, v, worth, part.ended, ours)
-                ours = not (torch.is_grad_enabled() and self.config.search == "dense")
+                ours = True
             if mode == "off":
                 continue
             begin = base.unsqueeze(-1) + part.segment * self.window
@@ -300,6 +299,8 @@ class Knn(Mixer):
             limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
             asked = q[:, part.first : part.last]
             met = attend(asked, self.search(asked.detach(), here, self.config.k, limit), here, scale)
+            # What autograd holds must not be written to: of what `dense` has read, it holds the store itself.
+            ours = ours and not (torch.is_grad_enabled() and self.config.search == "dense")
             found.append(torch.cat([met[0].to(met[1].dtype), met[1].unsqueeze(-1)], -1))
             lengths.append((part.first, part.last))
         if not found:
