@@ -244,7 +244,7 @@ class Backbone(nn.Module):
         borders = check_offsets(
             offsets, x.shape[0], x.shape[1], rows if state is None else len(state.position)
         )
-        if x.shape[1] == 0:
+        if x.shape[0] == 0 or x.shape[1] == 0:
             return Trace(x, state or self.start(rows), (None,) * len(self.blocks), (x,) * len(self.blocks))
         position = self._nothing(rows, x.device) if state is None else state.position
         ctx = Context(position, borders, mode, text, Shared())

@@ -67,6 +67,27 @@ class TestLaws:
     def test_packed_documents_are_documents_alone(self, variant):
         assert_packed(told(variant), [tokens(1, n)[0] for n in (6, 1, 0, 26, 8, 2)], 1e-9)
 
+    def test_nothing_in_is_nothing_out(self, variant):
+        """No rows, from a start and carried, masked, or packed documents of which there are none."""
+        subject = model(variant)
+        modes = ("on", "off", "frozen", "fresh") if subject.has_memory else ("on",)
+        for mode in modes:
+            state = None
+            for count in (7, COUNT, 0):
+                x = tokens(0, count)
+                logits, state = subject(x, state, memory=mode)
+                features, end = subject.backbone(subject.embed(x), state, memory=mode)
+                masked, _ = subject(x, state, mask=x > 0, memory=mode)
+                assert list(logits.shape) == list(masked.shape) == [0, count, 11]
+                assert list(features.shape) == [0, count, 16]
+                logits.sum().backward()
+            packed, other = subject(tokens(1, 0), state, offsets=[0], memory=mode)
+            assert list(packed.shape) == [1, 0, 11]
+            for empty in (state, end, other, subject.start(2).rows([])):
+                assert_close(empty, subject.start(0), 0.0)
+        x, joined = tokens(1, 12), type(state).concat([state, subject.start(1)])
+        assert_close(subject(x, joined), subject(x, subject.start(1)), 0.0)
+
     def test_pure(self, variant):
         assert_pure(model(variant), tokens(2, COUNT))
 

@@ -121,6 +121,7 @@ class Mixer(nn.Module):
     """``y, state, trace = mixer(x, state, ctx)``: x ``[b t d]`` normalised, or packed documents; the state None at
     their start.
 
+    There is at least one row and one token: calls of none are answered by the backbone, which only asks for `start`.
     The result must not depend on how a text is cut into calls, nor on later tokens, nor on other rows:
     `remanence.testing` has these laws.
     """

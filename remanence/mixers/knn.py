@@ -162,8 +162,6 @@ class Knn(Mixer):
     def forward(self, x: Tensor, state: KnnState | None, ctx: Context) -> MixerOutput:
         offsets, mode = ctx.offsets, ctx.mode
         fresh = state is None
-        if x.shape[0] == 0:
-            raise ValueError("x: expected at least one row, got none")
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
         local = self.attention.attend(x, None if fresh else state.attention, offsets, lse=self.gate is None)

@@ -40,7 +40,7 @@ def _borders(offsets: Tensor | Sequence[int]) -> list[int]:
     values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
     if (
         not isinstance(values, (list, tuple))
-        or len(values) < 2
+        or not values
         or any(type(border) is not int for border in values)
     ):
         raise ValueError(f"offsets: expected whole numbers, 0 and each document's end, got {offsets!r}")
@@ -81,8 +81,8 @@ def check_kinds(net: object, rule: object) -> None:
 def check_start(weights: object, momentum: object, rows: object, rule: object) -> None:
     if not isinstance(rule, Rule):
         raise ValueError(f"rule: expected a Rule (or an entry of RULES), got {type(rule).__name__}")
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"rows: expected a whole number of at least 1, got {rows!r}")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+        raise ValueError(f"rows: expected a whole number of at least 0, got {rows!r}")
     if (
         not isinstance(weights, (tuple, list))
         or not weights

@@ -455,7 +455,7 @@ def arranged(
 def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
     """The weights ``[r h ...]`` as they are now: the open chunk's tail folded in, as if it were complete."""
     rows, heads = state.k.shape[0], state.k.shape[2]
-    slots = int((state.position % state.chunk).max())
+    slots = int((state.position % state.chunk).max()) if rows else 0
     if slots == 0:
         return state.weights
     # Slots not yet read get gates that change nothing: no step, no past, everything kept.

@@ -116,7 +116,7 @@ def memorize(
         check_values(q, k, v, gates)
     if backend not in BACKENDS and backend != "auto":
         raise ValueError(f"backend: expected 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
-    if q.shape[1] == 0:
+    if q.shape[0] == 0 or q.shape[1] == 0:
         return v, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)
     backend = _backend(backend, q, k, v, gates, state, net, rule, chunk)
     exact = state.k.dtype
@@ -185,7 +185,7 @@ def ask(
     """The answers of weights ``[r h ...]`` (from `settle`), one row of them for each batch row or packed document."""
     rows = weights[0].shape[0]
     borders = check_offsets(offsets, q.shape[0], q.shape[1], rows)
-    if q.shape[1] == 0:
+    if q.shape[0] == 0 or q.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], weights[-1].shape[-1]) if isinstance(net, MLP) else q
     with torch.autocast(q.device.type, enabled=False):
         matrix = isinstance(net, MLP) and net.rectangular and not net.bias

@@ -117,6 +117,15 @@ def test_a_row_of_padding_only_is_left_alone():
     assert not y[0].any()
 
 
+def test_no_rows_leave_no_rows():
+    memory, x = layer(), tokens(0, 5)
+    _, state = memory(x)
+    for mask in (None, x[..., 0] > 0):
+        y, end = memory(x, state, mask=mask)
+        assert list(y.shape) == [0, 5, 12]
+        assert_close(end, memory.start(0, torch.float64), 0.0)
+
+
 def test_built_from_fields_or_from_a_config():
     config = MemoryConfig(dim=12, heads=2)
     one, other = NeuralMemory(config, chunk=8), NeuralMemory(dim=12, heads=2, chunk=8)

@@ -205,3 +205,7 @@ def test_empty_call_changes_nothing(net):
     y, same = step(inputs(2, 0), state)
     assert y.shape == (2, 0, 2, 3)
     assert_close(same, state, 0.0)
+    none = state.rows([])
+    y, same = step(inputs(0, 6), none)
+    assert y.shape == recall(y, none, net=net).shape == (0, 6, 2, 3)
+    assert_close(same, none, 0.0)
