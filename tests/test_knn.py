@@ -1,4 +1,4 @@
-"""The kNN layer against the slow loop it stands for, and what is special about stores in a model."""
+"""Stores in a layer, a model and a file. That a layer is the loop it stands for is tested in test_knn_oracle.py."""
 
 import copy
 import json
@@ -39,73 +39,6 @@ def layer(**knn):
         if made.gate is not None:
             made.gate.normal_()
     return made
-
-
-def slow(subject, x, worth):
-    """One token at a time, one head at a time: everything older than the window that was written, sorted, the first k
-    taken.
-    """
-    attention, c, w = subject.attention, subject.config, subject.window
-    q, (k, v) = attention.queries(x), attention.pairs(x)
-    pk, pv = attention.prefix(x)
-    turn = attention.turn(torch.arange(x.shape[1]).unsqueeze(0), x.dtype)
-    rq, rk = turn(q), turn(k)
-    y = torch.zeros_like(q)
-    for row in range(len(x)):
-        stored = []
-        for p in range(x.shape[1]):
-            if p and p % w == 0:
-                segment = range(p - w, p)
-                best = sorted(segment, key=lambda i: (-float(worth[row, i]), i))
-                count = w if c.write == "all" else max(1, -int(-(c.fraction * w - 1e-9) // 1))
-                chosen = {i + n for i in best[:count] for n in range(-c.neighbours, c.neighbours + 1)} & set(
-                    segment
-                )
-                stored += sorted(chosen)
-                if c.evict == "importance":
-                    stored = sorted(sorted(stored, key=lambda i: (-float(worth[row, i]), -i))[: c.size])
-                stored = stored[-c.size :]
-            for head in range(attention.heads):
-                seen = range(max(0, p - w + 1), p + 1)
-                keys = torch.cat([pk[:, head], rk[row, seen, head]])
-                values = torch.cat([pv[:, head], v[row, seen, head]])
-                near = keys @ rq[row, p, head] * attention.width**-0.5
-                found = [i for i in stored if i <= p - w]
-                unit = F.normalize(q[row, p, head], dim=0)
-                dots = {i: float((F.normalize(k[row, i, head], dim=0) @ unit).detach()) for i in found}
-                found = sorted(found, key=lambda i: -dots[i])[: c.k]
-                local = near.softmax(0) @ values
-                if found:
-                    far = torch.stack([F.normalize(k[row, i, head], dim=0) @ unit for i in found])
-                    far, told = far * subject.log_scale[head].exp(), v[row, found, head]
-                    if subject.gate is None:
-                        local = torch.cat([near, far]).softmax(0) @ torch.cat([values, told])
-                    else:
-                        local = torch.lerp(local, far.softmax(0) @ told, subject.gate[head].sigmoid())
-                y[row, p, head] = local
-    return attention.out(y)
-
-
-@pytest.mark.parametrize(
-    "knn",
-    [
-        {},
-        {"fuse": "joint"},
-        {"k": 12, "size": 12},
-        {"search": "dense", "k": 12, "fuse": "joint"},
-        {"write": "rare", "fraction": 0.4, "neighbours": 1},
-        {"write": "rare", "fraction": 0.4, "evict": "importance", "size": 4},
-        {"size": 7},
-    ],
-    ids=str,
-)
-def test_it_is_the_slow_loop(knn):
-    subject = layer(**knn)
-    x = torch.randn(2, COUNT, 16, dtype=torch.float64)
-    worth = torch.rand(2, COUNT) if "write" in knn else None
-    y, _, _ = subject(x, None, context(x, {} if worth is None else {"worth": worth}))
-    expected = slow(subject, x, torch.ones(2, COUNT) if worth is None else worth)
-    assert_close(y, expected, 1e-10)
 
 
 def test_a_store_of_nothing_is_the_window_alone():
