@@ -233,8 +233,9 @@ class Backbone(nn.Module):
     ) -> Trace:
         """`forward`, with what each memory did beside it.
 
-        If the state is not to be kept, as in training on packed documents, it may have no blocks: MAC is then read
-        several layers and documents at once. `text` is what a language model knows of x.
+        If the state is not to be kept, as in training on packed documents, it has no blocks: MAC is then read several
+        layers and documents at once, and kNN stores are as long as the documents. `text` is what a language model knows
+        of x.
         """
         self.check(x, state, mask, offsets)
         mode = self._memory if memory is None else self.check_mode(memory)
@@ -247,13 +248,12 @@ class Backbone(nn.Module):
         if x.shape[0] == 0 or x.shape[1] == 0:
             return Trace(x, state or self.start(rows), (None,) * len(self.blocks), (x,) * len(self.blocks))
         position = self._nothing(rows, x.device) if state is None else state.position
-        ctx = Context(position, borders, mode, text, Shared())
+        ctx = Context(position, borders, mode, text, Shared(), keep)
         strides = [stride for stride in [mixer.stride for mixer in self.mixers] if stride is not None]
-        if strides:
-            return self._read_strides(x, state or self.start(rows), ctx, gcd(*strides))
         if borders is not None and state is None and not keep and mode == "on" and self._reads_in_wavefront():
             return self._read_lanes(x, ctx, borders)
-        return self._read(x, state, ctx)
+        trace = self._read_strides(x, state, ctx, gcd(*strides)) if strides else self._read(x, state, ctx)
+        return trace if keep else trace._replace(state=State((), trace.state.position))
 
     def _read(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
         """One layer after the other, or whole segments in a wavefront where that is faster."""
@@ -271,7 +271,7 @@ class Backbone(nn.Module):
                 last = first + some.shape[1]
                 text = ctx.text and ctx.text._replace(tokens=ctx.text.tokens[:, first:last])
                 position = ctx.position if state is None else state.position
-                here = Context(position, None, ctx.mode, text, Shared())
+                here = Context(position, None, ctx.mode, text, Shared(), ctx.keep)
                 pieces.append(schedule(some, state, here))
                 state, first = pieces[-1].state, last
         return pieces[0] if len(pieces) == 1 else Trace.join(pieces)
@@ -342,25 +342,27 @@ class Backbone(nn.Module):
         counts = torch.tensor(borders, device=ctx.position.device).diff()
         return Trace(self.norm(packed(passage.x)), State((), ctx.position + counts), traces, layers)
 
-    def _read_strides(self, x: Tensor, state: State, ctx: Context, stride: int) -> Trace:
+    def _read_strides(self, x: Tensor, state: State | None, ctx: Context, stride: int) -> Trace:
         """So many tokens through all layers before the next, as some mixers need it."""
-        split = SegmentSplit(
-            x, ctx.offsets, [place % stride for place in positions_of(state.position)], stride
-        )
+        position = ctx.position
+        split = SegmentSplit(x, ctx.offsets, [place % stride for place in positions_of(position)], stride)
         pieces, traces, layers = [], [], []
         for part in split:
             text = ctx.text and ctx.text._replace(tokens=split.take(part, ctx.text.tokens))
-            here = Context(state.position, part.offsets, ctx.mode, text, Shared())
-            begun = state
-            trace = self._read(split.take(part), begun, here)
-            pairs = zip(self.mixers, begun.blocks, trace.state.blocks, strict=True)
+            keep = ctx.keep and part is split.parts[-1]
+            here = Context(position, part.offsets, ctx.mode, text, Shared(), keep)
+            trace = self._read(split.take(part), state, here)
+            begun = (None,) * len(self.mixers) if state is None else state.blocks
+            pairs = zip(self.mixers, begun, trace.state.blocks, strict=True)
             ends = tuple(mixer.finish(old, new, trace.hidden, here) for mixer, old, new in pairs)
-            state = State(ends, trace.state.position)
+            position = trace.state.position
+            state = State(ends, position)
             pieces.append(trace.hidden)
             traces.append(trace.traces)
             layers.append(trace.layers)
         columns = tuple(MemoryTrace.join(list(column), split.join) for column in zip(*traces, strict=True))
         joined = tuple(split.join(list(column)) for column in zip(*layers, strict=True))
+        assert state is not None
         return Trace(split.join(pieces), state, columns, joined)
 
     def _trace_masked(

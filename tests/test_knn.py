@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import accumulate
 
 import pytest
 import torch
@@ -88,6 +89,37 @@ def test_dense_learns_what_exact_search_of_all_entries_does(rows, fuse):
         (y.square().sum() + again.square().sum()).backward()
         found.append([y, again, *(parameter.grad for parameter in subject.parameters())])
     assert_close(*found, 1e-10)
+
+
+@pytest.mark.parametrize("variant", STORES)
+def test_packed_documents_have_stores_of_their_own_length(variant):
+    """However large a store may become. What is kept is whole, and goes on as each document alone does."""
+    subject, counts = model(variant, knn={"size": 64, "k": 30}), [6, 0, 26, 8]
+    searched = []
+    for mixer in subject.mixers:
+        if isinstance(mixer, Knn):
+            search = mixer.search
+            mixer.search = lambda q, store, *rest, search=search: (
+                searched.append(store.size) or search(q, store, *rest)
+            )
+    documents, offsets = [tokens(1, count) for count in counts], [0, *accumulate(counts)]
+    packed = torch.cat(documents, 1)
+    lost = subject.trace(packed, offsets=offsets, keep=False)
+    assert max(searched) <= max(counts)
+    assert lost.state.blocks == () and lost.state.position.tolist() == counts
+    kept = subject.trace(packed, offsets=offsets)
+    assert_close(lost.hidden, kept.hidden, 0.0)
+    grads = [
+        torch.autograd.grad(trace.hidden.square().sum(), list(subject.backbone.parameters()))
+        for trace in (lost, kept)
+    ]
+    assert_close(*grads, 0.0)
+    more = tokens(len(counts), 13)
+    after = subject(more, kept.state)
+    for row, document in enumerate(documents):
+        whole, end = subject(torch.cat([document, more[row : row + 1]], 1))
+        assert_close(after[0][row], whole[0, -13:], 1e-9)
+        assert_close(after[1].rows([row]), end, 1e-9)
 
 
 def test_frozen_tokens_are_not_stored_and_saved_states_say_so(tmp_path):

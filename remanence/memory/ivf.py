@@ -70,6 +70,9 @@ class InvertedFile:
         position = state.position[row].to("cpu", copy=True)  # kept, while the state may be written to
         entries = int((position >= 0).sum())
         old = self._rows.get(row)
+        if old is not None and len(old.position) < len(position):  # a store that has been given more slots
+            more = torch.full((len(position) - len(old.position),), -1, device=position.device)
+            old = self._rows[row] = old._replace(position=torch.cat([old.position, more]))
         if entries < SMALLEST:
             self._rows.pop(row, None)
             return False

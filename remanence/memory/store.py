@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -46,6 +47,17 @@ class StoreState(_StoreState, TensorTuple):
     def size(self) -> int:
         return self.k.shape[1]
 
+    def widened(self, size: int) -> StoreState:
+        """With empty slots behind, so many in all. Only of a store that was never full: in a ring that was, the next
+        entry's slot depends on the size.
+        """
+        more = size - self.size
+        if not more:
+            return self
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.k, self.v))
+        position = F.pad(self.position, (0, more), value=-1)
+        return StoreState(k, v, position, F.pad(self.importance, (0, more)), self.written)
+
     def agrees(self, read: Tensor) -> Tensor:
         inside = ((self.position >= -1) & (self.position < read.unsqueeze(-1))).all(1)
         return inside & (self.written >= 0) & (self.written <= read)
@@ -72,6 +84,10 @@ class Store:
         if half_life is not None and not half_life > 0:
             raise ValueError(f"half_life: expected a number of tokens above 0, or None, got {half_life!r}")
         self.size, self.heads, self.width, self.evict, self.half_life = size, heads, width, evict, half_life
+
+    def resized(self, size: int) -> Store:
+        """The same with another size."""
+        return Store(size, self.heads, self.width, self.evict, half_life=self.half_life)
 
     def start(self, rows: int, like: Tensor) -> StoreState:
         """Empty stores, on `like`'s device and in its dtype."""

@@ -94,6 +94,8 @@ class Context(NamedTuple):
         The tokens, if the features are those of a language model.
     shared
         What layers of this call share; a layer writes what the next may use.
+    keep
+        Whether anyone outside of the call will see the state. What is not seen may lack what it does not need.
     """
 
     position: Tensor
@@ -101,6 +103,7 @@ class Context(NamedTuple):
     mode: Mode
     text: Text | None
     shared: Shared
+    keep: bool = True
 
 
 class MixerDecoder(Protocol):
@@ -196,8 +199,8 @@ class Mixer(nn.Module):
         """Called once, with the mixers of the layers below."""
 
     def finish(self, begun: Any, state: Any, hidden: Tensor, ctx: Context) -> Any:
-        """The state after all layers have read a step of `stride` tokens: `begun` before it, `hidden` the last layer's
-        output.
+        """The state after all layers have read a step of `stride` tokens: `begun` before it (None where documents
+        begin), `hidden` the last layer's output.
         """
         return state
 

@@ -133,15 +133,16 @@ class Knn(Mixer):
         return self.window
 
     def start(self, rows: int) -> KnnState:
+        return self._start(rows, self.store)
+
+    def _start(self, rows: int, store: Store) -> KnnState:
         attention = self.attention.start(rows)
         like = self.attention.k_proj.weight
         k, v = (
             like.new_zeros(rows, self.window, self.attention.heads, self.attention.width) for _ in range(2)
         )
         worth = torch.zeros(rows, self.window, device=like.device)
-        return KnnState(
-            attention, k, v, worth, like.new_zeros(rows, self.hidden), self.store.start(rows, like)
-        )
+        return KnnState(attention, k, v, worth, like.new_zeros(rows, self.hidden), store.start(rows, like))
 
     def check(self, state: KnnState) -> None:
         """Refuse the state of a layer with another window, store or width."""
@@ -163,7 +164,9 @@ class Knn(Mixer):
         offsets, mode = ctx.offsets, ctx.mode
         fresh = state is None
         if state is None:
-            state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
+            # Stores come to have the slots that the call can fill, and the others at its end if they are kept: many
+            # short documents then need no more memory, nor time to search it, than their tokens.
+            state = self._start(x.shape[0] if offsets is None else len(offsets) - 1, self.store.resized(0))
         local = self.attention.attend(x, None if fresh else state.attention, offsets, lse=self.gate is None)
         worth = ctx.shared.once("worth", lambda: self._worth(x, ctx))
         if mode not in ("on", "fresh"):
@@ -181,6 +184,7 @@ class Knn(Mixer):
             ctx.shared.entries["store"] = store
         y = self.attention.out(from_rows(y.to(local.v.dtype), local.back))
         left = (columns.left(k), columns.left(v), columns.left(worth))
+        store = store.widened(self.store.size) if ctx.keep else store
         return MixerOutput(y, KnnState(local.state, *left, state.last, store))
 
     @torch.no_grad()
@@ -203,20 +207,20 @@ class Knn(Mixer):
         return from_rows(POLICIES[write](read), back).float()
 
     @torch.no_grad()
-    def finish(self, begun: KnnState, state: KnnState, hidden: Tensor, ctx: Context) -> KnnState:
+    def finish(self, begun: KnnState | None, state: KnnState, hidden: Tensor, ctx: Context) -> KnnState:
         """With "surprise", a token is worth how little the model expected it, which is known when all layers have read
         it.
         """
         if self.config.write != "surprise":
             return state
-        index, surprise, newest = ctx.shared.once("surprise", lambda: self._surprise(begun, hidden, ctx))
+        index, surprise, newest = ctx.shared.once("surprise", lambda: self._surprise(state, hidden, ctx))
         worth = state.worth
         if ctx.mode in ("on", "fresh"):
             # What is no token goes into one column more.
             worth = F.pad(worth, (0, 1)).scatter(1, index, surprise)[:, :-1]
         return state._replace(worth=worth, last=newest.to(state.last.dtype))
 
-    def _surprise(self, begun: KnnState, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def _surprise(self, state: KnnState, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token its column in the window ``[r t]`` and its surprise ``[r t]``; and each row's last output
         ``[r d]``.
         """
@@ -229,7 +233,7 @@ class Knn(Mixer):
             [rows.shape[1]] * len(rows) if ctx.offsets is None else ctx.offsets, device=rows.device
         )
         counts = counts if ctx.offsets is None else counts.diff()
-        predicted = torch.cat([begun.last.unsqueeze(1).to(out.dtype), out[:, :-1]], 1)
+        predicted = torch.cat([state.last.unsqueeze(1).to(out.dtype), out[:, :-1]], 1)
         logits = ctx.text.logits(predicted).float()
         surprise = F.cross_entropy(logits.flatten(0, 1), rows.flatten().long(), reduction="none").view_as(
             rows
@@ -240,7 +244,7 @@ class Knn(Mixer):
         surprise = torch.cat([first.unsqueeze(-1), surprise[:, 1:]], 1)
         last = (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, out.shape[-1])
         newest = torch.where(
-            (counts > 0).unsqueeze(-1), out.gather(1, last).squeeze(1), begun.last.to(out.dtype)
+            (counts > 0).unsqueeze(-1), out.gather(1, last).squeeze(1), state.last.to(out.dtype)
         )
         column = torch.arange(rows.shape[1], device=rows.device)
         index = (ctx.position % self.window).unsqueeze(-1) + column
@@ -274,7 +278,10 @@ class Knn(Mixer):
         by what was found, and the store; its tensors may be written to if they are `ours`.
         """
         near, near_lse = (local.y, None) if self.gate is not None else (local.y[..., :-1], local.y[..., -1])
-        store = state.store
+        # Room for all that can be written; and a slot, if an empty one, so that gate and temperature get gradients.
+        slots = max(1, state.store.size + (columns.segments - 1) * self.window)
+        store = state.store.widened(min(self.store.size, slots))
+        ours = ours or store is not state.store
         if (store if lent is None else lent).size == 0:
             return near, store
         q = columns.queries(unit(local.q))
@@ -296,7 +303,8 @@ class Knn(Mixer):
             here = store if lent is None else lent
             limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
             asked = q[:, part.first : part.last]
-            met = attend(asked, self.search(asked.detach(), here, self.config.k, limit), here, scale)
+            k_best = min(self.config.k, here.size)
+            met = attend(asked, self.search(asked.detach(), here, k_best, limit), here, scale)
             # What autograd holds must not be written to: of what `dense` has read, it holds the store itself.
             ours = ours and not (torch.is_grad_enabled() and self.config.search == "dense")
             found.append(torch.cat([met[0].to(met[1].dtype), met[1].unsqueeze(-1)], -1))
@@ -326,7 +334,7 @@ class Knn(Mixer):
             mask = mask & near(keep(score, c.fraction, self.window), c.neighbours)
         place = base.unsqueeze(-1) + torch.arange(here.start, here.stop, device=base.device)
         importance = None if c.write == "all" else score.masked_fill(~mask, 0.0)
-        return self.store.add(
+        return self.store.resized(store.size).add(
             store, k[:, here], v[:, here], place, importance, mask & rows.unsqueeze(-1), reuse=ours
         )
 

@@ -210,6 +210,13 @@ class TestIvf:
         state = store.add(store.start(1, new), new, new, torch.arange(500)[None])
         assert torch.equal(ivf(new[:, :10], state, 5, limit).index, exact(new[:, :10], state, 5, limit).index)
 
+    def test_a_store_with_more_slots_keeps_its_index(self, ivf):
+        state, limit = self.clustered(), torch.full((1, 10), 10_000)
+        before = ivf(state.k[:, :10], state, 8, limit)
+        heads = ivf._rows[0].heads
+        assert torch.equal(ivf(state.k[:, :10], state.widened(7000), 8, limit).index, before.index)
+        assert ivf._rows[0].heads is heads
+
     def test_a_missing_faiss_names_the_extra(self, monkeypatch):
         original = builtins.__import__
 

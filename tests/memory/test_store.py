@@ -106,6 +106,17 @@ def test_reusing_a_state_gives_the_same():
     assert_close(state.k, want.k, 0.0)
 
 
+@pytest.mark.parametrize("evict", EVICTIONS)
+def test_a_store_that_is_widened_was_always_so_large(evict):
+    """Until it is full a store of any size holds the same, and goes on as a larger one."""
+    small, large = (Store(size, HEADS, WIDTH, evict, half_life=20.0) for size in (8, 14))
+    first, second, mask = entries(2, 8), entries(2, 11, first=8), torch.rand(2, 8) < 0.7
+    states = [store.add(store.start(2, first[0]), *first, mask=mask) for store in (small, large)]
+    assert_close(states[0].widened(14), states[1], 0.0)
+    assert states[1].widened(14) is states[1]
+    assert_close(small.resized(14).add(states[0].widened(14), *second), large.add(states[1], *second), 0.0)
+
+
 @pytest.mark.parametrize("half_life", [3.0, 40.0, 1e9])
 def test_importance_is_the_slow_loop(half_life):
     store, new = Store(6, HEADS, WIDTH, "importance", half_life=half_life), entries(4, 40)
