@@ -223,11 +223,11 @@ class TestLimits:
     def test_the_first_documents_that_have_room(self, dataset, tmp_path, workers):
         """Of files and streams, begun anew or after another limit."""
         texts, sizes = flat(TEXTS), np.cumsum([len(text.encode()) + 1 for text in flat(TEXTS)])
-        for source in (str(dataset), f"hf:{dataset}"):
-            kept = tmp_path / f"kept-{source[:2]}"
+        for kind, source in (("files", str(dataset)), ("stream", f"hf:{dataset}")):
+            kept = tmp_path / f"kept-{kind}"
             for tokens, number in ((900, None), (2000, 12), (int(sizes[40]), 99), (int(sizes[40]) - 1, None)):
                 limits = {"max_tokens": tokens, "max_documents": number, "shard_tokens": 250}
-                fresh = tmp_path / f"{source[:2]}-{tokens}-{number}"
+                fresh = tmp_path / f"{kind}-{tokens}-{number}"
                 room = min(int(np.searchsorted(sizes, tokens or 10**9, "right")), number or 10**9)
                 for out in (fresh, kept):
                     assert prepare([source], out, workers=workers, **limits)["documents"] == room
