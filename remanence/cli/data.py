@@ -1,4 +1,4 @@
-"""The command that prepares training data."""
+"""The command that prepares training data, and checks what it has prepared."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from remanence.core.terminal import say
 
 @dataclass(frozen=True)
 class Data:
-    """Turn texts (plain, jsonl or parquet, folders of them, datasets of the hub) into token shards.
+    """Turn texts (plain, jsonl or parquet, folders of them, datasets of the hub) into token shards, or check those.
 
     An interrupted command goes on when started again.
     """
 
-    action: tyro.conf.Positional[Literal["prepare"]]
-    """What to do."""
+    action: tyro.conf.Positional[Literal["prepare", "verify"]]
+    """What to do: prepare sources, or verify that every token in prepared folders is as it was written."""
     sources: tyro.conf.Positional[tuple[str, ...]]
     """Files and folders (also .xz .gz .bz2 .zst), and hf:NAME[@REVISION][:CONFIG[:SPLIT]], streamed (extra `data`)."""
-    out: Path
+    out: Path | None = None
     """Folder for the shards."""
     tokenizer: Path | None = None
     """A tokenizer.json (extra `hf`). Default: bytes."""
@@ -35,12 +35,37 @@ class Data:
     """Take only the first documents that have this many tokens together, with the marks of their ends."""
     max_documents: int | None = None
     """Take only the first documents."""
+    overwrite: bool = False
+    """Replace the corpus that --out holds, if it is another one: other sources, or changed ones, tokenizer or field."""
 
     def run(self) -> None:
+        if self.action == "verify":
+            self._verify()
+        else:
+            self._prepare()
+
+    def _verify(self) -> None:
+        from remanence.data import Tokens
+
+        if not self.sources:
+            raise ValueError("sources: expected a folder made by `remanence data prepare`, got none")
+        with Progress(every=30) as progress:
+            bar = progress.add("verifying")
+            for folder in self.sources:
+                data = Tokens(folder)
+                bar.begin(f"verifying {folder}", int(data.lengths.sum()))
+                data.verify(lambda read, total: bar.update(read, f"{read:,} of {total:,} tokens"))
+                counts = f"{data.lengths.sum():,} tokens in {len(data):,} documents"
+                how = f"as prepared, digest {data.digest}" if data.digest else "in order; it has no digests"
+                print(f"{folder}: {counts}, {how}")
+
+    def _prepare(self) -> None:
         from remanence.data import prepare
 
         if not self.sources:
             raise ValueError("sources: expected at least one file or folder, or hf:NAME, got none")
+        if self.out is None:
+            raise ValueError("--out: expected a folder for the shards, got none")
         with Progress(every=30) as progress:
             bar = progress.add("preparing")
 
@@ -60,6 +85,7 @@ class Data:
                 workers=self.workers,
                 max_tokens=self.max_tokens,
                 max_documents=self.max_documents,
+                overwrite=self.overwrite,
                 done=show,
             )
         skipped = f"; {counts['nulls']:,} without a text passed over" if counts["nulls"] else ""

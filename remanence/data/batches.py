@@ -85,9 +85,9 @@ class Packed:
         index = int(np.searchsorted(ends, start, "right"))
         pieces, borders, have = [], [], 0
         while have < count:
-            document = self.data[int(order[index])]
-            skip = start + have - (int(ends[index]) - len(document))
-            piece = document[skip : skip + count - have]
+            document = int(order[index])
+            skip = start + have - (int(ends[index]) - int(self.data.lengths[document]))
+            piece = self.data.piece(document, skip, skip + count - have)
             if skip == 0:
                 borders.append(have)
             pieces.append(piece.astype(np.int64))
@@ -146,7 +146,8 @@ class Documents:
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         for row in range(self.batch):
             document, piece = self.locate(row, number)
-            text = self.data[document][piece * self.length : (piece + 1) * self.length + 1].astype(np.int64)
+            start = piece * self.length
+            text = self.data.piece(document, start, start + self.length + 1).astype(np.int64)
             inputs = text[: self.length] if len(text) == 1 else text[:-1]
             tokens[row, : len(inputs)] = torch.from_numpy(inputs)
             targets[row, : len(text) - 1] = torch.from_numpy(text[1:])

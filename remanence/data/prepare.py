@@ -1,12 +1,15 @@
 """From texts to token shards: in parallel, and resumable.
 
 A file makes one shard; each file of a streamed dataset makes shards of a bounded size. A shard depends on its source
-alone, so that any number of processes, interrupted any number of times, makes the same ones.
+alone, so that any number of processes, interrupted any number of times, makes the same ones. What the folder is made
+of is noted before the first of them (`prepare.json`), so that it never holds shards of two corpora.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import threading
 import time
 from collections import deque
@@ -22,14 +25,33 @@ from typing import Any
 
 import numpy as np
 
-from remanence.core.files import read_json, write_json
+from remanence.core.files import locked, read_json, sealed, write_json
 from remanence.core.tokens import ByteTokenizer, Tokenizer, read_tokenizer
 from remanence.data import streams
-from remanence.data.shards import Room, cut_shard, dtype_for, shard_exists, write_index, write_shard
+from remanence.data.shards import (
+    FORMAT,
+    INDEX,
+    NAME,
+    TOKENIZER,
+    Room,
+    cut_shard,
+    describes_shard,
+    dtype_for,
+    shard_exists,
+    write_index,
+    write_shard,
+)
 from remanence.data.sources import File, files
+
+PLAN, PLAN_FORMAT = "prepare.json", "remanence-preparation"
+"""What the shards of a folder are made of."""
+SHARD = rf"{NAME}\.(bin|ends|json)"
+OWN = "|".join((*map(re.escape, (PLAN, INDEX, "sources.json", *TOKENIZER)), SHARD))
+"""The names of all files that a preparation writes; sources.json was a part of the plan in earlier versions."""
 
 Done = Callable[[int, int, int], None]
 Shard = dict[str, Any]
+Plan = dict[str, Any]
 
 
 def prepare(
@@ -42,6 +64,7 @@ def prepare(
     max_tokens: int | None = None,
     max_documents: int | None = None,
     shard_tokens: int = streams.FULL,
+    overwrite: bool = False,
     done: Done | None = None,
 ) -> dict[str, int]:
     """Write every document of the sources to `out` as tokens, each followed by the tokenizer's end mark.
@@ -50,27 +73,40 @@ def prepare(
     null are skipped and counted. With a limit, the documents are the first ones, in order, as long as one fits.
 
     Run again after an interruption, it goes on: a shard made from the same source is not made again, and a dataset is
-    read at the revision of the first run. So a limit can be raised or lowered later. `done(finished, sources, tokens)`
-    is called as shards are finished, with the number of files.
+    read at the revision of the first run. So a limit can be raised or lowered later. Other sources, one more, or one
+    that has changed, another tokenizer or field make another corpus. A folder that holds one is refused, unless
+    `overwrite` says to replace it; shards that both have in common stay, and datasets are read at their newest
+    revision. A folder with files that no preparation wrote is always refused.
+
+    `done(finished, sources, tokens)` is called as shards are finished, with the number of files.
     """
     out = Path(out)
     for name, value in (("workers", workers), ("max_tokens", max_tokens), ("max_documents", max_documents)):
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
     own = _tokenizer(tokenizer)
-    parts = _parts([str(source) for source in sources], out, shard_tokens)
-    out.mkdir(parents=True, exist_ok=True)
-    for left in out.glob(".*.tmp"):  # by a run that was killed
-        left.unlink(missing_ok=True)
-    own.save(out)
-    _pin(parts, out)
-    jobs = [
-        _Job(part, number, out, tokenizer, field, dtype_for(own.vocabulary))
-        for number, part in enumerate(parts)
-    ]
-    room = Room(max_tokens, max_documents)
-    if workers > 1 and len(jobs) > 1:
-        _ahead(jobs, min(workers, len(jobs)), room, done)
+    digest = None if tokenizer is None else sha256(Path(tokenizer).read_bytes()).hexdigest()
+    settings = {"field": field, "tokenizer": digest, "end": own.end}
+    with locked(out, "another preparation"):
+        pinned = {} if overwrite else _revisions(_read_plan(out))
+        parts = _parts([str(source) for source in sources], pinned, shard_tokens)
+        jobs = [
+            _Job(part, number, out, tokenizer, settings, dtype_for(own.vocabulary))
+            for number, part in enumerate(parts)
+        ]
+        _claim(out, {"sources": [part.made_from() for part in parts], **settings}, jobs, overwrite)
+        own.save(out)
+        return _make(
+            jobs, Room(max_tokens, max_documents), min(workers, len(jobs)), own.vocabulary, out, done
+        )
+
+
+def _make(
+    jobs: list[_Job], room: Room, workers: int, vocabulary: int, out: Path, done: Done | None
+) -> dict[str, int]:
+    """All shards that have room, and the index of them."""
+    if workers > 1:
+        _ahead(jobs, workers, room, done)
         done = None
     shards: list[Shard] = []
     begun = tokens = 0
@@ -83,15 +119,13 @@ def prepare(
                 done(begun - (_stopped(shard) == "full"), len(jobs), tokens)
         if room.used_up or _stopped(shards[-1]) == "room":
             break
-    index = [{key: shard[key] for key in ("name", "tokens", "documents")} for shard in shards]
-    write_index(out, index, own.vocabulary)
+    write_index(out, shards, vocabulary)
     totals = {key: sum(shard.get(key, 0) for shard in shards) for key in ("documents", "tokens", "nulls")}
     return {"files": begun, **totals}
 
 
-def _parts(sources: list[str], out: Path, full: int) -> list[File | streams.Part]:
+def _parts(sources: list[str], pinned: dict[str, str], full: int) -> list[File | streams.Part]:
     """Everything to read, in order; sources of both kinds may be mixed."""
-    pinned = read_json(out / "sources.json") if (out / "sources.json").is_file() else {}
     found: list[File | streams.Part] = []
     for source in sources:
         if source.startswith(streams.PREFIX):
@@ -101,13 +135,85 @@ def _parts(sources: list[str], out: Path, full: int) -> list[File | streams.Part
     return found
 
 
-def _pin(parts: list[File | streams.Part], out: Path) -> None:
-    """Note the revisions of datasets, which may change on the hub before they are read to their end."""
-    pinned = {
-        part.source: part.revision for part in parts if isinstance(part, streams.Part) and not part.local
-    }
-    if pinned:
-        write_json(out / "sources.json", pinned)
+def _revisions(plan: Plan) -> dict[str, str]:
+    """Of datasets, which may change on the hub before they are read to their end."""
+    return {part["source"]: part["revision"] for part in plan.get("sources", ()) if "revision" in part}
+
+
+def _read_plan(out: Path) -> Plan:
+    """What the shards in a folder are made of; empty without a plan."""
+    if not (out / PLAN).is_file():
+        return {}
+    plan = read_json(out / PLAN)
+    sources = plan.get("sources")
+    if plan.pop("format", None) != PLAN_FORMAT or not isinstance(sources, list):
+        raise ValueError(f"{out / PLAN}: expected {PLAN_FORMAT}, got another file; choose another --out")
+    if not all(isinstance(part, dict) and isinstance(part.get("source"), str) for part in sources):
+        raise ValueError(f"{out / PLAN}: damaged: it does not name the sources; remove {out}")
+    return plan
+
+
+def _claim(out: Path, plan: Plan, jobs: list[_Job], overwrite: bool) -> None:
+    """Take a folder for one corpus alone, and note which, before there is a shard of it."""
+    before, there = _read_plan(out), _own_files(out)
+    if before == plan:
+        return
+    if any(re.fullmatch(SHARD, name) for name in there) and not overwrite:
+        difference = _difference(before, plan)
+        raise ValueError(
+            f"{out}: holds another corpus, {difference}; --overwrite replaces it, another --out keeps both"
+        )
+    kept = {shard["name"] for job in jobs for shard in job.there()}
+    # What says that the files are ours goes last: a second try must know it, too.
+    for name in sorted(there, key=lambda name: name == INDEX):
+        if name != PLAN and name.split(".")[0] not in kept:
+            (out / name).unlink()
+    write_json(out / PLAN, sealed({"format": PLAN_FORMAT, **plan}))
+
+
+def _own_files(out: Path) -> list[str]:
+    """The names of what earlier preparations wrote to a folder; what killed ones left is removed.
+
+    Files by anyone else are refused, and never touched; hidden ones (of a desktop, of a network's disk) may stay.
+    """
+    names = sorted(path.name for path in out.iterdir())
+    for name in names:
+        if re.fullmatch(rf"\.({OWN})\.[0-9a-f]+\.tmp", name):
+            shutil.rmtree(out / name, ignore_errors=True)
+    visible = [name for name in names if not name.startswith(".")]
+    ours = (out / PLAN).is_file() or _prepared(out)  # else a tokenizer.json may be anyone's
+    strangers = [name for name in visible if not ours or not re.fullmatch(OWN, name)]
+    if strangers:
+        raise ValueError(
+            f"{out}: expected a folder for this corpus alone, got {strangers[0]} in it; choose another --out"
+        )
+    return visible
+
+
+def _prepared(out: Path) -> bool:
+    """Whether an index says that the folder is ours: earlier versions wrote no plan."""
+    with suppress(ValueError, OSError):
+        return read_json(out / INDEX).get("format") == FORMAT
+    return False
+
+
+def _difference(before: Plan, plan: Plan) -> str:
+    """What is in a folder, in a few words, and how it differs."""
+    if not before:
+        return "prepared by an earlier version"
+    there, wanted = (
+        list(dict.fromkeys(part["source"] for part in each["sources"])) for each in (before, plan)
+    )
+    words = f"of {', '.join(there[:3])}" + (f" and {len(there) - 3} more" if len(there) > 3 else "")
+    if there != wanted:
+        return words
+    if before.get("field") != plan["field"]:
+        return f"{words}, with --field {before.get('field')}"
+    if any(before.get(name) != plan[name] for name in ("tokenizer", "end")):
+        return f"{words}, with another tokenizer"
+    pairs = zip(before["sources"], plan["sources"], strict=False)
+    changed = next((old["source"] for old, new in pairs if old != new), there[-1])
+    return f"{words}, before {changed} changed"
 
 
 def _tokenizer(path: str | Path | None) -> Tokenizer:
@@ -122,7 +228,7 @@ class _Job:
     number: int
     out: Path
     tokenizer: str | Path | None
-    field: str
+    settings: dict[str, Any]
     dtype: np.dtype[Any]
 
     def shards(self, room: Room) -> Iterator[Shard]:
@@ -161,30 +267,31 @@ class _Job:
 
     def _made_from(self, row: int) -> dict[str, Any]:
         """What a shard depends on."""
-        tokenizer = None if self.tokenizer is None else sha256(Path(self.tokenizer).read_bytes()).hexdigest()
-        first = {"row": row} if row else {}
-        return {**self.part.made_from(), "field": self.field, "tokenizer": tokenizer, **first}
+        return {**self.part.made_from(), **self.settings, **({"row": row} if row else {})}
 
     def _there(self, name: str, row: int) -> Shard | None:
-        note = self.out / f"{name}.json"
-        if not note.is_file():
+        """A shard that is complete. Without a note that fits, it is made again."""
+        try:
+            shard = read_json(self.out / f"{name}.json")
+        except (ValueError, FileNotFoundError):
             return None
-        shard = read_json(note)
-        valid = shard.get("from") == self._made_from(row) and shard_exists(self.out, shard, self.dtype)
-        return shard if valid else None
+        fits = shard.get("name") == name and shard.get("from") == self._made_from(row)
+        if not fits or not describes_shard(shard, self.dtype) or type(shard.get("rows")) is not int:
+            return None
+        return shard if shard_exists(self.out, shard, self.dtype) else None
 
     def _distrust(self, name: str) -> None:
         """Before a shard is changed: remove what marks it, or all of them, as complete."""
-        for path in (self.out / f"{name}.json", self.out / "tokens.json"):
+        for path in (self.out / f"{name}.json", self.out / INDEX):
             path.unlink(missing_ok=True)
 
     def _note(self, shard: Shard) -> Shard:
         """Written last: it marks the shard as complete."""
-        write_json(self.out / f"{shard['name']}.json", shard)
+        write_json(self.out / f"{shard['name']}.json", sealed(shard))
         return shard
 
     def _tokens(self, own: Tokenizer, row: int) -> Iterator[Iterator[list[int]] | None]:
-        for document in self.part.documents(self.field, row):
+        for document in self.part.documents(self.settings["field"], row):
             if _halt is not None and _halt.is_set():
                 raise _HaltedError
             yield None if document is None else own.stream(document)

@@ -1,19 +1,41 @@
-"""Tokens on disk, in pairs of files: the tokens of all documents, and where each document ends. Memory-mapped."""
+"""Tokens on disk, in pairs of files: the tokens of all documents, and where each document ends. Memory-mapped.
+
+`tokens.json` has the digests of all of it, so that no token is read that was not prepared. Its own digest names the
+corpus.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from remanence.core.files import read_json, replacing, write_json
+from remanence.core.files import DIGEST, read_json, replacing, sealed, write_json
 from remanence.core.tokens import Tokenizer, load_tokenizer
 
-FORMAT, SCHEMA = "remanence-tokens", 1
+FORMAT, SCHEMA = "remanence-tokens", 2
+"""Folders of schema 1 have no digests and are read without."""
+INDEX = "tokens.json"
+"""It is written last."""
+BLOCK = 1 << 20
+"""Bytes of a shard that share a digest, which is checked when the first of them is read."""
+DIGITS = 16
+"""Of a digest: damage cannot hit the same by chance."""
+NAME = "[0-9]{5,}(-[0-9]{5,})?"
+"""A shard: the number of its source and, of a stream, its own."""
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+"""What a tokenizer saves; the last only if documents have an end."""
+
+
+def digest(data: Any) -> str:
+    """Of bytes, or of an array's."""
+    return sha256(data).hexdigest()[:DIGITS]
 
 
 def dtype_for(vocabulary: int) -> np.dtype[Any]:
@@ -45,6 +67,45 @@ class Room(NamedTuple):
 NO_LIMIT = Room()
 
 
+class _Blocks:
+    """The digests of a file's blocks, while it is written."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+        self.open, self.size = sha256(), 0
+
+    def add(self, data: bytes) -> None:
+        while data:
+            part, data = data[: BLOCK - self.size], data[BLOCK - self.size :]
+            self.open.update(part)
+            self.size += len(part)
+            if self.size == BLOCK:
+                self.digests.append(self.open.hexdigest()[:DIGITS])
+                self.open, self.size = sha256(), 0
+
+    def all(self) -> list[str]:
+        return [*self.digests, self.open.hexdigest()[:DIGITS]] if self.size else self.digests
+
+
+def _cut_blocks(path: Path, blocks: list[str], size: int) -> list[str]:
+    """The digests of a file's first `size` bytes, given those of more. Only the block that is cut is read, and checked:
+    a new digest must not hide damage.
+    """
+    whole, inside = divmod(size, BLOCK)
+    if not inside:
+        return blocks[:whole]
+    with open(path, "rb") as file:
+        file.seek(whole * BLOCK)
+        block = file.read(BLOCK)
+    if digest(block) != blocks[whole]:
+        raise ValueError(_damaged(path))
+    return [*blocks[:whole], digest(block[:inside])]
+
+
+def _damaged(path: Path, how: str = "its content is not what was prepared") -> str:
+    return f"{path}: damaged: {how}; remove it and prepare the data again"
+
+
 def write_shard(
     folder: Path,
     name: str,
@@ -64,41 +125,49 @@ def write_shard(
     """
     tokens = written = rows = nulls = 0
     closing = [] if end is None else [end]
-    stopped = "end"
-    with (
-        replacing(folder / f"{name}.bin") as bin_path,
-        replacing(folder / f"{name}.ends") as ends_path,
-        open(bin_path, "wb") as bin_file,
-        open(ends_path, "wb") as ends_file,
-    ):
-        for document in documents:
-            rows += 1
-            if document is None:
-                nulls += 1
-                continue
-            size = 0
-            for piece in document:
-                size += len(piece)
-                if not room.holds(tokens + size + len(closing), written + 1):
-                    stopped = "room"
+    stopped, blocks, ends = "end", _Blocks(), sha256()
+    with replacing(folder / f"{name}.bin") as bin_path, replacing(folder / f"{name}.ends") as ends_path:
+        with open(bin_path, "wb") as bin_file, open(ends_path, "wb") as ends_file:
+
+            def write(piece: Sequence[int]) -> None:
+                data = np.asarray(piece, dtype).tobytes()
+                bin_file.write(data)
+                blocks.add(data)
+
+            for document in documents:
+                rows += 1
+                if document is None:
+                    nulls += 1
+                    continue
+                size = 0
+                for piece in document:
+                    size += len(piece)
+                    if not room.holds(tokens + size + len(closing), written + 1):
+                        stopped = "room"
+                        break
+                    write(piece)
+                if stopped == "room":
                     break
-                bin_file.write(np.asarray(piece, dtype).tobytes())
-            if stopped == "room":
-                bin_file.seek(tokens * dtype.itemsize)
-                bin_file.truncate()
-                break
-            if not size:
-                continue
-            bin_file.write(np.asarray(closing, dtype).tobytes())
-            tokens, written = tokens + size + len(closing), written + 1
-            ends_file.write(tokens.to_bytes(8, "little"))
-            if full is not None and tokens >= full:
-                stopped = "full"
-                break
+                if not size:
+                    continue
+                write(closing)
+                tokens, written = tokens + size + len(closing), written + 1
+                border = tokens.to_bytes(8, "little")
+                ends_file.write(border)
+                ends.update(border)
+                if full is not None and tokens >= full:
+                    stopped = "full"
+                    break
+        digests = blocks.all()
+        if stopped == "room":  # some of the document that had none is written already
+            digests = _cut_blocks(bin_path, digests, tokens * dtype.itemsize)
+            os.truncate(bin_path, tokens * dtype.itemsize)
     return {
         "name": name,
         "tokens": tokens,
         "documents": written,
+        "blocks": digests,
+        "ends": ends.hexdigest()[:DIGITS],
         "rows": rows,
         "nulls": nulls,
         "stopped": stopped,
@@ -107,18 +176,40 @@ def write_shard(
 
 def cut_shard(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any], room: Room) -> dict[str, Any]:
     """The same shard as if it had been written with this room, which is too small for it."""
-    name = shard["name"]
-    ends = np.fromfile(folder / f"{name}.ends", "<i8")[: room.documents]
+    bin_path, ends_path = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".ends"))
+    ends = np.fromfile(ends_path, "<i8")
+    if digest(ends) != shard["ends"]:
+        raise ValueError(_damaged(ends_path))
+    ends = ends[: room.documents]
     if room.tokens is not None:
         ends = ends[: np.searchsorted(ends, room.tokens, "right")]
     tokens = int(ends[-1]) if len(ends) else 0
-    for suffix, size in ((".bin", tokens * dtype.itemsize), (".ends", len(ends) * 8)):
-        with replacing(
-            folder / f"{name}{suffix}"
-        ) as temporary:  # a copy, as the old file may be open as a memory map
-            shutil.copyfile(folder / f"{name}{suffix}", temporary)
+    blocks = _cut_blocks(bin_path, shard["blocks"], tokens * dtype.itemsize)
+    for path, size in ((bin_path, tokens * dtype.itemsize), (ends_path, len(ends) * 8)):
+        with replacing(path) as temporary:  # a copy, as the old file may be open as a memory map
+            shutil.copyfile(path, temporary)
             os.truncate(temporary, size)
-    return {**shard, "tokens": tokens, "documents": len(ends), "stopped": "room"}
+    counts = {"tokens": tokens, "documents": len(ends), "stopped": "room"}
+    return {**shard, **counts, "blocks": blocks, "ends": digest(ends)}
+
+
+def describes_shard(shard: Any, dtype: np.dtype[Any], *, digests: bool = True) -> bool:
+    """Whether this can be the description of a shard; its files show whether it is true."""
+    if not isinstance(shard, dict):
+        return False
+    name, counts = shard.get("name"), [shard.get("tokens"), shard.get("documents")]
+    if not isinstance(name, str) or not re.fullmatch(NAME, name):
+        return False
+    if not all(type(count) is int and 0 <= count < 2**60 for count in counts):
+        return False
+    if not digests:
+        return True
+    blocks = shard.get("blocks")
+    return (
+        isinstance(blocks, list)
+        and len(blocks) == -(-shard["tokens"] * dtype.itemsize // BLOCK)
+        and all(isinstance(each, str) for each in (*blocks, shard.get("ends")))
+    )
 
 
 def shard_exists(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any]) -> bool:
@@ -129,58 +220,90 @@ def shard_exists(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any]) -> b
 
 
 def write_index(folder: Path, shards: list[dict[str, Any]], vocabulary: int) -> None:
-    header = {
+    """Written last: it says that the folder is whole, and of what."""
+    kept = ("name", "tokens", "documents", "blocks", "ends")
+    saved = [folder / name for name in TOKENIZER if (folder / name).is_file()]
+    index = {
         "format": FORMAT,
         "schema": SCHEMA,
         "vocabulary": vocabulary,
         "dtype": dtype_for(vocabulary).str,
+        "tokenizer": {path.name: digest(path.read_bytes()) for path in saved},
+        "shards": [{key: shard[key] for key in kept} for shard in shards],
     }
-    write_json(folder / "tokens.json", {**header, "shards": shards})
+    write_json(folder / INDEX, sealed(index))
 
 
 def _well_formed(index: dict[str, Any]) -> bool:
     """Whether an index has all its fields; the shards show whether they are true."""
-    vocabulary, shards = index.get("vocabulary"), index.get("shards")
-    if (
-        type(vocabulary) is not int
-        or index.get("dtype") != dtype_for(vocabulary).str
-        or not isinstance(shards, list)
-    ):
+    vocabulary, shards, digests = index.get("vocabulary"), index.get("shards"), index["schema"] > 1
+    if type(vocabulary) is not int or not 0 < vocabulary <= 2**32 or not isinstance(shards, list):
         return False
-    kinds = {"name": str, "tokens": int, "documents": int}
-    return all(
-        isinstance(shard, dict) and all(type(shard.get(key)) is kind for key, kind in kinds.items())
-        for shard in shards
-    )
+    dtype, saved = dtype_for(vocabulary), index.get("tokenizer", {})
+    if index.get("dtype") != dtype.str or not isinstance(saved, dict) or not set(saved) <= set(TOKENIZER):
+        return False
+    return all(describes_shard(shard, dtype, digests=digests) for shard in shards)
+
+
+class Shard:
+    """A shard's tokens, memory-mapped: ``shard[start:stop]``. Blocks are checked when they are first read.
+
+    Threads and forked processes may check a block twice, and never read one that was not checked.
+    """
+
+    def __init__(
+        self, path: Path, dtype: np.dtype[Any], blocks: Sequence[str] | None, vocabulary: int
+    ) -> None:
+        self.path, self.blocks, self.vocabulary = path, blocks, vocabulary
+        self.tokens = np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.empty(0, dtype)
+        self.size = BLOCK // dtype.itemsize
+        self.checked = np.zeros(-(-len(self.tokens) // self.size), bool)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        start, stop, _ = where.indices(len(self))
+        first, after = start // self.size, -(-stop // self.size)
+        if not self.checked[first:after].all():
+            for block in range(first, after):
+                self._check(block)
+        return self.tokens[where]
+
+    def _check(self, block: int) -> None:
+        if self.checked[block]:
+            return
+        tokens = self.tokens[block * self.size : (block + 1) * self.size]
+        if self.blocks is not None and digest(tokens) != self.blocks[block]:
+            raise ValueError(_damaged(self.path))
+        if (largest := int(tokens.max())) >= self.vocabulary:
+            raise ValueError(_damaged(self.path, f"expected tokens below {self.vocabulary}, got {largest}"))
+        self.checked[block] = True
 
 
 class Tokens:
-    """A prepared folder: ``len(tokens)`` documents, ``tokens[i]`` one of them, without reading the others."""
+    """A prepared folder: ``len(tokens)`` documents, ``tokens[i]`` one of them, without reading the others.
+
+    ``digest`` is the corpus's: other documents, tokens or tokenizers have another. None: a folder of schema 1.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        if not (self.folder / "tokens.json").is_file():
+        path = self.folder / INDEX
+        if not path.is_file():
             raise ValueError(f"data: expected a folder made by `remanence data prepare`, got {folder}")
-        path = self.folder / "tokens.json"
         index = read_json(path)
-        if index.get("format") != FORMAT or index.get("schema") != SCHEMA:
-            raise ValueError(f"{path}: expected {FORMAT} of schema {SCHEMA}, got {index.get('format')!r}")
+        format_, schema = index.get("format"), index.get("schema")
+        if format_ != FORMAT or type(schema) is not int or not 1 <= schema <= SCHEMA:
+            raise ValueError(
+                f"{path}: expected {FORMAT} of schema 1 to {SCHEMA}, got {format_!r} of {schema!r}"
+            )
         if not _well_formed(index):
             raise ValueError(f"{path}: damaged: it does not describe the shards; prepare the data again")
-        self.vocabulary, dtype = index["vocabulary"], np.dtype(index["dtype"])
-        self.shards: list[np.ndarray] = []
-        ends = []
-        for shard in index["shards"]:
-            name = shard["name"]
-            tokens, borders = self._map(f"{name}.bin", dtype), self._map(f"{name}.ends", "<i8")
-            fits = tokens.size == shard["tokens"] and borders.size == shard["documents"]
-            if fits and borders.size:
-                fits = borders[-1] == tokens.size and not (np.diff(borders, prepend=0) < 0).any()
-            if not fits:
-                path = self.folder / f"{name}.bin"
-                raise ValueError(f"{path}: damaged: its size does not fit the index; prepare it again")
-            self.shards.append(tokens)
-            ends.append(np.asarray(borders))
+        self.digest: str | None = sealed(index)[DIGEST] if schema > 1 else None
+        self.vocabulary, self._tokenizer = index["vocabulary"], index.get("tokenizer", {})
+        opened = [self._open(shard, np.dtype(index["dtype"])) for shard in index["shards"]]
+        self.shards, ends = [shard for shard, _ in opened], [borders for _, borders in opened]
         self.shard = np.repeat(np.arange(len(ends)), [len(borders) for borders in ends])
         self.end = np.concatenate([*ends, np.empty(0, np.int64)])
         self.start = np.concatenate(
@@ -193,18 +316,48 @@ class Tokens:
         if not self.lengths.sum():
             raise ValueError(f"data: expected at least one token in {folder}, got an empty corpus")
 
-    def _map(self, name: str, dtype: Any) -> np.ndarray:
-        path = self.folder / name
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file; prepare the data again")
-        return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+    def _open(self, shard: dict[str, Any], dtype: np.dtype[Any]) -> tuple[Shard, np.ndarray]:
+        """A shard, and where its documents end."""
+        bin_path, ends_path = (self.folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".ends"))
+        for path in (bin_path, ends_path):
+            if not path.is_file():
+                raise ValueError(f"{path}: no such file; prepare the data again")
+        if not shard_exists(self.folder, shard, dtype):
+            raise ValueError(_damaged(bin_path, "its size does not fit the index"))
+        ends = np.fromfile(ends_path, "<i8")
+        if self.digest is not None and digest(ends) != shard["ends"]:
+            raise ValueError(_damaged(ends_path))
+        inside = ends[-1] == shard["tokens"] if len(ends) else not shard["tokens"]
+        if not inside or (ends[1:] < ends[:-1]).any() or (ends < 0).any():
+            raise ValueError(_damaged(ends_path, "expected the ends of documents, in order"))
+        blocks = None if self.digest is None else shard["blocks"]
+        return Shard(bin_path, dtype, blocks, self.vocabulary), ends
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, document: int) -> np.ndarray:
-        return self.shards[self.shard[document]][self.start[document] : self.end[document]]
+        return self.piece(document, 0, int(self.lengths[document]))
+
+    def piece(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Some tokens of a document, or those that it has of them; the others are not read."""
+        first, end = int(self.start[document]), int(self.end[document])
+        return self.shards[self.shard[document]][min(first + start, end) : min(first + stop, end)]
+
+    def verify(self, done: Callable[[int, int], None] | None = None) -> None:
+        """Read and check all of it. `done(tokens, all)` is called now and then."""
+        read, total = 0, int(self.lengths.sum())
+        for shard in self.shards:
+            for start in range(0, len(shard), shard.size):
+                read += len(shard[start : start + shard.size])
+                if done:
+                    done(read, total)
+        _ = self.tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:
+        for name, wanted in self._tokenizer.items():
+            path = self.folder / name
+            if not path.is_file() or digest(path.read_bytes()) != wanted:
+                raise ValueError(f"{path}: damaged: it is not what was prepared; prepare the data again")
         return load_tokenizer(self.folder)

@@ -75,7 +75,7 @@ def test_an_interrupted_preparation_goes_on(corpus, tmp_path, monkeypatch):
     assert len(calls) == 3 + 3, "two were done already"
     assert read_all(Tokens(out)) == sorted(TEXTS)
     (corpus / "a.txt").write_text("changed")
-    prepare([corpus], out)
+    prepare([corpus], out, overwrite=True)
     assert len(calls) == 7 and "changed" in read_all(Tokens(out)), "only what changed is done again"
     (out / "00001.bin").unlink()
     prepare([corpus], out)
@@ -131,7 +131,7 @@ def test_zstandard(tmp_path):
     assert prepare([tmp_path / "z.jsonl.zst"], tmp_path / "lines")["documents"] == 40_003, "of both frames"
     (tmp_path / "z.jsonl.zst").write_bytes(b"".join(lines)[:-3])
     with pytest.raises(ValueError, match=r"z\.jsonl\.zst: damaged \(it ends in the middle\)"):
-        prepare([tmp_path / "z.jsonl.zst"], tmp_path / "lines")
+        prepare([tmp_path / "z.jsonl.zst"], tmp_path / "cut")
 
 
 def test_invalid_utf8_is_read_as_bytes(tmp_path):
