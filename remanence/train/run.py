@@ -43,7 +43,7 @@ from remanence.train.graphed import Graphs
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
 from remanence.train.signals import received_signals
-from remanence.train.sources import SOURCES, Source, corpus, model_folder, tokenizer_of
+from remanence.train.sources import SOURCES, Source, check_corpus, corpus, model_folder, tokenizer_of
 
 PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
 """A text on which two tokenizers that differ will probably differ."""
@@ -228,6 +228,7 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         if not resume:
             write_json(self.out / "config.json", self.config.to_dict())
+        check_corpus(self.source, self.out)
         if (tokenizer := tokenizer_of(self.source)) is not None:
             (self.out / "tokenizer").mkdir(exist_ok=True)
             tokenizer.save(self.out / "tokenizer")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from remanence.core.choices import check_choice
+from remanence.core.files import read_json, sealed, write_json
 from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.texts import Texts
@@ -39,6 +40,23 @@ def corpus(source: Source, steps: int = 64, piece: int = 2**24) -> Iterator[torc
     else:
         for step in range(steps):
             yield source.step(step).tokens
+
+
+def check_corpus(source: Source, run: Path) -> None:
+    """Note in a run's folder, before its first step, which corpus it reads; later, refuse another one.
+
+    Nothing is noted of generated tasks, and of data that has no digest. Without a note, the corpus of now is the run's.
+    """
+    note = run / "data.json"
+    found = source.data.digest if isinstance(source, Packed | Documents) else None
+    begun = read_json(note).get("corpus") if note.is_file() else found
+    if begun != found:
+        raise ValueError(
+            f"data: expected the corpus that the run began with (digest {begun}), got another ({found}); prepare "
+            f"that one again, or remove {note} to go on with this one"
+        )
+    if found is not None and not note.is_file():
+        write_json(note, sealed({"corpus": found}))
 
 
 def _shards(config: TrainConfig) -> Tokens:
