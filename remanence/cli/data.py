@@ -22,7 +22,8 @@ class Data:
     action: tyro.conf.Positional[Literal["prepare", "verify"]]
     """What to do: prepare sources, or verify that every token in prepared folders is as it was written."""
     sources: tyro.conf.Positional[tuple[str, ...]]
-    """Files and folders (also .xz .gz .bz2 .zst), and hf:NAME[@REVISION][:CONFIG[:SPLIT]], streamed (extra `data`)."""
+    """Files and folders (also .xz .gz .bz2 .zst), and hf:NAME[@REVISION][:CONFIG[:SPLIT]], streamed (extra `data`).
+    To verify: prepared folders."""
     out: Path | None = None
     """Folder for the shards."""
     tokenizer: Path | None = None
