@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from math import gcd, isfinite
+from math import gcd, isqrt, nextafter
 from typing import Any, Literal, TypeVar
 
-from remanence.core.choices import check_choice
+from remanence.core.choices import check_choice, shown
 from remanence.core.vocabulary import BYTES
 
 Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
@@ -15,6 +15,12 @@ Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
 Mode = Literal["on", "off", "frozen", "fresh"]
 MODES: tuple[Mode, ...] = ("on", "off", "frozen", "fresh")
 """What a model does with its memories: read and written; absent; read, never written; begun anew at every segment."""
+
+MOST = 2**31 - 1
+"""Of any size: products of two of them are still whole numbers to torch."""
+ABOVE_0 = nextafter(0.0, 1.0)
+LARGE = 1e15
+"""Of numbers that are no sizes: whole ones are exact as floats, and torch computes with their powers and quotients."""
 
 
 def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
@@ -43,13 +49,28 @@ def change(config: Config, given: Mapping[str, Any]) -> Config:
 
 
 def _whole(least: int, **fields: object) -> None:
+    """Refuse what is no size. Fields come from files, too, where they may be anything that JSON can say."""
     for name, value in fields.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}: expected a whole number of at least {least}, got {shown(value)}")
+        if value > MOST:
+            raise ValueError(f"{name}: expected a whole number of at most {MOST:,}, got {shown(value)}")
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+def _whole_or_none(least: int, **fields: object) -> None:
+    _whole(least, **{name: value for name, value in fields.items() if value is not None})
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    """Whether it is a number from low to high; NaN and infinity never are."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _names(**fields: object) -> None:
+    """Refuse what is no name. Which ones there are, only those know who look them up: anyone may add to them."""
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name}: expected a name, got {shown(value)}")
 
 
 PAPER: dict[str, Any] = {"rule": "titans", "chunk": 16, "forget_bias": -10.0}
@@ -106,24 +127,28 @@ class MemoryConfig:
         for name, value in (DEEP if self.net == "deep" else PAPER).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        _whole(1, dim=self.dim, heads=self.heads, head_dim=self.head_dim, chunk=self.chunk, depth=self.depth)
+        _whole(1, dim=self.dim, chunk=self.chunk)
+        _whole_or_none(1, heads=self.heads, head_dim=self.head_dim, depth=self.depth)
         _whole(0, conv=self.conv)
+        _names(net=self.net, rule=self.rule)
         if self.heads is not None and self.head_dim is None and self.dim % self.heads:
             raise ValueError(
                 f"heads: expected a divisor of dim={self.dim}, got {self.heads} (or give head_dim too)"
             )
         if self.anchor not in (None, "chunk", "token"):
-            raise ValueError(f"anchor: expected 'chunk', 'token' or None, got {self.anchor!r}")
+            raise ValueError(f"anchor: expected 'chunk', 'token' or None, got {shown(self.anchor)}")
         if self.activation not in (None, "gelu", "silu"):
-            raise ValueError(f"activation: expected 'gelu', 'silu' or None, got {self.activation!r}")
-        if self.bias not in (None, True, False):
-            raise ValueError(f"bias: expected True, False or None, got {self.bias!r}")
-        if self.expansion is not None and not (_number(self.expansion) and self.expansion > 0):
-            raise ValueError(f"expansion: expected a number above 0, got {self.expansion!r}")
+            raise ValueError(f"activation: expected 'gelu', 'silu' or None, got {shown(self.activation)}")
+        if self.bias is not None and not isinstance(self.bias, bool):
+            raise ValueError(f"bias: expected True, False or None, got {shown(self.bias)}")
+        if self.expansion is not None and not _is_number(self.expansion, ABOVE_0, MOST):
+            raise ValueError(
+                f"expansion: expected a number above 0 and at most {MOST:,}, got {shown(self.expansion)}"
+            )
         for name in ("step_bias", "momentum_bias", "forget_bias"):
             value = getattr(self, name)
-            if not (_number(value) or (name == "step_bias" and value is None)):
-                raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)!r}")
+            if not (_is_number(value, -LARGE, LARGE) or (name == "step_bias" and value is None)):
+                raise ValueError(f"{name}: expected a finite number, got {shown(value)}")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -132,7 +157,8 @@ class MemoryConfig:
             return self.heads, self.head_dim or self.dim // self.heads
         if self.head_dim is not None:
             return max(1, self.dim // self.head_dim), self.head_dim
-        divisors = [heads for heads in range(1, self.dim + 1) if self.dim % heads == 0]
+        few = [heads for heads in range(1, isqrt(self.dim) + 1) if self.dim % heads == 0]
+        divisors = [*few, *[self.dim // heads for heads in reversed(few)]]
         wanted = 128 if self.net == "deep" else 64
         heads = min(divisors, key=lambda heads: abs(self.dim // heads - wanted))
         return heads, self.dim // heads
@@ -182,14 +208,15 @@ class KnnConfig:
             raise ValueError(f"knn.k: expected at most the store's size of {self.size}, got {self.k}")
         check_choice("knn.fuse", self.fuse, ("gate", "joint"))
         check_choice("knn.evict", self.evict, ("oldest", "importance"))
-        if not _number(self.fraction) or not 0 < self.fraction <= 1:
-            raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {self.fraction!r}")
-        if self.half_life is not None and not (_number(self.half_life) and self.half_life > 0):
+        _names(**{"knn.search": self.search, "knn.write": self.write})
+        if not _is_number(self.fraction, ABOVE_0, 1):
+            raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {shown(self.fraction)}")
+        if self.half_life is not None and not _is_number(self.half_life, ABOVE_0, LARGE):
             raise ValueError(
-                f"knn.half_life: expected a number of tokens above 0, or None, got {self.half_life!r}"
+                f"knn.half_life: expected a number of tokens above 0, or None, got {shown(self.half_life)}"
             )
         if not isinstance(self.shared, bool):
-            raise ValueError(f"knn.shared: expected True or False, got {self.shared!r}")
+            raise ValueError(f"knn.shared: expected True or False, got {shown(self.shared)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +254,8 @@ class ModelConfig:
     knn: KnnConfig = KnnConfig()
 
     def __post_init__(self) -> None:
-        _whole(1, vocabulary=self.vocabulary, dim=self.dim, depth=self.depth, heads=self.heads, ffn=self.ffn)
+        _whole(1, vocabulary=self.vocabulary, dim=self.dim, depth=self.depth, heads=self.heads)
+        _whole_or_none(1, ffn=self.ffn)
         _whole(1, window=self.window, segment=self.segment)
         _whole(0, persistent=self.persistent)
         if self.dim % self.heads or self.dim // self.heads % 2:
@@ -240,12 +268,14 @@ class ModelConfig:
             or not all(isinstance(x, str) for x in self.pattern)
         ):
             raise ValueError(
-                f"pattern: expected names of blocks, as ('mac',) or ('lmm', 'window'), got {self.pattern!r}"
+                f"pattern: expected names of blocks, as ('mac',) or ('lmm', 'window'), got {shown(self.pattern)}"
             )
-        if not _number(self.rotary) or self.rotary <= 0:
-            raise ValueError(f"rotary: expected a base above 0, got {self.rotary!r}")
+        if not _is_number(self.rotary, ABOVE_0, LARGE):
+            raise ValueError(
+                f"rotary: expected a base above 0 and at most {LARGE:.0e}, got {shown(self.rotary)}"
+            )
         if not isinstance(self.tie, bool):
-            raise ValueError(f"tie: expected True or False, got {self.tie!r}")
+            raise ValueError(f"tie: expected True or False, got {shown(self.tie)}")
         memory = {} if self.memory is None else self.memory
         if isinstance(memory, Mapping):
             own = {"dim": self.dim, **memory}

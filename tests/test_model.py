@@ -383,7 +383,10 @@ class TestBadInput:
             ),
             ({"tie": 1}, "tie: expected True or False, got 1"),
             ({"memory": {"step_bias": "a"}}, "step_bias: expected a finite number, got 'a'"),
-            ({"memory": {"expansion": "x"}}, "expansion: expected a number above 0, got 'x'"),
+            (
+                {"memory": {"expansion": "x"}},
+                "expansion: expected a number above 0 and at most 2,147,483,647, got 'x'",
+            ),
             ({"memory": {"bias": "yes"}}, "bias: expected True, False or None, got 'yes'"),
             ({"memory": {"activation": "tanh"}}, "activation: expected 'gelu', 'silu' or None, got 'tanh'"),
         ],

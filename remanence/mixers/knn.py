@@ -341,6 +341,7 @@ class Knn(Mixer):
 
 def near(mask: Tensor, reach: int) -> Tensor:
     """Marked tokens, and those at most so far from one in the same segment."""
+    reach = min(reach, mask.shape[1])
     if not reach:
         return mask
     return F.max_pool1d(mask.float().unsqueeze(1), 2 * reach + 1, 1, reach).squeeze(1) > 0
