@@ -1,8 +1,11 @@
 """Small models of every variant, for the tests of everything that takes a model."""
 
+import json
+
 import torch
 
 from remanence import Model, ModelConfig
+from remanence.core.tokens import JsonTokenizer, byte_level_json
 from remanence.mixers import BLOCKS
 
 VARIANTS = {name: (name,) for name in BLOCKS} | {
@@ -58,3 +61,12 @@ def model(variant="mac", dtype=torch.float64, **fields):
 
 def tokens(batch=2, count=29, vocabulary=11):
     return torch.randint(vocabulary, (batch, count))
+
+
+def pairs_tokenizer(path):
+    """A tokenizer.json of bytes and one pair of them, 258 tokens; the last one ends a text."""
+    data = byte_level_json()
+    data["model"]["vocab"]["me"], data["added_tokens"][0]["id"] = 256, 257
+    data["model"]["merges"] = [["m", "e"]]
+    path.write_text(json.dumps(data))
+    return JsonTokenizer(path, "<|end|>")

@@ -21,6 +21,9 @@ try:
 except ImportError:  # Windows: folders can be neither locked nor flushed, and leftovers stay
     fcntl = None  # type: ignore[assignment]
 
+LARGEST = 64 * 2**20
+"""Bytes of a JSON file in a model's folder at most. Tokenizers of 256K tokens have half as many."""
+
 DIGEST = "digest"
 """The entry of a JSON object, or of a safetensors file's metadata, that holds the digest of everything else."""
 
@@ -182,7 +185,10 @@ def file_digest(path: Path) -> str:
 
 def canonical(data: Any) -> bytes:
     """JSON data as bytes that do not depend on the order of its keys."""
-    return json.dumps(data, sort_keys=True).encode()
+    try:
+        return json.dumps(data, sort_keys=True).encode()
+    except RecursionError:
+        raise ValueError("expected plain data, got lists inside lists without end") from None
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,8 +216,10 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A file's object, without its digest, which is checked."""
+def read_json(path: Path, most: int | None = None) -> dict[str, Any]:
+    """A file's object, without its digest, which is checked; of a file with more than `most` bytes nothing is read."""
+    if most is not None and path.stat().st_size > most:
+        raise ValueError(f"{path}: expected at most {most:,} bytes, got {path.stat().st_size:,}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from remanence.core.files import read_json, replacing, write_json
+from remanence.core.choices import LONGEST, shown
+from remanence.core.files import LARGEST, canonical, read_json, replacing, write_json
 from remanence.core.vocabulary import BYTES
 
 PIECE = 1 << 16
@@ -62,7 +66,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         write_json(folder / "tokenizer.json", byte_level_json())
-        _write_settings(folder, END, self.end)
+        _write_settings(folder, byte_level_json(), END, self.end)
 
 
 class _ByteDecoder:
@@ -126,21 +130,31 @@ class JsonTokenizer:
             raise ValueError(
                 f"{path}: reading it needs the extra 'hf'; pip install 'remanence[hf]'"
             ) from None
-        try:
+        self.path = path
+        with _one_line(path, "not a tokenizer.json"):
             self.text = path.read_text(encoding="utf-8")
             self.inner = Inner.from_str(self.text)
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path}: not a tokenizer.json ({error})") from None
-        self.vocabulary = self.inner.get_vocab_size()
+            self.inner.no_padding()
+            self.inner.no_truncation()  # a text is as long as it is
+            # Not their number: a model needs a place for each token, and there may be gaps.
+            self.vocabulary = max(self.inner.get_vocab().values(), default=-1) + 1
+            self.end = None if end is None else self.inner.token_to_id(end)
+        if not self.vocabulary:
+            raise ValueError(f"{path}: expected a tokenizer with tokens, got one without")
+        if end is not None and self.end is None:
+            raise ValueError(
+                f"{path}: expected a token for the end of a text (eos_token) {shown(end)}, got none"
+            )
         self.end_text = end
-        self.end = self.inner.token_to_id(end) if end else None
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        return self.inner.encode(text, add_special_tokens=False).ids
+        with _one_line(self.path, "cannot encode a text"):
+            return self.inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.inner.decode(list(tokens))
+        with _one_line(self.path, "cannot decode tokens"):
+            return self.inner.decode(list(tokens))
 
     def decoder(self) -> Decoder:
         return _JsonDecoder(self)
@@ -163,7 +177,7 @@ class JsonTokenizer:
     def save(self, folder: Path) -> None:
         with replacing(folder / "tokenizer.json") as temporary:
             temporary.write_text(self.text, encoding="utf-8")
-        _write_settings(folder, self.end_text, self.end)
+        _write_settings(folder, json.loads(self.text), self.end_text, self.end)
 
 
 class _JsonDecoder:
@@ -172,28 +186,58 @@ class _JsonDecoder:
     def __init__(self, tokenizer: JsonTokenizer) -> None:
         from tokenizers.decoders import DecodeStream
 
-        self.inner, self.stream = tokenizer.inner, DecodeStream(skip_special_tokens=True)
+        self.tokenizer, self.stream = tokenizer, DecodeStream(skip_special_tokens=True)
         self.pending: list[int] = []
 
     def push(self, token: int) -> str:
-        text = self.stream.step(self.inner, token) or ""
+        with _one_line(self.tokenizer.path, "cannot decode tokens"):
+            text = self.stream.step(self.tokenizer.inner, token) or ""
         self.pending = [] if text else [*self.pending, token]
         return text
 
     def finish(self) -> str:
-        return self.inner.decode(self.pending)
+        return self.tokenizer.decode(self.pending)
 
 
-def _write_settings(folder: Path, end: str | None, number: int | None) -> None:
+@contextmanager
+def _one_line(path: Path, what: str) -> Iterator[None]:
+    """The library's errors, which are plain Exceptions or, where it panics, not even those, as one line."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path}: {what} ({first[:LONGEST]})") from None
+
+
+SETTINGS = "tokenizer_config.json"
+DIGEST = "remanence_digest"
+"""The entry of ``tokenizer_config.json`` with the digest of its other entries and of ``tokenizer.json``, whose own
+format takes no entries of ours.
+"""
+
+THEIRS = "model_max_length"
+"""An entry that transformers writes into every ``tokenizer_config.json``, and we into none. It keeps our digest, and
+writes a ``tokenizer.json`` of its own beside it: so the digest does not count there.
+"""
+
+
+def _digest(settings: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in settings.items() if name != DIGEST}
+    return hashlib.sha256(canonical([rest, tokenizer])).hexdigest()[:32]
+
+
+def _write_settings(folder: Path, tokenizer: Mapping[str, Any], end: str | None, number: int | None) -> None:
     """What Hugging Face wants to know beside the tokens: padding stands at the left, and where a text ends."""
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
     }
-    write_json(
-        folder / "tokenizer_config.json", settings | ({"eos_token": end, "pad_token": end} if end else {})
-    )
+    if end is not None:
+        settings |= {"eos_token": end, "pad_token": end}
+    write_json(folder / SETTINGS, settings | {DIGEST: _digest(settings, tokenizer)})
     if number is not None:
         write_json(folder / "generation_config.json", {"eos_token_id": number, "pad_token_id": number})
 
@@ -201,18 +245,37 @@ def _write_settings(folder: Path, end: str | None, number: int | None) -> None:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer in a model's folder; bytes if there is none."""
     path = Path(folder) / "tokenizer.json"
-    return read_tokenizer(path) if path.is_file() else ByteTokenizer()
+    if path.is_file():
+        return read_tokenizer(path)
+    if DIGEST in _settings(path):
+        raise ValueError(f"{path}: no such file, but a {SETTINGS} that was written with it")
+    return ByteTokenizer()
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """A ``tokenizer.json``, with the end of a text that a ``tokenizer_config.json`` beside it names."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    if read_json(path) == byte_level_json():
+    tokenizer, settings = read_json(path, LARGEST), _settings(path)
+    if DIGEST in settings and THEIRS not in settings and settings[DIGEST] != _digest(settings, tokenizer):
+        raise ValueError(
+            f"{path}: damaged, or changed by hand, or its {SETTINGS} is: their digest does not fit; "
+            f"remove the entry {DIGEST!r} there to accept them"
+        )
+    if tokenizer == byte_level_json():
         return ByteTokenizer()
-    settings = path.with_name("tokenizer_config.json")
-    end = read_json(settings).get("eos_token") if settings.is_file() else None
-    return JsonTokenizer(path, end["content"] if isinstance(end, dict) else end)
+    end = settings.get("eos_token")
+    text = end.get("content") if isinstance(end, dict) else end
+    if not isinstance(text, str) and end is not None:
+        where = path.with_name(SETTINGS)
+        raise ValueError(f"{where}: eos_token: expected a text, or null for none, got {shown(end)}")
+    return JsonTokenizer(path, text)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """What stands in the ``tokenizer_config.json`` beside a ``tokenizer.json``, if there is one."""
+    settings = path.with_name(SETTINGS)
+    return read_json(settings, LARGEST) if settings.is_file() else {}
 
 
 def pair_tokens(tokenizer: Tokenizer, context: str, end: str) -> tuple[list[int], list[int]]:
