@@ -1,18 +1,31 @@
-"""The folder a model is saved in: ``config.json`` and ``model.safetensors``, as Hugging Face has them."""
+"""The folder a model is saved in: ``config.json`` and ``model.safetensors``, as Hugging Face has them.
+
+A folder may come from anyone. All of it is judged before anything is built or read: the configuration by itself, then
+against what the headers of the weights' files say, so that nothing in it costs more than the weights themselves.
+"""
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from remanence.config import ModelConfig
-from remanence.core.files import read_json, write_json
+from remanence.core.choices import shown
+from remanence.core.device import memory_of
+from remanence.core.files import LARGEST, read_json, sealed, unsealed, write_json
 from remanence.core.migrations import current_name
-from remanence.core.tensors import aligned, read_tensors, write_tensors
+from remanence.core.tensors import Entry, aligned, read_header, read_tensors, write_tensors
 from remanence.model import Model
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes that weights may have."""
+
+LEAST = 2**24
+"""Numbers that a matrix may have in any case. A configuration also has fields that its blocks do not use."""
 
 
 def save_model(model: Model, folder: str | Path) -> None:
@@ -33,51 +46,159 @@ def load_model(
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: expected a folder with config.json and model.safetensors, got {folder}")
-    with torch.device("meta"):
-        model = Model(read_config(folder))
-    found = {current_name(name.removeprefix("model.")): tensor for name, tensor in _weights(folder).items()}
+    config, found = read_config(folder), _found(folder)
+    _check_sizes(folder, config, found)
+    model = _outline(folder, config)
+    _check_tensors(folder, model, found, dtype)
+    _check_memory(folder, model, found, device, dtype)
+    tensors = {
+        _name(name): aligned(tensor.to(device, dtype or tensor.dtype))
+        for path in sorted({weight.path for weight in found.values()})
+        for name, tensor in read_tensors(path, mapped=0).tensors.items()
+    }
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+class Weight(NamedTuple):
+    """A tensor that a folder has: its file, and what the file's header says of it."""
+
+    path: Path
+    entry: Entry
+
+
+def _found(folder: Path) -> dict[str, Weight]:
+    """All tensors of a folder by their present names, in one file or, as Hugging Face saves large models, in several
+    with an index. Only the headers are read.
+    """
+    index = folder / "model.safetensors.index.json"
+    places = _places(index) if index.is_file() else None
+    parts = ["model.safetensors"] if places is None else sorted(set(places.values()))
+    found: dict[str, Weight] = {}
+    for path in (folder / part for part in parts):
+        for stored, entry in read_header(path).entries.items():
+            name = _name(stored)
+            if name in found:
+                raise ValueError(
+                    f"{path}: a second tensor {shown(name)}, beside that of {found[name].path.name}"
+                )
+            if places is not None and places.get(stored) != path.name:
+                raise ValueError(f"{index}: expected {shown(stored)} in {path.name}, where it is")
+            found[name] = Weight(path, entry)
+    for stored, part in (places or {}).items():
+        if _name(stored) not in found:
+            raise ValueError(f"{index}: expected tensors that are there, got {shown(stored)}, not in {part}")
+    return found
+
+
+def _places(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index names it: a file beside the index."""
+    places = read_json(index, LARGEST).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index}: expected a weight_map from tensors to files, got {shown(places)}")
+    for name in places.values():
+        plain = isinstance(name, str) and name.isprintable() and len(name) < 256
+        if not plain or name != Path(name).name or "\\" in name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index}: expected names of .safetensors files beside it, got {shown(name)}")
+    return places
+
+
+def _name(stored: str) -> str:
+    return current_name(stored.removeprefix("model."))
+
+
+def _check_sizes(folder: Path, config: ModelConfig, found: dict[str, Weight]) -> None:
+    """Refuse sizes that cannot be those of the weights, before there is a module for each layer. Each size is a side of
+    some matrix, and no matrix has more numbers than all weights together.
+    """
+    path, memory = folder / "config.json", config.memory
+    if config.depth > len(found):
+        raise ValueError(
+            f"{path}: depth: expected at most as many layers as tensors ({len(found)}), got {config.depth}"
+        )
+    numbers = sum(prod(weight.entry.shape) for weight in found.values())
+    expanded = (memory.expansion or 1) * memory.shape[1]
+    matrices = {
+        "dim": config.dim**2,
+        "vocabulary": config.vocabulary * config.dim,
+        "ffn": config.hidden * config.dim,
+        "persistent": config.persistent * config.dim,
+        "memory.heads": memory.inner * config.dim,
+        "memory.conv": memory.conv * memory.inner,
+        "memory.expansion": expanded * memory.inner,
+    }
+    for name, size in matrices.items():
+        if size > max(numbers, LEAST):
+            raise ValueError(
+                f"{path}: {name}: expected a size that fits the {numbers:,} numbers of the weights, "
+                f"got one with {size:.3g}"
+            )
+
+
+def _outline(folder: Path, config: ModelConfig) -> Model:
+    """The model without numbers."""
+    try:
+        with torch.device("meta"):
+            return Model(config)
+    except (ValueError, RuntimeError) as error:  # torch's, if a product of sizes is more than it can count
+        raise ValueError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from None
+
+
+def _check_tensors(folder: Path, model: Model, found: dict[str, Weight], dtype: torch.dtype | None) -> None:
+    """Refuse weights that are not this model's."""
     wanted = dict(model.named_parameters())
     for name, parameter in wanted.items():
         if name not in found:
             raise ValueError(f"{folder / 'model.safetensors'}: expected a tensor {name!r}, which is missing")
-        if found[name].shape != parameter.shape:
-            got, expected = list(found[name].shape), list(parameter.shape)
-            raise ValueError(f"{folder / 'model.safetensors'}: {name}: expected shape {expected}, got {got}")
-        if not found[name].is_floating_point():
-            raise ValueError(
-                f"{folder / 'model.safetensors'}: {name}: expected real numbers, got {found[name].dtype}"
-            )
+        path, entry = found[name]
+        if entry.shape != parameter.shape:
+            expected, got = list(parameter.shape), shown(list(entry.shape))
+            raise ValueError(f"{path}: {name}: expected shape {expected}, got {got}")
+        if entry.dtype not in FLOATS:
+            raise ValueError(f"{path}: {name}: expected {', '.join(FLOATS)}, got {entry.dtype}")
     for name in found:
         if name not in wanted:
             raise ValueError(
-                f"{folder / 'model.safetensors'}: a tensor {name!r} that a model of this configuration has not"
+                f"{found[name].path}: a tensor {shown(name)} that a model of this configuration has not"
             )
-    model = model.to_empty(device="cpu")
-    found = {name: aligned(tensor.to(device, dtype or tensor.dtype)) for name, tensor in found.items()}
-    model.load_state_dict(found, strict=False, assign=True)
-    return model.to(device=device, dtype=dtype)
+    first = found["embed.weight"].entry.dtype
+    for owner, module in model.named_modules():
+        if isinstance(module, nn.Linear) and dtype is None:  # all else takes what comes, as norms in float32
+            path, entry = found[f"{owner}.weight"]
+            if entry.dtype != first:
+                raise ValueError(
+                    f"{path}: {owner}.weight: expected {first}, as the embedding, got {entry.dtype}; "
+                    "load it in one dtype: Model.load(folder, dtype=torch.float32)"
+                )
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, in one file or, as Hugging Face saves large models, in several with an index; left in
-    the files, so that a large model need not lie in memory twice on its way to another dtype or device.
+def _check_memory(
+    folder: Path,
+    model: Model,
+    found: dict[str, Weight],
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> None:
+    """Refuse a model that cannot run here: its weights, and a document's state before and after a call. What the state
+    holds, windows and stores, no weight tells.
     """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return read_tensors(folder / "model.safetensors", mapped=0).tensors
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise ValueError(f"{index}: expected a weight_map from tensors to files, got {type(places).__name__}")
-    names = {Path(name).name for name in places.values()}
-    return {
-        name: tensor
-        for part in sorted(names)
-        for name, tensor in read_tensors(folder / part, mapped=0).tensors.items()
-    }
+    config, room = model.config, memory_of(device)
+    kept = dtype or getattr(torch, found["embed.weight"].entry.dtype)
+    weights = sum(prod(weight.entry.shape) for weight in found.values()) * kept.itemsize
+    with torch.device("meta"):
+        state = model.to(kept).start(1).nbytes
+    if weights + 2 * state > room:
+        sizes = {"window": config.window, "segment": config.segment}
+        sizes |= {"memory.chunk": config.memory.chunk, "knn.size": config.knn.size}
+        largest = max(sizes, key=sizes.__getitem__)
+        raise ValueError(
+            f"{folder / 'config.json'}: expected a model for the {room:,.0f} bytes of memory that {device} has, got "
+            f"{weights:,} of weights and {state:,} of state ({largest}: {sizes[largest]:,})"
+        )
 
 
 def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """``config.json``: a Hugging Face configuration whose ``remanence`` entry is ours."""
+    """``config.json``: a Hugging Face configuration whose ``remanence`` entry is ours, with a digest."""
     return {
         "architectures": ["RemanenceForCausalLM"],
         "model_type": "remanence",
@@ -87,14 +208,20 @@ def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.heads,
         "tie_word_embeddings": config.tie,
-        "remanence": config.to_dict(),
+        "remanence": sealed(config.to_dict()),
     }
 
 
 def read_config(folder: Path) -> ModelConfig:
-    data = read_json(folder / "config.json")
-    if data.get("model_type") != "remanence" or not isinstance(data.get("remanence"), dict):
-        raise ValueError(
-            f"{folder / 'config.json'}: expected model_type 'remanence', got {data.get('model_type')!r}"
-        )
-    return ModelConfig.from_dict(data["remanence"])
+    path = folder / "config.json"
+    data = read_json(path, LARGEST)
+    kind, own = data.get("model_type"), data.get("remanence")
+    if kind != "remanence":
+        raise ValueError(f"{path}: expected model_type 'remanence', got {shown(kind)}")
+    if not isinstance(own, dict):
+        raise ValueError(f"{path}: remanence: expected the model's fields, got {shown(own)}")
+    fields = unsealed(path, own)
+    try:
+        return ModelConfig.from_dict(fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

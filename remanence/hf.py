@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from remanence.config import ModelConfig, preset
+from remanence.core.files import unsealed
 from remanence.core.migrations import TENSORS
 from remanence.core.tensors import aligned
 from remanence.folder import describe
@@ -39,7 +40,8 @@ class RemanenceConfig(PreTrainedConfig):
     """``RemanenceConfig(preset("tiny", "mag"))``: a `ModelConfig` in transformers' clothes.
 
     The entry ``remanence`` is what counts; the names beside it that transformers looks for (``vocab_size``, ...) follow
-    from it.
+    from it. Its digest, where it has one, is checked here and not kept: what transformers writes has none, as the entry
+    may be changed in between.
     """
 
     model_type = "remanence"
@@ -50,7 +52,10 @@ class RemanenceConfig(PreTrainedConfig):
     def __init__(self, remanence: ModelConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if remanence is None:
             remanence = preset("tiny")
-        native = remanence if isinstance(remanence, ModelConfig) else ModelConfig.from_dict(remanence)
+        if isinstance(remanence, ModelConfig):
+            native = remanence
+        else:
+            native = ModelConfig.from_dict(unsealed("remanence", remanence))
         super().__init__(**{**_names(native), **kwargs})
         self.remanence = native.to_dict()
 

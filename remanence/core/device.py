@@ -1,4 +1,4 @@
-"""Which device to run on, by name."""
+"""Which device to run on, by name, and how much it holds."""
 
 from __future__ import annotations
 
@@ -31,3 +31,11 @@ def machine_memory() -> float:
     if not hasattr(os, "sysconf"):
         return inf
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def memory_of(device: torch.device | str) -> float:
+    """Bytes of memory that a device has in all; infinite where that cannot be known."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return machine_memory() if device.type in ("cpu", "mps") else inf
