@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from remanence import MemoryConfig, Model, Session
 from remanence.core.files import LARGEST, read_json, write_json
+from remanence.evaluate.run import _trained
+from remanence.evaluate.subject import Subject
 
 TEXT = "a memory"
 TOKENS = torch.tensor([[1, 2, 3, 4]], device="cpu")
@@ -305,7 +307,7 @@ def test_other_dtypes_are_refused_by_name(folder, tmp_path, dtype):
         tmp_path / "a",
         lambda found: found | {"model.embed.weight": found["model.embed.weight"].to(dtype)},
     )
-    name = {torch.float8_e4m3fn: "F8_E4M3"}.get(dtype, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
     with pytest.raises(
         ValueError, match=f"embed.weight: expected float16, bfloat16, float32, float64, got {name}"
     ):
@@ -479,6 +481,16 @@ def test_what_transformers_writes_is_read(folder, tmp_path):
     (broken / "config.json").write_text(text.replace("10000.0", "90000.0"))
     with pytest.raises(ValueError, match=r"remanence: damaged, or changed by hand"):
         RemanenceForCausalLM.from_pretrained(broken)
+
+
+def test_what_training_wrote_is_used_only_if_it_can_be(folder, tmp_path):
+    to = copied(folder, tmp_path / "a")
+    for odd in ({}, {"tokens": "many", "data": []}, {"tokens": None, "data": {"a": 1}}):
+        write_json(to / "trained.json", odd)
+        assert _trained(Subject.load(to, torch.device("cpu")))["training_tokens"] is None
+    (to / "trained.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"trained.json: expected a JSON object, got list"):
+        _trained(Subject.load(to, torch.device("cpu")))
 
 
 def test_commands_refuse_in_one_line(folder, tmp_path, command):
