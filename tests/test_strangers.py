@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from damage import damaged
 from models import config, pairs_tokenizer
 from safetensors.torch import load_file, save_file
 
@@ -103,29 +104,6 @@ def outcome(folder):
     assert time.process_time() - begun < SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < GIGABYTE
     return came
-
-
-def damaged(choose, data, others):
-    """Bytes with one kind of damage; None: the file is gone."""
-    kind = choose.choice(["flip", "truncate", "extend", "delete", "swap", "zero", "insert", "another"])
-    at = choose.randrange(max(1, len(data)))
-    if kind == "flip":
-        return data[:at] + bytes([data[at] ^ 1 << choose.randrange(8)]) + data[at + 1 :]
-    if kind == "truncate":
-        return data[:at]
-    if kind == "extend":
-        return data + choose.randbytes(choose.randrange(1, 100))
-    if kind == "swap":
-        other = choose.randrange(len(data))
-        low, high = sorted((at, other))
-        return (
-            data[:low] + data[high : high + 1] + data[low + 1 : high] + data[low : low + 1] + data[high + 1 :]
-        )
-    if kind == "zero":
-        return data[:at] + bytes(len(data[at : at + 16])) + data[at + 16 :]
-    if kind == "insert":
-        return data[:at] + choose.choice([b"9", b"-", b"0", b'"', b"e9", b" ", b"\xff", b"["]) + data[at:]
-    return choose.choice(others) if kind == "another" else None
 
 
 def places(data, path=()):
