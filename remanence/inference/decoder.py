@@ -16,7 +16,7 @@ from remanence.backbone import State
 from remanence.config import Mode
 from remanence.core.graphs import capture
 from remanence.layers.decoding import StepContext
-from remanence.mixers import Mixer, Text
+from remanence.mixers import Text
 from remanence.model import Model
 
 
@@ -34,7 +34,8 @@ class Decoder:
     """``logits = Decoder(model, state).step(tokens)``, token after token; ``.state`` says where it stands.
 
     `memory` is the mode for all of its steps, the model's own unless given. `graph` says whether a step is captured as
-    a CUDA graph: by default on CUDA. The weights must stay where they are; persistent tokens are read once.
+    a CUDA graph: by default on CUDA, if the steps of all layers can be. The weights must stay where they are;
+    persistent tokens are read once.
     """
 
     def __init__(
@@ -47,12 +48,10 @@ class Decoder:
         self.device = model.embed.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False for a model on {self.device.type}, got True")
-        # What decodes by its own forward may decide on the host.
-        plain = [mixer for mixer in model.mixers if type(mixer).decoder is Mixer.decoder]
-        fixed = all(mixer.uncapturable(True) is None for mixer in plain)
-        self.captures = (self.device.type == "cuda" and fixed) if graph is None else graph
         self._check(state)
         self._begin(state)
+        fixed = all(decoder.captured for decoder in self.decoders)
+        self.captures = (self.device.type == "cuda" and fixed) if graph is None else graph
 
     def _check(self, state: State) -> None:
         if not isinstance(state, State):
@@ -113,8 +112,11 @@ class Decoder:
             for block, decoder in zip(self.model.blocks, self.decoders, strict=True):
                 x = x + decoder.step(block.norm_mixer(x), now)
                 x = x + block.ffn(block.norm_ffn(x))
+            hidden = self.model.backbone.norm(x)
+            for decoder in self.decoders:
+                decoder.finish(hidden, now)
             self.position += self.active
-            return self.model.logits(self.model.backbone.norm(x))[:, 0]
+            return self.model.logits(hidden)[:, 0]
 
     def _capture(self) -> None:
         """Everything is run before it is captured, for what is loaded or compiled on first use; with no row active, so

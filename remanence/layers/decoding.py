@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.layers.attention import Attention, AttentionState, Heads, SegmentAttention, SegmentState
+from remanence.layers.attention import Attention, AttentionState, SegmentAttention, SegmentState
+from remanence.layers.softmax import masked_softmax
 from remanence.ops import decode
 
 LEAST = 256
@@ -32,12 +32,6 @@ class StepContext(NamedTuple):
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
-
-
-def attend(layer: Heads, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """One query ``[r 1 h e]`` over ``[r keys h e]`` where the mask ``[r keys]`` is true."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return layer.out(F.scaled_dot_product_attention(q, k, v, mask[:, None, None]).transpose(1, 2))
 
 
 def make_buffers(prefix: tuple[Tensor, Tensor], rows: int, count: int) -> tuple[Tensor, Tensor]:
@@ -78,6 +72,14 @@ class WindowDecoder:
         return torch.cat([seen.new_ones(len(seen), self.lead), seen], 1)
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
+        return self.layer.out(self.attend(x, now)[0])
+
+    def attend(
+        self, x: Tensor, now: StepContext, *, lse: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`step` up to where heads are joined, and the token's query and key, not rotated, and value ``[r 1 h e]``.
+        With `lse`, the log-sum-exp stands behind the output.
+        """
         layer, shape = self.layer, (self.size, self.lead, self.layer.window)
         q, (k, v) = layer.queries(x), layer.pairs(x)
         turn = now.once(
@@ -87,7 +89,7 @@ class WindowDecoder:
         mask = now.once("mask", *shape, make=lambda: self._mask(now.position))
         decode.put(self.k, slot, turn(k)[:, 0], now.active)
         decode.put(self.v, slot, v[:, 0], now.active)
-        return attend(layer, turn(q), self.k, self.v, mask)
+        return masked_softmax(turn(q), self.k, self.v, mask.unsqueeze(1), lse=lse), q, k, v
 
     def state(self, position: Tensor) -> AttentionState:
         full = self.layer.window is None
@@ -128,7 +130,7 @@ class SegmentDecoder:
             k, v = (torch.zeros_like(q),) * 2 if source is None else layer.pairs(source)
             decode.put(self.k, first + place, turn(k)[:, 0], now.active)
             decode.put(self.v, first + place, v[:, 0], now.active)
-        return attend(layer, turn(q), self.k, self.v, mask)
+        return layer.out(masked_softmax(turn(q), self.k, self.v, mask.unsqueeze(1)))
 
     def state(self, position: Tensor) -> SegmentState:
         place = position % self.size

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from remanence.config import Mode, ModelConfig
 from remanence.layers.attention import Attention, AttentionState
-from remanence.layers.decoding import WindowDecoder
-from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerOutput
+from remanence.layers.decoding import StepContext, WindowDecoder
+from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerDecoder, MixerOutput
 
 
 def sliding_window(config: ModelConfig) -> Attention:
@@ -58,11 +58,13 @@ class AttentionMixer(Mixer):
         return ACTIVATIONS["window" if self.attention.window else "attention"] * dim
 
 
-class AttentionDecoder:
+class AttentionDecoder(MixerDecoder):
     def __init__(self, attention: Attention, state: AttentionState) -> None:
         self.window = WindowDecoder(attention, state)
-        self.room, self.step, self.state = self.window.room, self.window.step, self.window.state
+        self.room = self.window.room
 
-    @property
-    def diverged(self) -> None:
-        return None
+    def step(self, x: Tensor, now: StepContext) -> Tensor:
+        return self.window.step(x, now)
+
+    def state(self, position: Tensor) -> AttentionState:
+        return self.window.state(position)

@@ -8,7 +8,7 @@ it overrides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -106,18 +106,27 @@ class Context(NamedTuple):
     keep: bool = True
 
 
-class MixerDecoder(Protocol):
+class MixerDecoder:
     """A mixer's state in fixed buffers, which a token ``[r 1 d]`` of each row changes in place."""
 
-    room: int | None
+    room: int | None = None
     """Tokens that the buffers still have room for; None: any number."""
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor: ...
+    captured: bool = True
+    """Whether a step can be captured as a CUDA graph: fixed shapes, and nothing decided on the host."""
 
-    def state(self, position: Tensor) -> Any: ...
+    def step(self, x: Tensor, now: StepContext) -> Tensor:
+        raise NotImplementedError
+
+    def finish(self, hidden: Tensor, now: StepContext) -> None:
+        """Called after all layers have read the token, with the last one's output ``[r 1 d]``, normalised."""
+
+    def state(self, position: Tensor) -> Any:
+        raise NotImplementedError
 
     @property
-    def diverged(self) -> Tensor | None: ...
+    def diverged(self) -> Tensor | None:
+        return None
 
 
 class Mixer(nn.Module):
@@ -227,13 +236,12 @@ layer to three, at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast, on
 """
 
 
-class ForwardDecoder:
+class ForwardDecoder(MixerDecoder):
     """Any mixer's `forward` as a decoder: one token at a time, the state in fixed buffers."""
-
-    room: int | None = None
 
     def __init__(self, mixer: Mixer, state: Any, mode: Mode) -> None:
         self.mixer, self.mode = mixer, mode
+        self.captured = mixer.uncapturable(True) is None
         self.buffers: TensorTuple = state.detach().map(torch.clone)
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:

@@ -22,11 +22,13 @@ from remanence.config import Mode, ModelConfig
 from remanence.core.choices import check_choice
 from remanence.core.state import TensorTuple
 from remanence.layers.attention import Attended, AttentionState
+from remanence.layers.decoding import StepContext, WindowDecoder
 from remanence.memory.policies import POLICIES, Tokens, keep
 from remanence.memory.search import SEARCHES, attend, combine, unit
 from remanence.memory.store import Store, StoreState
 from remanence.mixers.attention import keys_seen, sliding_window
-from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerOutput
+from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerDecoder, MixerOutput, Shared, Text
+from remanence.ops import decode
 from remanence.ops.layout import from_rows, pick, to_rows
 
 SCALE = 10.0
@@ -168,7 +170,7 @@ class Knn(Mixer):
             # short documents then need no more memory, nor time to search it, than their tokens.
             state = self._start(x.shape[0] if offsets is None else len(offsets) - 1, self.store.resized(0))
         local = self.attention.attend(x, None if fresh else state.attention, offsets, lse=self.gate is None)
-        worth = ctx.shared.once("worth", lambda: self._worth(x, ctx))
+        worth = ctx.shared.once("worth", lambda: self.worth(x, ctx))
         if mode not in ("on", "fresh"):
             worth = torch.full_like(worth, -torch.inf)
         columns = SegmentColumns(
@@ -188,7 +190,7 @@ class Knn(Mixer):
         return MixerOutput(y, KnnState(local.state, *left, state.last, store))
 
     @torch.no_grad()
-    def _worth(self, x: Tensor, ctx: Context) -> Tensor:
+    def worth(self, x: Tensor, ctx: Context) -> Tensor:
         """What each token is worth to a store ``[b t]``, as far as it is known before it is read."""
         write, text = self.config.write, ctx.text
         if write not in ("rare", "random"):
@@ -234,14 +236,7 @@ class Knn(Mixer):
         )
         counts = counts if ctx.offsets is None else counts.diff()
         predicted = torch.cat([state.last.unsqueeze(1).to(out.dtype), out[:, :-1]], 1)
-        logits = ctx.text.logits(predicted).float()
-        surprise = F.cross_entropy(logits.flatten(0, 1), rows.flatten().long(), reduction="none").view_as(
-            rows
-        )
-        # What was expected of a document's first token.
-        nothing = torch.full_like(surprise[:, 0], log(logits.shape[-1]))
-        first = torch.where(ctx.position == 0, nothing, surprise[:, 0])
-        surprise = torch.cat([first.unsqueeze(-1), surprise[:, 1:]], 1)
+        surprise = unexpected(ctx.text, predicted, rows, ctx.position)
         last = (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, out.shape[-1])
         newest = torch.where(
             (counts > 0).unsqueeze(-1), out.gather(1, last).squeeze(1), state.last.to(out.dtype)
@@ -250,8 +245,11 @@ class Knn(Mixer):
         index = (ctx.position % self.window).unsqueeze(-1) + column
         return index.where(column < counts.unsqueeze(-1), self.window), surprise, newest
 
+    def decoder(self, state: KnnState, mode: Mode) -> KnnDecoder:
+        return KnnDecoder(self, state, mode)
+
     def undecodable(self, mode: Mode) -> str | None:
-        return "Knn is a block without a decoder"
+        return None  # though it may have a stride: what a store is to hold of a token is known when the next one comes
 
     def flops(self, length: int) -> float:
         # Scores of the whole store, values of what was found, and no way back through either.
@@ -277,24 +275,24 @@ class Knn(Mixer):
         """Segment by segment: what the one before left is written, then the store is asked. The local attention, joined
         by what was found, and the store; its tensors may be written to if they are `ours`.
         """
-        near, near_lse = (local.y, None) if self.gate is not None else (local.y[..., :-1], local.y[..., -1])
         # Room for all that can be written; and a slot, if an empty one, so that gate and temperature get gradients.
         slots = max(1, state.store.size + (columns.segments - 1) * self.window)
         store = state.store.widened(min(self.store.size, slots))
         ours = ours or store is not state.store
         if (store if lent is None else lent).size == 0:
-            return near, store
+            return self.joined(local.y, None), store
         q = columns.queries(unit(local.q))
         base = state.attention.position - state.opened
-        scale = self.log_scale.exp()
         found, lengths = [], []
         for part in columns.parts:
+            begin = base.unsqueeze(-1) + part.segment * self.window
             if part.ended is not None and lent is None:
-                store = self._write(store, columns, part.segment - 1, base, k, v, worth, part.ended, ours)
+                before = slice((part.segment - 1) * self.window, part.segment * self.window)
+                segment = (k[:, before], v[:, before], worth[:, before], begin - self.window)
+                store = self.write(store, *segment, part.ended, ours)
                 ours = True
             if mode == "off":
                 continue
-            begin = base.unsqueeze(-1) + part.segment * self.window
             column = torch.arange(part.first, part.last, device=base.device)
             live = columns.live(column)
             if mode == "fresh":  # no entries from before the segment of the model's that this one begins in
@@ -302,41 +300,119 @@ class Knn(Mixer):
                 store = store._replace(position=store.position.masked_fill(old, -1))
             here = store if lent is None else lent
             limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
-            asked = q[:, part.first : part.last]
-            k_best = min(self.config.k, here.size)
-            met = attend(asked, self.search(asked.detach(), here, k_best, limit), here, scale)
+            met = self.ask(q[:, part.first : part.last], here, limit)
             # What autograd holds must not be written to: of what `dense` has read, it holds the store itself.
             ours = ours and not (torch.is_grad_enabled() and self.config.search == "dense")
             found.append(torch.cat([met[0].to(met[1].dtype), met[1].unsqueeze(-1)], -1))
             lengths.append((part.first, part.last))
         if not found:
-            return near, store
+            return self.joined(local.y, None), store
         far = columns.back(found, lengths)
-        return combine(near, near_lse, far[..., :-1].to(near.dtype), far[..., -1], self.gate), store
+        return self.joined(local.y, (far[..., :-1], far[..., -1])), store
 
-    def _write(
-        self,
-        store: StoreState,
-        columns: SegmentColumns,
-        index: int,
-        base: Tensor,
-        k: Tensor,
-        v: Tensor,
-        worth: Tensor,
-        rows: Tensor,
-        ours: bool,
+    def write(
+        self, store: StoreState, k: Tensor, v: Tensor, worth: Tensor, begin: Tensor, rows: Tensor, ours: bool
     ) -> StoreState:
-        """A whole segment's best into the store, of the rows that have come to its end."""
-        c, here = self.config, slice(index * self.window, (index + 1) * self.window)
-        score = worth[:, here]
-        mask = score > -torch.inf
+        """The best of a whole segment ``[r w ...]``, which begins at ``[r 1]``, into the store, in the rows that have
+        come to its end. The store's tensors may be written to if they are `ours`.
+        """
+        c = self.config
+        mask = worth > -torch.inf
         if c.write != "all":
-            mask = mask & near(keep(score, c.fraction, self.window), c.neighbours)
-        place = base.unsqueeze(-1) + torch.arange(here.start, here.stop, device=base.device)
-        importance = None if c.write == "all" else score.masked_fill(~mask, 0.0)
+            mask = mask & near(keep(worth, c.fraction, self.window), c.neighbours)
+        place = begin + torch.arange(self.window, device=begin.device)
+        importance = None if c.write == "all" else worth.masked_fill(~mask, 0.0)
         return self.store.resized(store.size).add(
-            store, k[:, here], v[:, here], place, importance, mask & rows.unsqueeze(-1), reuse=ours
+            store, k, v, place, importance, mask & rows.unsqueeze(-1), reuse=ours
         )
+
+    def ask(self, q: Tensor, store: StoreState, limit: Tensor) -> tuple[Tensor, Tensor]:
+        """What unit queries find in a store, and its log-sum-exp."""
+        found = self.search(q.detach(), store, min(self.config.k, store.size), limit)
+        return attend(q, found, store, self.log_scale.exp())
+
+    def joined(self, y: Tensor, met: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The window's attention, with its log-sum-exp behind it if there is no gate, and what the store was found to
+        say.
+        """
+        near, near_lse = (y, None) if self.gate is not None else (y[..., :-1], y[..., -1])
+        if met is None:
+            return near
+        return combine(near, near_lse, met[0].to(near.dtype), met[1], self.gate)
+
+
+class KnnDecoder(MixerDecoder):
+    """A kNN layer, one token at a time: the window, the open segment and the store are written in place."""
+
+    captured = (
+        False  # no graph of it has been compared with its steps; on a CPU, it asks whether a segment ended
+    )
+
+    def __init__(self, mixer: Knn, state: KnnState, mode: Mode) -> None:
+        self.mixer, self.mode, self.size = mixer, mode, mixer.window
+        self.window = WindowDecoder(mixer.attention, state.attention)
+        own = state.detach().clone()
+        self.k, self.v, self.worth, self.last, self.store = own.k, own.v, own.worth, own.last, own.store
+
+    def step(self, x: Tensor, now: StepContext) -> Tensor:
+        mixer = self.mixer
+        self._end_segment(now)
+        y, q, k, v = self.window.attend(x, now, lse=mixer.gate is None)
+        worth = now.once("worth", make=lambda: self._worth(x, now))
+        slot = now.once("open slot", self.size, make=lambda: now.position % self.size)
+        for buffer, new in ((self.k, unit(k)[:, 0]), (self.v, v[:, 0]), (self.worth, worth)):
+            decode.put(buffer, slot, new, now.active)
+        if mixer.lends:
+            now.shared["store"] = self.store
+        store = now.shared["store"] if mixer.borrows else self.store
+        met = None
+        if store.size and self.mode != "off":
+            met = mixer.ask(unit(q), store, (now.position - self.size).unsqueeze(-1))
+        return mixer.attention.out(mixer.joined(y, met).to(v.dtype))
+
+    def _end_segment(self, now: StepContext) -> None:
+        """Write the open segment of the rows whose next one begins."""
+        if not self.store.size:
+            return
+        ended = now.active & (now.position > 0) & (now.position % self.size == 0)
+        # On a GPU to ask would be to wait for it.
+        if not ended.is_cuda and not bool(ended.any()):
+            return
+        begin = (now.position - self.size).unsqueeze(-1)
+        store = self.mixer.write(self.store, self.k, self.v, self.worth, begin, ended, ours=True)
+        for buffer, new in zip(self.store, store, strict=True):
+            if new is not buffer:
+                buffer.copy_(new)
+
+    def _worth(self, x: Tensor, now: StepContext) -> Tensor:
+        """What the token is worth to a store ``[r]``."""
+        if self.mode != "on":
+            return torch.full_like(self.worth[:, 0], -torch.inf)
+        if self.mixer.hidden:
+            return unexpected(now.text, self.last.unsqueeze(1), now.text.tokens, now.position)[:, 0]
+        return self.mixer.worth(x, Context(now.position, None, self.mode, now.text, Shared()))[:, 0]
+
+    def finish(self, hidden: Tensor, now: StepContext) -> None:
+        if self.mixer.hidden:
+            decode.keep((self.last,), (hidden[:, 0].to(self.last.dtype),), now.active)
+
+    def state(self, position: Tensor) -> KnnState:
+        held = torch.arange(self.size, device=position.device) < opened(position, self.size).unsqueeze(-1)
+        k, v = (torch.where(held[..., None, None], x, 0.0) for x in (self.k, self.v))
+        attention, worth = self.window.state(position), torch.where(held, self.worth, 0.0)
+        return KnnState(attention, k, v, worth, self.last.clone(), self.store.clone())
+
+
+def unexpected(text: Text, predicted: Tensor, tokens: Tensor, position: Tensor) -> Tensor:
+    """How little a model expected tokens ``[r t]``: -log p by what the outputs before them ``[r t d]`` predicted. Of a
+    document's first token nothing is expected.
+    """
+    logits = text.logits(predicted).float()
+    surprise = F.cross_entropy(logits.flatten(0, 1), tokens.flatten().long(), reduction="none")
+    surprise = surprise.view_as(tokens)
+    nothing = torch.full_like(surprise[:, 0], log(logits.shape[-1]))
+    first = torch.where(position == 0, nothing, surprise[:, 0])
+    return torch.cat([first.unsqueeze(-1), surprise[:, 1:]], 1)
 
 
 def near(mask: Tensor, reach: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from remanence.config import Mode, ModelConfig
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemoryState
-from remanence.mixers.base import ACTIVATIONS, Context, MixerOutput
+from remanence.mixers.base import ACTIVATIONS, Context, MixerDecoder, MixerOutput
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 
 # A matrix for a memory, and gates that start half open: a single linear layer does not run away.
@@ -54,9 +54,7 @@ def ttt(config: ModelConfig) -> LMM:
     )
 
 
-class LMMDecoder:
-    room: int | None = None
-
+class LMMDecoder(MixerDecoder):
     def __init__(self, mixer: LMM, state: NeuralMemoryState, mode: Mode) -> None:
         self.memory = MemoryDecoder(mixer.memory, state, mode)
 

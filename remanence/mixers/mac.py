@@ -27,7 +27,7 @@ from remanence.layers import RMSNorm
 from remanence.layers.attention import SegmentAttention, SegmentState
 from remanence.layers.decoding import SegmentDecoder, StepContext
 from remanence.memory.neural import NeuralMemoryState
-from remanence.mixers.base import ACTIVATIONS, Context, MemoryTrace, MixerOutput
+from remanence.mixers.base import ACTIVATIONS, Context, MemoryTrace, MixerDecoder, MixerOutput
 from remanence.mixers.lmm import memory_bytes
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.mixers.window_and_memory import Join
@@ -225,10 +225,8 @@ class MAC(MemoryMixer):
         return memory_bytes(ACTIVATIONS["mac"], self.memory) * dim
 
 
-class MACDecoder:
+class MACDecoder(MixerDecoder):
     """MAC, one token at a time."""
-
-    room: int | None = None
 
     def __init__(self, mixer: MAC, state: MACState, mode: Mode) -> None:
         self.mixer = mixer

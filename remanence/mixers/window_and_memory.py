@@ -15,6 +15,7 @@ from remanence.layers.attention import AttentionState
 from remanence.layers.decoding import WindowDecoder
 from remanence.memory.neural import NeuralMemoryState
 from remanence.mixers.attention import keys_seen, sliding_window
+from remanence.mixers.base import MixerDecoder
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.ops.triton import layer
 
@@ -56,7 +57,7 @@ class WindowAndMemory(MemoryMixer):
         return super().flops(length) + 12.0 * self.dim * seen
 
 
-class WindowAndMemoryDecoder:
+class WindowAndMemoryDecoder(MixerDecoder):
     """Both parts' decoders."""
 
     def __init__(self, mixer: WindowAndMemory, state: WindowAndMemoryState, mode: Mode) -> None:
