@@ -20,7 +20,8 @@ from remanence.evaluate.subject import Subject
 
 TEXT = "a memory"
 TOKENS = torch.tensor([[1, 2, 3, 4]], device="cpu")
-SECONDS, GIGABYTE = 2, 2**20  # as the system counts, in units of 1,024 bytes
+SECONDS, GIGABYTE = 30, 2**20
+"""What for ever is, and a size as the system counts it, in units of 1,024 bytes."""
 
 ODD = [
     None,

@@ -161,6 +161,11 @@ def load(
     return progress, _carried(path, model, world)
 
 
+def read_progress(path: Path) -> Progress:
+    """Where the run stood."""
+    return _progress(path)[0]
+
+
 def saved_config(path: Path) -> dict[str, Any] | None:
     """The config that a checkpoint was written under, as plain data; older ones do not tell."""
     return _progress(path)[1].get("config")

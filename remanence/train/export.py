@@ -67,8 +67,7 @@ def _trained(folder: Path, config: TrainConfig) -> dict[str, Any]:
     """What a finished model or a checkpoint has been trained on so far."""
     if (folder / TRAINED).is_file():
         return read_json(folder / TRAINED)
-    progress = read_json(folder / "progress.json")
-    return {"tokens": progress["tokens"], "steps": progress["step"], "data": config.data.kind}
+    return trained_on(checkpoint.read_progress(folder), config)
 
 
 def _carried(run: Path, config: TrainConfig, row: int) -> State:
