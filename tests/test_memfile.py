@@ -439,9 +439,7 @@ class TestModelFolders:
             with pytest.raises(ValueError, match=message):
                 Model.load(tmp_path)
         save_file({**whole, name: whole[name].to(torch.int64)}, path)
-        with pytest.raises(
-            ValueError, match=r"blocks\.0\.ffn\.up\.weight: expected real numbers, got torch\.int64"
-        ):
+        with pytest.raises(ValueError, match=r"blocks\.0\.ffn\.up\.weight: expected float16, .*, got int64"):
             Model.load(tmp_path)
         path.write_bytes(b"")
         with pytest.raises(ValueError, match=r"model\.safetensors: damaged"):

@@ -114,7 +114,7 @@ def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _stacked(x: Tensor, weight: Tensor) -> Tensor:
     """Tokens ``[b*t d]`` for a plain weight, ``[n b*t d]`` for several layers'."""
-    return x.flatten(0, -2) if weight.dim() == 2 else x.reshape(len(weight), -1, x.shape[-1])
+    return x.reshape(*weight.shape[:-2], -1, x.shape[-1])
 
 
 def shared(weight: Tensor, plain: int, x: Tensor) -> Tensor:

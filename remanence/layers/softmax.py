@@ -129,9 +129,8 @@ def flexible_attention(
         score = _from(
             prefix[0].shape[0], (prefix[0].shape[0] + cached - position).clamp(min=prefix[0].shape[0])
         )
-    return _flex((*q.shape, cached, score is None), q.device)(
-        q.transpose(1, 2), keys, values, mask, score
-    ).transpose(1, 2)
+    built = (*q.shape, q.dtype, cached, window, prefix[0].shape[0], score is None)
+    return _flex(built, q.device)(q.transpose(1, 2), keys, values, mask, score).transpose(1, 2)
 
 
 def _from(prefix: int, first: Tensor) -> Callable[..., Tensor]:
