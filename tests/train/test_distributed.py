@@ -190,12 +190,12 @@ def test_what_two_processes_see_refuse_and_export(tmp_path):
     )
     last = checkpoints(tmp_path / "run" / "checkpoints")[-1]
     part = next((last / "parts").iterdir())
-    part.write_bytes(part.read_bytes()[:100])
-    with pytest.raises(
-        ValueError,
-        match=r"00000004: .*; the checkpoint cannot be taken up, remove that folder to go on from 00000002",
-    ):
-        fit(None, tmp_path / "run", resume=True)
+    whole = part.read_bytes()
+    for damaged in (whole[:100], whole[:-1] + bytes([whole[-1] ^ 1])):
+        part.write_bytes(damaged)
+        message = "parts: altered or damaged: .*, remove that folder to go on from 00000002"
+        with pytest.raises(ValueError, match=message):
+            fit(None, tmp_path / "run", resume=True)
 
 
 def test_torchrun_and_the_command_line(tmp_path):
