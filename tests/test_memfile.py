@@ -4,6 +4,7 @@ loaded.
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from math import prod
 
 import pytest
 import torch
+from damage import damaged
 from models import VARIANTS, model
 from safetensors.torch import load_file, save_file
 
@@ -157,16 +159,22 @@ class TestDamage:
             with pytest.raises(ValueError, match=r"a\.mem: (damaged, or not a safetensors file|altered)"):
                 Session(subject.model).load(path)
 
-    def test_every_altered_byte(self, tmp_path):
+    @pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
+    def test_any_damage(self, tmp_path, count):
+        """Also the memory of another model in its place."""
         subject, path = saved(tmp_path, "lmm")
-        whole = path.read_bytes()
-        chance = torch.Generator().manual_seed(0)
-        places = [0, 9, 20, len(whole) - 1, *torch.randint(len(whole), (120,), generator=chance).tolist()]
-        for place in places:
-            changed = bytearray(whole)
-            changed[place] ^= 1 << (place % 8)
-            path.write_bytes(changed)
-            with pytest.raises(ValueError, match=r"a\.mem: "):
+        whole, other = path.read_bytes(), session("mac")
+        other.read(TEXT)
+        other.save(path)
+        others = [path.read_bytes()]
+        for seed in range(count):
+            changed = damaged(random.Random(seed), whole, others)
+            if changed == whole:
+                continue
+            path.unlink(missing_ok=True)
+            if changed is not None:
+                path.write_bytes(changed)
+            with pytest.raises(ValueError, match=r"^[^\n]*a\.mem: [^\n]*$"):
                 Session(subject.model).load(path)
 
     @pytest.mark.parametrize(
