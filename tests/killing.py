@@ -235,6 +235,7 @@ def setup(folder: Path) -> None:
     from remanence.core.tokens import ByteTokenizer
     from remanence.data import prepare as prepared
 
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "a.txt").write_text("It was the best of times, it was the worst of times. " * 30)
     (folder / "b.txt").write_text("Call me Ishmael. Some years ago, never mind how long. " * 20)

@@ -105,6 +105,9 @@ def test_a_sealed_object_is_read_back_or_refused(tmp_path):
     path.write_text(text.replace("100", "900"))
     with pytest.raises(ValueError, match=r"a\.json: damaged, or changed by hand"):
         read_json(path)
+    path.write_text(text.replace("digest", "aigest"))
+    with pytest.raises(ValueError, match=r"a\.json: damaged, or changed by hand"):
+        read_json(path)
     write_json(path, data)
     assert read_json(path) == data
     path.write_text('{"a": ' + "9" * 5000 + "}")

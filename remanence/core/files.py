@@ -26,6 +26,8 @@ LARGEST = 64 * 2**20
 
 DIGEST = "digest"
 """The entry of a JSON object, or of a safetensors file's metadata, that holds the digest of everything else."""
+KIND = "sha256:"
+"""What the digest of a JSON object begins with."""
 
 
 def flush(path: Path) -> None:
@@ -199,7 +201,9 @@ def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
 def unsealed(what: object, data: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON object without its digest, if it has one that fits; one without is taken as it is."""
     rest = {key: value for key, value in data.items() if key != DIGEST}
-    if DIGEST in data and data[DIGEST] != _digest(rest):
+    # Damage to the digest's own name must not pass for an object that never had one.
+    renamed = any(isinstance(value, str) and value.startswith(KIND) for value in rest.values())
+    if renamed or (DIGEST in data and data[DIGEST] != _digest(rest)):
         raise ValueError(
             f"{what}: damaged, or changed by hand: its digest does not fit; remove the entry {DIGEST!r} to accept it"
         )
@@ -207,7 +211,7 @@ def unsealed(what: object, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(data: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical(data)).hexdigest()[:32]
+    return KIND + hashlib.sha256(canonical(data)).hexdigest()[:32]
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from remanence.core.files import DIGEST, read_json, replacing, sealed, write_json
+from remanence.core.files import DIGEST, KIND, read_json, replacing, sealed, write_json
 from remanence.core.tokens import Tokenizer, load_tokenizer
 
 FORMAT, SCHEMA = "remanence-tokens", 2
@@ -300,7 +300,7 @@ class Tokens:
             )
         if not _well_formed(index):
             raise ValueError(f"{path}: damaged: it does not describe the shards; prepare the data again")
-        self.digest: str | None = sealed(index)[DIGEST] if schema > 1 else None
+        self.digest: str | None = sealed(index)[DIGEST].removeprefix(KIND) if schema > 1 else None
         self.vocabulary, self._tokenizer = index["vocabulary"], index.get("tokenizer", {})
         opened = [self._open(shard, np.dtype(index["dtype"])) for shard in index["shards"]]
         self.shards, ends = [shard for shard, _ in opened], [borders for _, borders in opened]
