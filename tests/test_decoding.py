@@ -270,7 +270,7 @@ def test_a_graph_is_its_steps(variant, dtype, tolerance):
         _, state = subject(tokens(3, 21, 64))
         given, before = state, state.clone()
         graph, eager = Decoder(subject, state), Decoder(subject, state, graph=False)
-        assert graph.captures == (variant not in STORES)
+        assert graph.captures
         for step in range(300):
             x, active = tokens(3, 1, 64), torch.rand(3) < 0.9
             logits, plain = graph.step(x[:, 0], active), eager.step(x[:, 0], active)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ LARGEST = 64 * 2**20
 
 DIGEST = "digest"
 """The entry of a JSON object, or of a safetensors file's metadata, that holds the digest of everything else."""
+LEFT = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
+"""The names of temporary folders."""
 KIND = "sha256:"
 """What the digest of a JSON object begins with."""
 
@@ -77,7 +80,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def _workshop(path: Path) -> Iterator[Path]:
     """A locked folder beside `path`, whose name no other can have; those that killed processes left are removed."""
-    remove_leftovers(path)
+    remove_leftovers(path.parent, path.name)
     folder, lock = path, None
     while lock is None:  # a folder may be taken for a leftover before it is locked
         folder = path.parent / f".{path.name}.{token_hex(8)}.tmp"
@@ -91,16 +94,17 @@ def _workshop(path: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def remove_leftovers(path: Path) -> None:
-    """Remove what killed processes have left of `path`; what another one is writing now is locked by it."""
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what killed processes have left in a folder (of the file `name`); what is being written now is locked."""
     if fcntl is None:
         return
-    for name in os.listdir(path.parent):
-        if name.startswith(f".{path.name}.") and name.endswith(".tmp"):
+    for left in os.listdir(folder):
+        found = LEFT.fullmatch(left)
+        if found is not None and name in (None, found[1]):
             with suppress(OSError):
-                lock = _lock(path.parent / name)
+                lock = _lock(folder / left)
                 if lock is not None:
-                    shutil.rmtree(path.parent / name, ignore_errors=True)
+                    shutil.rmtree(folder / left, ignore_errors=True)
                     os.close(lock)
 
 

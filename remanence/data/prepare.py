@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import threading
 import time
 from collections import deque
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from remanence.core.files import locked, read_json, sealed, write_json
+from remanence.core.files import locked, read_json, remove_leftovers, sealed, write_json
 from remanence.core.tokens import ByteTokenizer, Tokenizer, read_tokenizer
 from remanence.data import streams
 from remanence.data.shards import (
@@ -176,10 +175,8 @@ def _own_files(out: Path) -> list[str]:
 
     Files by anyone else are refused, and never touched; hidden ones (of a desktop, of a network's disk) may stay.
     """
+    remove_leftovers(out)
     names = sorted(path.name for path in out.iterdir())
-    for name in names:
-        if re.fullmatch(rf"\.({OWN})\.[0-9a-f]+\.tmp", name):
-            shutil.rmtree(out / name, ignore_errors=True)
     visible = [name for name in names if not name.startswith(".")]
     ours = (out / PLAN).is_file() or _prepared(out)  # else a tokenizer.json may be anyone's
     strangers = [name for name in visible if not ours or not re.fullmatch(OWN, name)]

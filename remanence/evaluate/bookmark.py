@@ -51,4 +51,4 @@ class Bookmark:
         """The text can be recovered from it, so it is deleted as soon as it is of no use."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-            remove_leftovers(self.path)
+            remove_leftovers(self.path.parent, self.path.name)

@@ -139,6 +139,9 @@ def _ivf() -> Search:
     return InvertedFile()
 
 
+CAPTURED = (exact, dense, _by_kernels)
+"""Searches that decide nothing on the host and keep nothing beside the store: a CUDA graph can hold them."""
+
 SEARCHES: dict[str, Callable[[], Search]] = {
     "exact": lambda: exact,
     "dense": lambda: dense,

@@ -23,7 +23,7 @@ from remanence.core.state import TensorTuple
 from remanence.layers.attention import Attended, AttentionState
 from remanence.layers.decoding import StepContext, WindowDecoder
 from remanence.memory.policies import POLICIES, Tokens, keep
-from remanence.memory.search import SEARCHES, attend, combine, unit
+from remanence.memory.search import CAPTURED, SEARCHES, attend, combine, unit
 from remanence.memory.store import Store, StoreState
 from remanence.mixers.attention import keys_seen, sliding_window
 from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerDecoder, MixerOutput, Shared, Text
@@ -344,11 +344,8 @@ class Knn(Mixer):
 class KnnDecoder(MixerDecoder):
     """A kNN layer, one token at a time: the window, the open segment and the store are written in place."""
 
-    captured = (
-        False  # no graph of it has been compared with its steps; on a CPU, it asks whether a segment ended
-    )
-
     def __init__(self, mixer: Knn, state: KnnState, mode: Mode) -> None:
+        self.captured = mixer.search in CAPTURED
         self.mixer, self.mode, self.size = mixer, mode, mixer.window
         self.window = WindowDecoder(mixer.attention, state.attention)
         own = state.detach().clone()

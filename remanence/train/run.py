@@ -20,7 +20,7 @@ from torch import Tensor
 
 from remanence.core.choices import check_choice
 from remanence.core.errors import DivergedError
-from remanence.core.files import locked, replacing_folder, write_json
+from remanence.core.files import locked, remove_leftovers, replacing_folder, write_json
 from remanence.core.overrides import differences
 from remanence.core.tensors import write_tensors
 from remanence.core.tokens import Tokenizer, load_tokenizer
@@ -335,6 +335,8 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _check_free(out: Path) -> None:
+    if out.is_dir():
+        remove_leftovers(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(
             f"out: expected a new or empty folder, got {out}; --resume goes on with a run that is there"

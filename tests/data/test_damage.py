@@ -359,7 +359,8 @@ class TestOneCorpus:
         prepare([texts], out, workers=2)
 
     def test_what_killed_ones_left_is_removed(self, texts, out):
-        left = [out / f".{name}.0123456789abcdef.tmp" for name in ("00007.bin", "tokens.json", "other.txt")]
+        names = (".00007.bin.0123456789abcdef.tmp", ".tokens.json.0123456789abcdef.tmp", ".other.tmp")
+        left = [out / name for name in names]
         for folder in left:
             folder.mkdir()
             (folder / "half").write_text("")
