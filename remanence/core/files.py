@@ -28,7 +28,9 @@ LARGEST = 64 * 2**20
 DIGEST = "digest"
 """The entry of a JSON object, or of a safetensors file's metadata, that holds the digest of everything else."""
 LEFT = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
-"""The names of temporary folders."""
+"""The names of temporary folders, with the name of what is made in them."""
+TEMPORARY = re.compile(r"\.(.+\.[0-9a-f]{16}|[0-9]{8})\.tmp")
+"""These, and checkpoints that are being written."""
 KIND = "sha256:"
 """What the digest of a JSON object begins with."""
 
@@ -46,21 +48,30 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that takes the place of `path` when the block ends, and is removed if the block fails."""
+    """A temporary path that takes the place of `path` when the block ends, and is removed if the block fails. A link is
+    followed; a file that was there leaves its permissions to the new one.
+    """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: expected a file to write, got a folder or a device")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: expected its folder to exist; make {path.parent} first")
-    if any(name.startswith(".") and name.endswith(".tmp") for name in path.parent.parts):
+    path = path.resolve()
+    if any(TEMPORARY.fullmatch(name) for name in path.parent.parts):
         yield path  # in a folder that is itself temporary: it is seen, or not, with all that is in it
-        flush(path)
+        _finish(path, path.parent.stat().st_mode & 0o666)
         return
     with _workshop(path) as folder:
         temporary = folder / path.name
         yield temporary
-        flush(temporary)
+        _finish(temporary, path.stat().st_mode & 0o777 if path.exists() else folder.stat().st_mode & 0o666)
         os.replace(temporary, path)
         flush(path.parent)
+
+
+def _finish(path: Path, mode: int) -> None:
+    """A file with its permissions, on the disk. (safetensors gives its files to their owner alone.)"""
+    os.chmod(path, mode)
+    flush(path)
 
 
 @contextmanager
@@ -68,6 +79,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of `path`, which does not exist or is an empty folder, when the block
     ends.
     """
+    path = path.resolve()
     with _workshop(path) as folder:
         temporary = folder / path.name
         temporary.mkdir()
@@ -83,7 +95,7 @@ def _workshop(path: Path) -> Iterator[Path]:
     remove_leftovers(path.parent, path.name)
     folder, lock = path, None
     while lock is None:  # a folder may be taken for a leftover before it is locked
-        folder = path.parent / f".{path.name}.{token_hex(8)}.tmp"
+        folder = path.parent / f".{_label(path.name)}.{token_hex(8)}.tmp"
         folder.mkdir()
         with suppress(BlockingIOError):
             lock = _lock(folder)
@@ -91,46 +103,74 @@ def _workshop(path: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        _release(lock)
+
+
+def _label(name: str) -> str:
+    """A file's name, in a name that the disk can hold."""
+    return name if len(os.fsencode(name)) <= 200 else hashlib.sha256(os.fsencode(name)).hexdigest()
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Remove what killed processes have left in a folder (of the file `name`); what is being written now is locked."""
-    if fcntl is None:
-        return
     for left in os.listdir(folder):
         found = LEFT.fullmatch(left)
-        if found is not None and name in (None, found[1]):
+        if found is not None and (name is None or found[1] == _label(name)):
             with suppress(OSError):
-                lock = _lock(folder / left)
+                lock = _lock(folder / left, certain=True)
                 if lock is not None:
                     shutil.rmtree(folder / left, ignore_errors=True)
-                    os.close(lock)
+                    _release(lock)
 
 
-def _lock(folder: Path) -> int | None:
-    """The descriptor of a folder (or file) that is open and locked; None if it is gone. Another's lock is a
-    BlockingIOError.
+_held: set[int] = set()
+"""Descriptors of what this process has locked. A child that it forks must not hold them beyond its parent's death."""
+
+
+def _lock(path: Path, *, certain: bool = False) -> int | None:
+    """The descriptor of a folder or file that is open and locked; None if it is gone. Another's lock is a
+    BlockingIOError. Where the system or the disk has no locks, none is held, which is None if one must be `certain`.
     """
     if fcntl is None:
-        return os.open(os.devnull, os.O_RDONLY)
+        return None if certain else os.open(os.devnull, os.O_RDONLY)
     try:
-        number = os.open(folder, os.O_RDONLY)
+        number = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(number), os.stat(folder)):
-            return number
-    except FileNotFoundError:
-        pass
+        found = os.path.samestat(os.fstat(number), os.stat(path))
     except BlockingIOError:
         os.close(number)
         raise
-    except OSError:  # a disk that knows no locks
-        return number
-    os.close(number)
-    return None
+    except FileNotFoundError:
+        found = False
+    except OSError:
+        found = not certain
+    if not found:
+        os.close(number)
+        return None
+    _held.add(number)
+    return number
+
+
+def _release(lock: int) -> None:
+    _held.discard(lock)
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also for children that have it open
+    os.close(lock)
+
+
+def _forget() -> None:
+    """In a child: what its parent has locked is not its own."""
+    for lock in _held:
+        os.close(lock)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager
@@ -141,6 +181,8 @@ def locked(folder: Path, who: str) -> Iterator[None]:
     are empty in the end are removed.
     """
     made, lock = [path for path in (folder, *folder.parents) if not path.exists()], None
+    if not made and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder, got a file")
     try:
         while lock is None:  # the process before may remove its empty folder just now
             folder.mkdir(parents=True, exist_ok=True)
@@ -154,22 +196,25 @@ def locked(folder: Path, who: str) -> Iterator[None]:
             for path in made:
                 if path.exists():
                     path.rmdir()
-        os.close(lock)
+        _release(lock)
 
 
 @contextmanager
 def locked_file(path: Path, who: str) -> Iterator[None]:
     """A file, made if it does not exist, for this process alone, as `locked` has it for a folder."""
-    path.touch()
+    lock = None
     try:
-        lock = _lock(path)
+        while lock is None:
+            path.touch()
+            if not path.is_file():
+                raise ValueError(f"{path}: expected a file, got a folder or a device")
+            lock = _lock(path)
     except BlockingIOError:
         raise ValueError(f"{path}: in use by {who} that is still going on; wait for it or end it") from None
     try:
         yield
     finally:
-        if lock is not None:
-            os.close(lock)
+        _release(lock)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -1,7 +1,7 @@
 """Tensors in files, as safetensors. What is in a file is known before a byte of it is read, and ours carry a digest.
 
 The digest lies in the file's own metadata and covers the tensors' names, dtypes, shapes and bytes and the rest of the
-metadata. A file that others have rewritten has none, rather than a wrong one, and is taken as it is.
+metadata. A file that others have rewritten has none, unless they copy our metadata, and is taken as it is.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 WRITER = {"writer": "remanence"}
 """In the metadata of files with a digest: else damage to the digest's own name would pass for a file by others."""
 
-HEADER = 100_000_000
-"""Bytes of a header at most, as safetensors has it."""
+HEADER, AXES = 2**23, 16
+"""Bytes of a header, and axes of a tensor, at most: models have thousands of tensors, not more."""
 
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 SIZES |= {"U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -73,8 +73,9 @@ def read_header(path: Path) -> Header:
         end = 0
         for _, entry in entries:
             shape, (begin, after) = entry["shape"], entry["data_offsets"]
-            if any(type(number) is not int or number < 0 for number in (*shape, begin, after)):
-                raise ValueError("a size that is no whole number")
+            whole = all(type(number) is int and 0 <= number < 2**48 for number in (*shape, begin, after))
+            if not whole or len(shape) > AXES:  # else the product alone could take for ever
+                raise ValueError("a shape that no tensor has")
             if begin != end or after - begin != prod(shape) * SIZES[entry["dtype"]]:
                 raise ValueError("tensors that overlap, or leave gaps")
             end = after
@@ -129,9 +130,9 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def read_tensors(path: Path, mapped: int | None = None) -> Stored:
+def read_tensors(path: Path, mapped: int | None = None, *, digest: bool = True) -> Stored:
     """A file's tensors, `aligned`; those above `mapped` bytes stay in the file until they are used, wherever they lie
-    in it. The digest is checked where there is one.
+    in it. The `digest` is checked where there is one, unless the file has checksums of its own kind.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -145,16 +146,26 @@ def read_tensors(path: Path, mapped: int | None = None) -> Stored:
     except (RuntimeError, MemoryError) as error:  # torch could not map it
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path}: {path.stat().st_size:,} bytes cannot be opened here ({first})") from None
-    digest = metadata.pop(DIGEST, None)
-    if digest is not None or WRITER.items() <= metadata.items():
-        if digest != _digest(found, metadata):
-            raise ValueError(f"{path}: altered or damaged: its digest does not fit its content")
-        for name in WRITER:
-            metadata.pop(name, None)
+    if digest:
+        _check_digest(path, found, metadata)
     small = {
         name: aligned(tensor) for name, tensor in found.items() if mapped is None or tensor.nbytes <= mapped
     }
     return Stored(found | small, metadata)
+
+
+def _check_digest(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Whether a file is as it was written; of its words, those about that are taken away."""
+    told = metadata.pop(DIGEST, None)
+    if told is None and not WRITER.items() <= metadata.items():
+        return
+    if told != _digest(tensors, metadata):
+        raise ValueError(
+            f"{path}: altered or damaged: its digest does not fit its content (who rewrites it on purpose leaves "
+            f"{DIGEST!r} out of its metadata, and {next(iter(WRITER))!r})"
+        )
+    for name in WRITER:
+        metadata.pop(name, None)
 
 
 def describe(tensor: Tensor) -> list[Any]:
