@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import gcd, isqrt, nextafter
 from typing import Any, Literal, TypeVar
 
-from remanence.core.choices import check_choice, shown
+from remanence.core.choices import brief, check_choice
 from remanence.core.vocabulary import BYTES
 
 Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
@@ -52,9 +52,9 @@ def _whole(least: int, **fields: object) -> None:
     """Refuse what is no size. Fields come from files, too, where they may be anything that JSON can say."""
     for name, value in fields.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}: expected a whole number of at least {least}, got {shown(value)}")
+            raise ValueError(f"{name}: expected a whole number of at least {least}, got {brief(value)}")
         if value > MOST:
-            raise ValueError(f"{name}: expected a whole number of at most {MOST:,}, got {shown(value)}")
+            raise ValueError(f"{name}: expected a whole number of at most {MOST:,}, got {brief(value)}")
 
 
 def _whole_or_none(least: int, **fields: object) -> None:
@@ -70,7 +70,7 @@ def _names(**fields: object) -> None:
     """Refuse what is no name. Which ones there are, only those know who look them up: anyone may add to them."""
     for name, value in fields.items():
         if not isinstance(value, str):
-            raise ValueError(f"{name}: expected a name, got {shown(value)}")
+            raise ValueError(f"{name}: expected a name, got {brief(value)}")
 
 
 PAPER: dict[str, Any] = {"rule": "titans", "chunk": 16, "forget_bias": -10.0}
@@ -136,19 +136,19 @@ class MemoryConfig:
                 f"heads: expected a divisor of dim={self.dim}, got {self.heads} (or give head_dim too)"
             )
         if self.anchor not in (None, "chunk", "token"):
-            raise ValueError(f"anchor: expected 'chunk', 'token' or None, got {shown(self.anchor)}")
+            raise ValueError(f"anchor: expected 'chunk', 'token' or None, got {brief(self.anchor)}")
         if self.activation not in (None, "gelu", "silu"):
-            raise ValueError(f"activation: expected 'gelu', 'silu' or None, got {shown(self.activation)}")
+            raise ValueError(f"activation: expected 'gelu', 'silu' or None, got {brief(self.activation)}")
         if self.bias is not None and not isinstance(self.bias, bool):
-            raise ValueError(f"bias: expected True, False or None, got {shown(self.bias)}")
+            raise ValueError(f"bias: expected True, False or None, got {brief(self.bias)}")
         if self.expansion is not None and not _is_number(self.expansion, ABOVE_0, MOST):
             raise ValueError(
-                f"expansion: expected a number above 0 and at most {MOST:,}, got {shown(self.expansion)}"
+                f"expansion: expected a number above 0 and at most {MOST:,}, got {brief(self.expansion)}"
             )
         for name in ("step_bias", "momentum_bias", "forget_bias"):
             value = getattr(self, name)
             if not (_is_number(value, -LARGE, LARGE) or (name == "step_bias" and value is None)):
-                raise ValueError(f"{name}: expected a finite number, got {shown(value)}")
+                raise ValueError(f"{name}: expected a finite number, got {brief(value)}")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -210,13 +210,13 @@ class KnnConfig:
         check_choice("knn.evict", self.evict, ("oldest", "importance"))
         _names(**{"knn.search": self.search, "knn.write": self.write})
         if not _is_number(self.fraction, ABOVE_0, 1):
-            raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {shown(self.fraction)}")
+            raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {brief(self.fraction)}")
         if self.half_life is not None and not _is_number(self.half_life, ABOVE_0, LARGE):
             raise ValueError(
-                f"knn.half_life: expected a number of tokens above 0, or None, got {shown(self.half_life)}"
+                f"knn.half_life: expected a number of tokens above 0, or None, got {brief(self.half_life)}"
             )
         if not isinstance(self.shared, bool):
-            raise ValueError(f"knn.shared: expected True or False, got {shown(self.shared)}")
+            raise ValueError(f"knn.shared: expected True or False, got {brief(self.shared)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,14 +268,14 @@ class ModelConfig:
             or not all(isinstance(x, str) for x in self.pattern)
         ):
             raise ValueError(
-                f"pattern: expected names of blocks, as ('mac',) or ('lmm', 'window'), got {shown(self.pattern)}"
+                f"pattern: expected names of blocks, as ('mac',) or ('lmm', 'window'), got {brief(self.pattern)}"
             )
         if not _is_number(self.rotary, ABOVE_0, LARGE):
             raise ValueError(
-                f"rotary: expected a base above 0 and at most {LARGE:.0e}, got {shown(self.rotary)}"
+                f"rotary: expected a base above 0 and at most {LARGE:.0e}, got {brief(self.rotary)}"
             )
         if not isinstance(self.tie, bool):
-            raise ValueError(f"tie: expected True or False, got {shown(self.tie)}")
+            raise ValueError(f"tie: expected True or False, got {brief(self.tie)}")
         memory = {} if self.memory is None else self.memory
         if isinstance(memory, Mapping):
             own = {"dim": self.dim, **memory}
@@ -308,6 +308,21 @@ class ModelConfig:
     def hidden(self) -> int:
         """Width of the feed-forward layers, as given or as the default makes it."""
         return self.ffn or -(-8 * self.dim // 24) * 8
+
+    def condensed(self) -> tuple[ModelConfig, list[int]]:
+        """A model with each kind of layer once, or twice if it comes again, and for every layer of this one the layer
+        there that has the same shapes. What is to be compared with a million layers need not have as many.
+        """
+        kinds: list[str] = []
+        places: list[int] = []
+        again: dict[str, list[int]] = {}
+        for name in self.blocks:
+            own = again.setdefault(name, [])
+            if len(own) < 2:  # the first may differ from all others: layers can share a store
+                own.append(len(kinds))
+                kinds.append(name)
+            places.append(own[-1])
+        return replace(self, depth=len(kinds), pattern=tuple(kinds)), places
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for a JSON file; `ModelConfig.from_dict` reads it back."""

@@ -6,6 +6,7 @@ against what the headers of the weights' files say, so that nothing in it costs 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,15 +15,23 @@ import torch
 from torch import nn
 
 from remanence.config import ModelConfig
-from remanence.core.choices import shown
+from remanence.core.choices import brief
 from remanence.core.device import memory_of
-from remanence.core.files import LARGEST, read_json, sealed, unsealed, write_json
+from remanence.core.files import DIGEST, read_json, sealed, unsealed, write_json
 from remanence.core.migrations import current_name
 from remanence.core.tensors import Entry, aligned, read_header, read_tensors, write_tensors
 from remanence.model import Model
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes that weights may have."""
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+LAYER = "backbone.blocks."
+CONFIG = "config"
+"""Of the weights' metadata: the digest of the configuration that they were saved with."""
+
+MOST = 2**21
+"""Bytes of a configuration at most."""
 
 LEAST = 2**24
 """Numbers that a matrix may have in any case. A configuration also has fields that its blocks do not use."""
@@ -35,8 +44,15 @@ def save_model(model: Model, folder: str | Path) -> None:
         raise ValueError(f"folder: expected a folder to write into, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
-    write_json(folder / "config.json", describe(model.config, model.embed.weight.dtype))
+    described, index = describe(model.config, model.embed.weight.dtype), folder / INDEX
+    words = {"format": "pt", CONFIG: described["remanence"][DIGEST]}
+    write_tensors(folder / WEIGHTS, tensors, words)
+    write_json(folder / "config.json", described)
+    if index.is_file():  # of another model that was here
+        with suppress(ValueError):
+            for part in set(_places(index).values()) - {WEIGHTS}:
+                (folder / part).unlink(missing_ok=True)
+        index.unlink()
 
 
 def load_model(
@@ -47,7 +63,9 @@ def load_model(
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: expected a folder with config.json and model.safetensors, got {folder}")
     config, found = read_config(folder), _found(folder)
+    _check_pair(folder)
     _check_sizes(folder, config, found)
+    _check_layers(folder, config, found)
     model = _outline(folder, config)
     _check_tensors(folder, model, found, dtype)
     _check_memory(folder, model, found, device, dtype)
@@ -71,40 +89,70 @@ def _found(folder: Path) -> dict[str, Weight]:
     """All tensors of a folder by their present names, in one file or, as Hugging Face saves large models, in several
     with an index. Only the headers are read.
     """
-    index = folder / "model.safetensors.index.json"
-    places = _places(index) if index.is_file() else None
-    parts = ["model.safetensors"] if places is None else sorted(set(places.values()))
+    index = folder / INDEX
+    places = _places(index) if index.is_file() and not (folder / WEIGHTS).is_file() else None
+    parts = [WEIGHTS] if places is None else sorted(set(places.values()))
     found: dict[str, Weight] = {}
     for path in (folder / part for part in parts):
         for stored, entry in read_header(path).entries.items():
             name = _name(stored)
             if name in found:
                 raise ValueError(
-                    f"{path}: a second tensor {shown(name)}, beside that of {found[name].path.name}"
+                    f"{path}: a second tensor {brief(name)}, beside that of {found[name].path.name}"
                 )
             if places is not None and places.get(stored) != path.name:
-                raise ValueError(f"{index}: expected {shown(stored)} in {path.name}, where it is")
+                raise ValueError(f"{index}: expected {brief(stored)} in {path.name}, where it is")
             found[name] = Weight(path, entry)
     for stored, part in (places or {}).items():
         if _name(stored) not in found:
-            raise ValueError(f"{index}: expected tensors that are there, got {shown(stored)}, not in {part}")
+            raise ValueError(f"{index}: expected tensors that are there, got {brief(stored)}, not in {part}")
     return found
 
 
 def _places(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index names it: a file beside the index."""
-    places = read_json(index, LARGEST).get("weight_map")
+    places = read_json(index, 8 * MOST).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ValueError(f"{index}: expected a weight_map from tensors to files, got {shown(places)}")
+        raise ValueError(f"{index}: expected a weight_map from tensors to files, got {brief(places)}")
     for name in places.values():
         plain = isinstance(name, str) and name.isprintable() and len(name) < 256
         if not plain or name != Path(name).name or "\\" in name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index}: expected names of .safetensors files beside it, got {shown(name)}")
+            raise ValueError(f"{index}: expected names of .safetensors files beside it, got {brief(name)}")
     return places
 
 
 def _name(stored: str) -> str:
     return current_name(stored.removeprefix("model."))
+
+
+def _check_pair(folder: Path) -> None:
+    """Refuse weights that were saved with another configuration: of two saves, one may have been half done. A
+    configuration that was changed by hand has no digest, and weights that others wrote do not tell.
+    """
+    told = read_json(folder / "config.json", MOST)["remanence"].get(DIGEST)
+    saved = read_header(folder / WEIGHTS).metadata.get(CONFIG) if (folder / WEIGHTS).is_file() else None
+    if told is not None and saved is not None and told != saved:
+        raise ValueError(
+            f"{folder / WEIGHTS}: saved with another configuration than config.json; save the model again"
+        )
+
+
+def _check_layers(folder: Path, config: ModelConfig, found: dict[str, Weight]) -> None:
+    """Refuse layers that have no weights, or others, before there is a module for each."""
+    small, places = config.condensed()
+    layers: dict[str, dict[str, Any]] = {}
+    for name, parameter in _outline(folder, small).named_parameters():
+        if name.startswith(LAYER):
+            place, _, inside = name.removeprefix(LAYER).partition(".")
+            layers.setdefault(place, {})[inside] = parameter.shape
+    for layer, same in enumerate(places):
+        for inside, shape in layers.get(str(same), {}).items():
+            name = f"{LAYER}{layer}.{inside}"
+            if name not in found:
+                raise ValueError(f"{folder / WEIGHTS}: expected a tensor {name!r}, which is missing")
+            if found[name].entry.shape != shape:
+                expected, got = list(shape), brief(list(found[name].entry.shape))
+                raise ValueError(f"{found[name].path}: {name}: expected shape {expected}, got {got}")
 
 
 def _check_sizes(folder: Path, config: ModelConfig, found: dict[str, Weight]) -> None:
@@ -152,14 +200,14 @@ def _check_tensors(folder: Path, model: Model, found: dict[str, Weight], dtype: 
             raise ValueError(f"{folder / 'model.safetensors'}: expected a tensor {name!r}, which is missing")
         path, entry = found[name]
         if entry.shape != parameter.shape:
-            expected, got = list(parameter.shape), shown(list(entry.shape))
+            expected, got = list(parameter.shape), brief(list(entry.shape))
             raise ValueError(f"{path}: {name}: expected shape {expected}, got {got}")
         if entry.dtype not in FLOATS:
             raise ValueError(f"{path}: {name}: expected {', '.join(FLOATS)}, got {entry.dtype}")
     for name in found:
         if name not in wanted:
             raise ValueError(
-                f"{found[name].path}: a tensor {shown(name)} that a model of this configuration has not"
+                f"{found[name].path}: a tensor {brief(name)} that a model of this configuration has not"
             )
     first = found["embed.weight"].entry.dtype
     for owner, module in model.named_modules():
@@ -214,12 +262,12 @@ def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
-    data = read_json(path, LARGEST)
+    data = read_json(path, MOST)
     kind, own = data.get("model_type"), data.get("remanence")
     if kind != "remanence":
-        raise ValueError(f"{path}: expected model_type 'remanence', got {shown(kind)}")
+        raise ValueError(f"{path}: expected model_type 'remanence', got {brief(kind)}")
     if not isinstance(own, dict):
-        raise ValueError(f"{path}: remanence: expected the model's fields, got {shown(own)}")
+        raise ValueError(f"{path}: remanence: expected the model's fields, got {brief(own)}")
     fields = unsealed(path, own)
     try:
         return ModelConfig.from_dict(fields)

@@ -200,3 +200,52 @@ def test_a_file_of_holes_costs_nothing(tmp_path):
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + count)
     assert read_header(path).entries["a"].nbytes == count
+
+
+def test_a_product_of_sizes_takes_no_time(tmp_path):
+    path = tmp_path / "a.safetensors"
+    shape = [999_999_999_999] * 50_000
+    header = json.dumps({"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ValueError, match="a shape that no tensor has"):
+        read_header(path)
+
+
+def test_links_are_followed_and_permissions_kept(tmp_path):
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.write_text("before")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    write_tensors(link, {"a": torch.ones(1, device="cpu")}, {})
+    assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o640
+    assert torch.equal(read_tensors(real).tensors["a"], torch.ones(1, device="cpu"))
+    write_tensors(tmp_path / "new", {"a": torch.ones(1, device="cpu")}, {})
+    real.unlink()
+    real.write_text("")
+    assert (tmp_path / "new").stat().st_mode == real.stat().st_mode
+    long = tmp_path / ("x" * 250)
+    with replacing(long) as temporary:
+        temporary.write_text("long")
+    assert long.read_text() == "long" and not hidden(tmp_path)
+    mine = tmp_path / ".long.backup.tmp"
+    mine.mkdir()
+    with replacing(tmp_path / "long") as temporary:
+        temporary.write_text("")
+    assert mine.is_dir()
+
+
+def test_a_child_does_not_hold_what_its_parent_has_locked(tmp_path):
+    with locked(tmp_path / "run", "a run"):
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writes)
+            os.read(reads, 1)
+            os._exit(0)
+        os.close(reads)
+    try:
+        with locked(tmp_path / "run", "a run"):
+            pass
+    finally:
+        os.close(writes)
+        os.waitpid(child, 0)

@@ -21,8 +21,8 @@ from remanence import cli
 from remanence.cli import models
 from remanence.cli.evaluate import table
 from remanence.core.console import Console
-from remanence.core.files import write_tensors
 from remanence.core.progress import Progress
+from remanence.core.tensors import describe, write_tensors
 from remanence.core.terminal import shown
 from remanence.core.tokens import byte_level_json
 from remanence.evaluate.task import Row
@@ -99,11 +99,12 @@ def memory_file(path):
         "config": json.dumps({"pattern": [HOSTILE], HOSTILE: HOSTILE}),
         "fingerprint": json.dumps([HOSTILE, HOSTILE]),
         "tokens": "[3]",
-        "state": json.dumps({name: memfile._describe(tensor) for name, tensor in tensors.items()}),
+        "state": json.dumps({name: describe(tensor) for name, tensor in tensors.items()}),
         "notes": json.dumps({"source": HOSTILE, HOSTILE: 1}),
         "large": "{}",
     }
-    write_tensors(path, tensors, {**header, "checksum": memfile._checksum(tensors, header)})
+    checksum = memfile._checksum(tensors, header)
+    write_tensors(path, tensors, {**header, "checksum": checksum}, digest=False)
     return path
 
 
@@ -282,6 +283,13 @@ def test_what_others_print_and_our_own_defects(monkeypatch):
     monkeypatch.setattr(models.Info, "run", speak)
     said = run("info", code=1)
     assert "Traceback" in said and said.count(shown(HOSTILE)) == 4
+
+
+def test_a_wrong_argument_is_one_plain_line(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as the parser's own library colours its message on a terminal
+    said = run("nonsense", code=2)
+    assert said.startswith("remanence: error: ") and said.count("\n") == 1
+    assert "x1b" not in said and "╭" not in said and "nonsense" in said
 
 
 def test_a_real_terminal(tmp_path):

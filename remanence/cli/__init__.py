@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 import traceback
 from dataclasses import replace
@@ -43,6 +44,8 @@ Command = (
     | Annotated[Info, tyro.conf.subcommand("info")]
 )
 DESCRIPTION = "Sequence models that keep learning after training ends."
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""What tyro colours its messages with on a terminal."""
 OVERRIDABLE: dict[str, type[Train] | type[Eval]] = {"train": Train, "eval": Eval}
 """Commands that take --field=value for fields which only a recipe or a task knows."""
 
@@ -91,7 +94,8 @@ def _parse(arguments: list[str]) -> Command:
         except SystemExit as stop:
             code = stop.code
     if code:
-        lines = [line.strip("╰╯│─ ") for line in errors.getvalue().splitlines() if not line.startswith("╭")]
+        told = COLOURS.sub("", errors.getvalue()).splitlines()
+        lines = [line.strip("╰╯│─ ") for line in told if not line.startswith("╭")]
         _fail(f"remanence: error: {' '.join(line for line in lines if line)}", 2)
     sys.exit(code)
 

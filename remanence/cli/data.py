@@ -58,7 +58,7 @@ class Data:
                 data.verify(lambda read, total: bar.update(read, f"{read:,} of {total:,} tokens"))
                 counts = f"{data.lengths.sum():,} tokens in {len(data):,} documents"
                 how = f"as prepared, digest {data.digest}" if data.digest else "in order; it has no digests"
-                print(f"{folder}: {counts}, {how}")
+                say(f"{folder}: {counts}, {how}")
 
     def _prepare(self) -> None:
         from remanence.data import prepare

@@ -13,7 +13,7 @@ _short = Repr()
 _short.maxstring = _short.maxother = _short.maxlong = LONGEST
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """A value as an error shows it: on one line, and not the whole of a list with a million entries."""
     return _short.repr(value)
 
@@ -25,4 +25,4 @@ def check_choice(what: str, name: object, names: Iterable[str]) -> None:
         short = isinstance(name, str) and len(name) <= LONGEST
         near = get_close_matches(str(name), names, n=1, cutoff=0.5) if short else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {shown(name)}{hint}")
+        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {brief(name)}{hint}")

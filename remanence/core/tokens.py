@@ -10,9 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from remanence.core.choices import LONGEST, shown
+from remanence.core.choices import LONGEST, brief
 from remanence.core.files import LARGEST, canonical, read_json, replacing, write_json
 from remanence.core.vocabulary import BYTES
+
+TRAINED, TOKENIZER = "trained.json", "tokenizer"
+"""Beside a trained model: the steps and tokens it was trained on, the kind of their data, and whether it was saved with
+a tokenizer.
+"""
 
 PIECE = 1 << 16
 """Characters (or bytes) that are encoded at a time when a text comes as a stream."""
@@ -143,7 +148,7 @@ class JsonTokenizer:
             raise ValueError(f"{path}: expected a tokenizer with tokens, got one without")
         if end is not None and self.end is None:
             raise ValueError(
-                f"{path}: expected a token for the end of a text (eos_token) {shown(end)}, got none"
+                f"{path}: expected a token for the end of a text (eos_token) {brief(end)}, got none"
             )
         self.end_text = end
 
@@ -244,7 +249,9 @@ def _write_settings(folder: Path, tokenizer: Mapping[str, Any], end: str | None,
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer in a model's folder; bytes if there is none."""
-    path = Path(folder) / "tokenizer.json"
+    path, trained = Path(folder) / "tokenizer.json", Path(folder) / TRAINED
+    if not path.is_file() and trained.is_file() and read_json(trained, LARGEST).get(TOKENIZER):
+        raise ValueError(f"{path}: no such file, which the model was saved with")
     if path.is_file():
         return read_tokenizer(path)
     if DIGEST in _settings(path):
@@ -268,7 +275,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     text = end.get("content") if isinstance(end, dict) else end
     if not isinstance(text, str) and end is not None:
         where = path.with_name(SETTINGS)
-        raise ValueError(f"{where}: eos_token: expected a text, or null for none, got {shown(end)}")
+        raise ValueError(f"{where}: eos_token: expected a text, or null for none, got {brief(end)}")
     return JsonTokenizer(path, text)
 
 

@@ -319,7 +319,7 @@ def _ahead(jobs: list[_Job], workers: int, room: Room, done: Done | None) -> Non
     looked = time.monotonic()
     if not waiting or _reached(there, room):
         return
-    with ProcessPoolExecutor(workers, initializer=_start, initargs=(halt,)) as pool:
+    with ProcessPoolExecutor(workers, initializer=_start, initargs=(halt, os.getpid())) as pool:
         try:
             while waiting or running:
                 while waiting and len(running) < 2 * workers:
@@ -363,10 +363,10 @@ def _reached(there: dict[int, list[Shard]], room: Room) -> bool:
     return False
 
 
-def _start(halt: Any) -> None:
+def _start(halt: Any, parent: int) -> None:
     global _halt
     _halt = halt
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from remanence.config import ModelConfig
 from remanence.core.device import machine_memory
-from remanence.core.errors import DivergedError
+from remanence.core.errors import DivergedError, OtherConfigError
+from remanence.core.files import canonical
 from remanence.core.migrations import first_name
 from remanence.core.overrides import differences
 from remanence.core.state import parts
@@ -37,6 +38,7 @@ from remanence.core.tensors import (
 from remanence.model import Model, State
 
 FORMAT, SCHEMA = "remanence-memory", 1
+LAYER = "blocks."
 REAL = ("float16", "bfloat16", "float32", "float64")
 KINDS = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
 """What a header holds as JSON."""
@@ -65,7 +67,7 @@ def fingerprint(model: Model) -> Fingerprint:
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_bytes(parameter.detach().to("cpu", torch.bfloat16)))
     return Fingerprint(
-        hashlib.sha256(_canonical(model.config.to_dict()).encode()).hexdigest()[:32], weights.hexdigest()[:32]
+        hashlib.sha256(canonical(model.config.to_dict())).hexdigest()[:32], weights.hexdigest()[:32]
     )
 
 
@@ -90,14 +92,12 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
     header = {
         "format": FORMAT,
         "schema": str(SCHEMA),
-        "config": _canonical(model.config.to_dict()),
+        "config": _text(model.config.to_dict()),
         "fingerprint": json.dumps(fingerprint(model)),
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: describe(tensor) for name, tensor in tensors.items()}),
         "notes": json.dumps(notes or {}),
-        "large": _canonical(
-            {name: sha256(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}
-        ),
+        "large": _text({name: sha256(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}),
     }
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)}, digest=False)
 
@@ -120,7 +120,7 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
         raise ValueError(
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
         )
-    _compare(str(path), _template(model.config), header.entries)
+    _compare(str(path), model.config, header.entries)
     tensors = _content(path, header, verify)
     unread = {name for name in header.large if tensors[name].nbytes > LARGE and not verify}
     state = fitted(str(path), model, tensors, unread)
@@ -135,6 +135,7 @@ def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dic
     """A file's header and tensors: checked as a file, brought to the present schema, not yet fitted to a model."""
     path = Path(path)
     header = _header(path)
+    _check_plausible(path, header)
     return {**header.data, "large": header.large}, _content(path, header, verify)
 
 
@@ -147,7 +148,7 @@ class _Header(NamedTuple):
 
 
 def _header(path: Path) -> _Header:
-    """A file's header, if it is one of a memory file, describes its tensors, and they can be a model's."""
+    """A file's header, if it is one of a memory file and describes its tensors."""
     entries, words = read_header(path)
     if words.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a memory file, got a safetensors file of another kind")
@@ -177,20 +178,24 @@ def _header(path: Path) -> _Header:
         or any(type(n) is not int for n in data["tokens"])
     ):
         raise ValueError(f"{path}: its header does not describe its content")
-    try:
-        config = ModelConfig.from_dict(data["config"])
-        template = _template(config) if config.depth <= len(entries) else None
-    except (
-        ValueError,
-        TypeError,
-        RuntimeError,
-        OverflowError,
-    ):  # of a newer version, or of someone's own mixer
-        return _Header({**data, "schema": schema}, entries, large)
-    if template is None:
-        raise ValueError(f"{path}: its header does not describe its content: {config.depth:,} layers")
-    _compare(str(path), template, entries)
     return _Header({**data, "schema": schema}, entries, large)
+
+
+def _check_plausible(path: Path, header: _Header) -> None:
+    """Whether a file's tensors can be those of its own configuration, where that is one of a model that we know."""
+    try:
+        config = ModelConfig.from_dict(header.data["config"])
+        if config.depth > len(header.entries):
+            raise OtherConfigError(
+                f"{path}: its header does not describe its content: {config.depth:,} layers"
+            )
+        small = config.condensed()[0]
+        _template(small)
+    except OtherConfigError:
+        raise
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # of a newer version, or someone's own mixer
+        return
+    _compare(str(path), config, header.entries)
 
 
 def _content(path: Path, header: _Header, verify: bool) -> dict[str, Tensor]:
@@ -240,8 +245,9 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes
     sense; of those that stay `unread`, the numbers are not looked at.
     """
+    _compare(what, model.config, {name: entry_of(tensor) for name, tensor in tensors.items()})
     template = _template(model.config, model.embed.weight.dtype)
-    growing = _compare(what, template, {name: entry_of(tensor) for name, tensor in tensors.items()})
+    growing = _growing(template)
     unbounded = {f"{path}.{field}" for path, part in parts(template) for field in part.minus_infinity}
     for name, tensor in tensors.items():
         if name not in (unread or ()):
@@ -271,30 +277,43 @@ def _template(config: ModelConfig, dtype: torch.dtype | None = None) -> State:
         return Model(config).to(dtype).start(1)
 
 
-def _compare(what: str, template: State, entries: Mapping[str, Entry]) -> set[str]:
-    """Whether tensors can be a state like `template`, by their names, dtypes and shapes; the names of those that grow
-    with the text.
-    """
-    wanted = dict(named(template))
+def _compare(what: str, config: ModelConfig, entries: Mapping[str, Entry]) -> None:
+    """Whether tensors can be a state of a model of this configuration, by their names, dtypes and shapes."""
+    small, places = config.condensed()
+    template = _template(small)
+    likes, grown = dict(named(template)), _growing(template)
+    wanted = {name: name for name in likes if not name.startswith(LAYER)}
     for name in wanted:
         if name not in entries:
             raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
     rows = list(entries["position"].shape)
-    growing = {f"{path}.{field}" for path, part in parts(template) for field in part.growing()}
     if len(rows) != 1 or rows == [0]:
         raise ValueError(f"{what}: position: expected a count for each document, got shape {rows}")
+    layers: dict[str, list[str]] = {}
+    for name in likes:
+        if name.startswith(LAYER):
+            layers.setdefault(name.removeprefix(LAYER).partition(".")[0], []).append(name)
+    for layer, place in enumerate(places):
+        for same in layers.get(str(place), []):
+            name = f"{LAYER}{layer}.{same.removeprefix(LAYER).partition('.')[2]}"
+            if name not in entries:
+                raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
+            wanted[name] = same
     for name, entry in entries.items():
         if name not in wanted:
             raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
-        like = wanted[name]
-        length = entry.shape[1:2] if name in growing else like.shape[1:2]
-        shape = [*rows, *length, *like.shape[2:]]
+        like = likes[wanted[name]]
+        length = entry.shape[1:2] if wanted[name] in grown else like.shape[1:2]
+        shape, kind = [*rows, *length, *like.shape[2:]], entry_of(like).dtype
         if list(entry.shape) != shape:
             raise ValueError(f"{what}: {name}: expected shape {shape}, got {list(entry.shape)}")
-        kind = entry_of(like).dtype
         if entry.dtype not in (REAL if like.is_floating_point() else (kind,)):
             raise ValueError(f"{what}: {name}: expected {kind}, got {entry.dtype}")
-    return growing
+
+
+def _growing(template: State) -> set[str]:
+    """The names of tensors that grow with the text."""
+    return {f"{path}.{field}" for path, part in parts(template) for field in part.growing()}
 
 
 def assembled(template: State, tensors: dict[str, Tensor], device: torch.device) -> State:
@@ -323,8 +342,8 @@ def _check_finite(what: str, tensor: Tensor, unbounded: bool) -> None:
         )
 
 
-def _canonical(data: Any) -> str:
-    return json.dumps(data, sort_keys=True)
+def _text(data: Any) -> str:
+    return canonical(data).decode()
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -334,7 +353,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _checksum(tensors: dict[str, Tensor], header: dict[str, str], unread: set[str] | None = None) -> str:
     """Of the header, and of every tensor but those that have their own checksums in it."""
     unread = {name for name, tensor in tensors.items() if tensor.nbytes > LARGE} if unread is None else unread
-    digest = hashlib.sha256(_canonical(header).encode())
+    digest = hashlib.sha256(canonical(header))
     for name in sorted(set(tensors) - unread):
         digest.update(name.encode())
         digest.update(_bytes(tensors[name]))

@@ -20,9 +20,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from remanence.core.files import file_digest, flush, read_json, sealed, write_json
+from remanence.core.errors import OtherConfigError, first_line
+from remanence.core.files import DIGEST, file_digest, flush, read_json, sealed, write_json
 from remanence.core.migrations import current_name
-from remanence.core.tensors import read_tensors, write_tensors
+from remanence.core.overrides import differences
+from remanence.core.tensors import read_header, read_tensors, write_tensors
 from remanence.folder import describe, read_config
 from remanence.inference import memfile
 from remanence.model import Model, State
@@ -59,7 +61,10 @@ def save(
     def make_room() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".*.tmp"):
-            shutil.rmtree(left)
+            if left.is_dir():
+                shutil.rmtree(left)
+        if target.exists() and target not in checkpoints(folder):  # a part of it was removed
+            shutil.rmtree(target)
         if not target.exists():
             temporary.mkdir()
             write_json(temporary / "config.json", describe(model.config, torch.float32))
@@ -69,8 +74,8 @@ def save(
             return
         write_tensors(temporary / "random.safetensors", {"cpu": torch.get_rng_state()}, {})
         shards = _shard_digests(temporary, flushed=True)
-        names = sorted(path.name for path in temporary.iterdir() if path.is_file())
-        facts = {"files": names, "shards": shards, "config": config.to_dict()}
+        files = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
+        facts = {"files": files, "shards": shards, "config": config.to_dict()}
         write_json(temporary / "progress.json", sealed({**progress._asdict(), **facts}))
         os.replace(temporary, target)
         flush(folder)
@@ -110,6 +115,12 @@ def _write(
         write_tensors(temporary / f"{begin.kind}-{world.rank:05d}.safetensors", held, {})
 
 
+def _digest(path: Path) -> str:
+    """Of a file: what it says itself, if it does."""
+    told = read_header(path).metadata.get(DIGEST) if path.suffix == ".safetensors" else None
+    return told or file_digest(path)
+
+
 def _shard_digests(checkpoint: Path, *, flushed: bool = False) -> dict[str, str]:
     """Of the files that torch has written, in several threads; on their way to the disk also `flushed`."""
     folder = checkpoint / PARTS
@@ -137,8 +148,10 @@ def load(
     world.one(lambda: _check_complete(path, facts))
     theirs = read_config(path)
     if theirs != model.config:
-        raise ValueError(
-            f"{path}: expected a checkpoint of the run's own model, got one of another configuration"
+        changed = ", ".join(name for name, *_ in differences(theirs.to_dict(), model.config.to_dict()))
+        raise OtherConfigError(
+            f"{path}: expected a checkpoint of the run's own model, got one of another configuration: undo the change "
+            f"of {changed} in config.json"
         )
     taken = progress.step - progress.skipped
     parameters = {name: each for name, each in model.named_parameters() if taken and each.requires_grad}
@@ -177,14 +190,16 @@ def _fitting(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, IndexError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{path}: does not hold what this run needs ({_first_line(error)})") from None
+        raise ValueError(f"{path}: does not hold what this run needs ({first_line(error)})") from None
 
 
 def _check_complete(path: Path, facts: dict[str, Any]) -> None:
     """Whether all files that were written are there, and torch's shards as they were written."""
-    for name in facts.get("files", []):
+    for name, digest in facts.get("files", {}).items():
         if not (path / name).is_file():
             raise ValueError(f"{path / name}: no such file, which the checkpoint was written with")
+        if _digest(path / name) != digest:
+            raise ValueError(f"{path / name}: altered or damaged: it is not the file that was written")
     if (shards := facts.get("shards")) and _shard_digests(path) != shards:
         raise ValueError(f"{path / PARTS}: altered or damaged: its files are not those that were written")
 
@@ -241,13 +256,9 @@ def _one_line(path: Path, kind: type[Exception]) -> Iterator[None]:
         yield
     except CheckpointException as error:
         causes = [cause[0] if isinstance(cause, tuple) else cause for cause in error.failures.values()]
-        raise kind(f"{path}: {_first_line(causes[0])}") from None
+        raise kind(f"{path}: {first_line(causes[0])}") from None
     except (AssertionError, OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise kind(f"{path}: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise kind(f"{path}: {first_line(error)}") from None
 
 
 def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
@@ -258,7 +269,7 @@ def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
         raise ValueError(
             f"{path / 'progress.json'}: expected whole numbers {', '.join(Progress._fields)}, got {found}"
         )
-    kinds = {"files": list, "shards": dict, "config": dict}
+    kinds = {"files": dict, "shards": dict, "config": dict}
     if any(not isinstance(value, kinds.get(name, str)) for name, value in facts.items()):
         raise ValueError(f"{path / 'progress.json'}: expected {', '.join(kinds)}, got {', '.join(facts)}")
     return Progress(**found), facts

@@ -7,15 +7,12 @@ from typing import Any
 
 from remanence.core.files import read_json, replacing_folder, sealed, write_json
 from remanence.core.state import positions_of
-from remanence.core.tokens import load_tokenizer
+from remanence.core.tokens import TOKENIZER, TRAINED, load_tokenizer
 from remanence.inference import memfile
 from remanence.model import Model, State
 from remanence.train import checkpoint
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
-
-TRAINED = "trained.json"
-"""Beside a trained model: the steps and tokens it was trained on, and the kind of their data."""
 
 
 def run_config(run: str | Path) -> TrainConfig:
@@ -23,7 +20,11 @@ def run_config(run: str | Path) -> TrainConfig:
     path = Path(run) / "config.json"
     if not path.is_file():
         raise ValueError(f"out: expected a run, with its config.json, got {run}")
-    return TrainConfig.from_dict(read_json(path))
+    data = read_json(path)
+    try:
+        return TrainConfig.from_dict(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def save_model(model: Model, run: Path, folder: Path, trained: dict[str, Any]) -> None:
@@ -31,6 +32,7 @@ def save_model(model: Model, run: Path, folder: Path, trained: dict[str, Any]) -
     model.save(folder)
     if (run / "tokenizer").is_dir():
         load_tokenizer(run / "tokenizer").save(folder)
+        trained = {**trained, TOKENIZER: True}
     write_json(folder / TRAINED, sealed(trained))
 
 

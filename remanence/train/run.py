@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from remanence.core.choices import check_choice
-from remanence.core.errors import DivergedError
+from remanence.core.errors import DivergedError, OtherConfigError
 from remanence.core.files import locked, remove_leftovers, replacing_folder, write_json
 from remanence.core.overrides import differences
 from remanence.core.tensors import write_tensors
@@ -93,8 +93,10 @@ class Run:
             world.one(lambda: resources.enter_context(locked(out, "a training run")))
             if not resume:  # another may have begun and ended just now
                 world.one(lambda: _check_free(out))
+                resources.enter_context(_begun_or_not(out, world))
+            world.one(lambda: remove_leftovers(out))
             run = cls(config, out, world, resume)
-            metrics = run._open_metrics(log, resume)
+            metrics = run._open_metrics(log)
             run.metrics = resources.enter_context(metrics) if metrics else None
             run._resources = resources.pop_all()
         return run
@@ -243,6 +245,8 @@ class Run:
             progress, carried = checkpoint.load(found[-1], self.model, self.optimizer, self.world, self.begin)
             self._compare(checkpoint.saved_config(found[-1]), carried)
             return progress, carried
+        except OtherConfigError:
+            raise
         except ValueError as error:
             others = len(found) > 1
             hint = (
@@ -256,7 +260,7 @@ class Run:
         rows = config.batch // (config.accumulate * self.world.size)
         if carried is not None and len(carried.position) != rows:
             had = len(carried.position) * config.accumulate * self.world.size
-            raise ValueError(
+            raise OtherConfigError(
                 f"batch: expected {had}, the rows whose memories the checkpoint carries, got {config.batch}"
             )
         changed = [] if saved is None else list(differences(saved, _plain(config)))
@@ -274,19 +278,11 @@ class Run:
         counted = unigrams(corpus(source), config.model.vocabulary)
         table.copy_(spread(counted.to(table.dtype), table))
 
-    def _open_metrics(self, log: Log | None, resume: bool) -> Metrics | None:
+    def _open_metrics(self, log: Log | None) -> Metrics | None:
         """The first process writes metrics for all."""
         opened: list[Metrics] = []
-
-        def open_metrics() -> None:
-            try:
-                opened.append(Metrics(self.out, self.config, self.progress, log, self.world.device))
-            except ValueError:
-                if not resume:  # a run without a step is not worth keeping
-                    shutil.rmtree(self.out)
-                raise
-
-        self.world.one(open_metrics)
+        about = self.out, self.config, self.progress, log, self.world.device
+        self.world.one(lambda: opened.append(Metrics(*about)))
         return opened[0] if opened else None
 
     def _count(self, step: Step) -> None:
@@ -332,6 +328,18 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
 def _absolute(path: str | None) -> str | None:
     """A run may be taken up from another working directory."""
     return path if path is None or path.startswith(PREFIX) else str(Path(path).resolve())
+
+
+@contextmanager
+def _begun_or_not(out: Path, world: World) -> Iterator[None]:
+    """A run that could not begin leaves nothing in its folder: it can be tried again. Once it has, all stays."""
+    try:
+        yield
+    except BaseException:
+        if world.first and not (out / "metrics.jsonl").exists():
+            for path in out.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
 
 
 def _check_free(out: Path) -> None:

@@ -176,6 +176,7 @@ def test_results_of_another_tokenizer_are_refused(home, run):
     vocabulary = other["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (home / "m" / "tokenizer.json").write_text(json.dumps(other))
+    (home / "m" / "tokenizer_config.json").unlink()
     said = run("m", "lm", "--data=t", "--json", "r.json", code=2)
     assert "expected results of this model and its tokenizer" in said
 

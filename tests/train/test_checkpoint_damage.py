@@ -156,3 +156,24 @@ def test_a_run_in_use_can_be_neither_resumed_nor_begun_anew(tmp_path):
     with pytest.raises(ValueError, match="no tracker"):
         fit(config(trackers=("no tracker",)), tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_file_of_another_checkpoint_is_noticed(run, name):
+    last = run / "checkpoints" / "00000004"
+    shutil.copy(run / "checkpoints" / "00000002" / name, last / name)
+    with pytest.raises(ValueError, match=f"{name}: altered or damaged: it is not the file that was written"):
+        fit(None, run, resume=True)
+
+
+def test_a_run_that_cannot_begin_leaves_nothing_and_can_be_tried_again(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "run").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("remanence.train.run.Metrics", full)
+        with pytest.raises(OSError, match="No space left"):
+            fit(config(steps=1), tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+    fit(config(steps=1), tmp_path / "run")
