@@ -43,6 +43,7 @@ def run(*arguments):
 def test_it_writes_what_it_says(tmp_path):
     folder = tmp_path / "deep" / "er"
     out, err = run("--out", folder, "--steps", 2)
+    assert "[/]" not in out, "markup is not for readers"
     assert "right answers" in out and "tokens of noise" in out and "recall.png" in out
     assert sorted(line.split(", ")[0] for line in err.splitlines()) == [
         f"{name}: step 2 of 2" for name in ("lmm", "mac", "window")

@@ -190,10 +190,14 @@ def plot(accuracy: dict[str, list[float]], path: Path) -> None:
 def memory_table(recalled: dict[str, Any]) -> Table:
     from rich.table import Table
 
+    from remanence.core.console import coloured
+
     table = Table("asked", "from the file", "without it")
     columns = [recalled[name] for name in ("asked", "told", "from_the_file", "without_it")]
     for key, value, *answers in zip(*columns, strict=True):
-        verdicts = ["[green]right[/]" if answer == value else "[red]wrong[/]" for answer in answers]
-        cells = [f"{answer:>2} {verdict}" for answer, verdict in zip(answers, verdicts, strict=True)]
-        table.add_row(f"{key}?", *cells)
+        verdicts = [("right", "green") if answer == value else ("wrong", "red") for answer in answers]
+        told = zip(answers, verdicts, strict=True)
+        table.add_row(
+            f"{key}?", *(coloured(f"{answer:>2} {word}", colour) for answer, (word, colour) in told)
+        )
     return table

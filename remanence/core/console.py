@@ -22,3 +22,8 @@ class Console(rich.console.Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shown(text, keep=""), **options)
+
+
+def coloured(text: str, style: str) -> Text:
+    """A cell in a colour."""
+    return Text(shown(text, keep=""), style=style)
