@@ -195,7 +195,7 @@ def evaluate(given: Path, out: Path) -> None:
 
 
 COMMANDS = {"train": train, "read": read, "prepare": prepare, "eval": evaluate}
-CHANGING = ("date", "tokens_per_s", "memory_gib", "hours")
+CHANGING = ("date", "commit", "tokens_per_s", "memory_gib", "hours")
 """Entries of JSON files that differ from run to run."""
 
 
