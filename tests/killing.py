@@ -257,8 +257,10 @@ def flushed(calls: list[Call]) -> list[str]:
     return missing
 
 
-def kill_all(name: str, given: Path, folder: Path, some: int | None, seed: int = 0) -> dict[str, object]:
-    """One command, killed at all of its writes, or at some of them, and taken up again."""
+def kill_all(
+    name: str, given: Path, folder: Path, some: int | None = None, at: list[int] | None = None, seed: int = 0
+) -> dict[str, object]:
+    """One command, killed at all of its writes, at some of them or at those given, and taken up again."""
     act, whole = COMMANDS[name], folder / "whole"
     shutil.rmtree(folder, ignore_errors=True)
     whole.mkdir(parents=True)
@@ -266,7 +268,7 @@ def kill_all(name: str, given: Path, folder: Path, some: int | None, seed: int =
     if status:
         raise ValueError(f"{name}: ended with {status}")
     wanted = outcome(whole)
-    moments = list(range(1, len(calls) + 1))
+    moments = at or list(range(1, len(calls) + 1))
     moments = sorted(random.Random(seed).sample(moments, min(some, len(moments)))) if some else moments
     failed = {}
     out = folder / "killed"
@@ -296,6 +298,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("commands", nargs="*", default=list(COMMANDS))
     parser.add_argument("--some", type=int, help="of each command's writes, so many drawn by chance")
+    parser.add_argument("--at", type=int, nargs="+", help="only these writes, counted from 1")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     here = Path(__file__).parent
@@ -324,7 +327,9 @@ def main() -> None:
     if os.wait()[1]:
         sys.exit("the setup failed")
     for name in given.commands:
-        print(json.dumps(kill_all(name, folder / "given", folder / name, given.some, given.seed)), flush=True)
+        place = folder / name
+        found = kill_all(name, folder / "given", place, given.some, given.at, given.seed)
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

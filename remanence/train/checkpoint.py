@@ -70,16 +70,15 @@ def save(
             write_json(temporary / "config.json", describe(model.config, torch.float32))
 
     def finish() -> None:
-        if target.exists():
-            return
-        write_tensors(temporary / "random.safetensors", {"cpu": torch.get_rng_state()}, {})
-        shards = _shard_digests(temporary, flushed=True)
-        files = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
-        facts = {"files": files, "shards": shards, "config": config.to_dict()}
-        write_json(temporary / "progress.json", sealed({**progress._asdict(), **facts}))
-        os.replace(temporary, target)
-        flush(folder)
-        for old in checkpoints(folder)[: -config.keep]:
+        if not target.exists():
+            write_tensors(temporary / "random.safetensors", {"cpu": torch.get_rng_state()}, {})
+            shards = _shard_digests(temporary, flushed=True)
+            files = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
+            facts = {"files": files, "shards": shards, "config": config.to_dict()}
+            write_json(temporary / "progress.json", sealed({**progress._asdict(), **facts}))
+            os.replace(temporary, target)
+            flush(folder)
+        for old in checkpoints(folder)[: -config.keep]:  # also what a kill has kept from being removed
             shutil.rmtree(old.rename(folder / f".{old.name}.tmp"))  # half a checkpoint must not look like one
 
     try:
