@@ -17,13 +17,11 @@ from torch import nn
 from remanence.config import ModelConfig
 from remanence.core.choices import brief
 from remanence.core.device import memory_of
+from remanence.core.errors import first_line
 from remanence.core.files import DIGEST, read_json, sealed, unsealed, write_json
 from remanence.core.migrations import current_name
-from remanence.core.tensors import Entry, aligned, read_header, read_tensors, write_tensors
+from remanence.core.tensors import FLOATS, Entry, aligned, read_header, read_tensors, write_tensors
 from remanence.model import Model
-
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""The dtypes that weights may have."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = "backbone.blocks."
@@ -189,7 +187,7 @@ def _outline(folder: Path, config: ModelConfig) -> Model:
         with torch.device("meta"):
             return Model(config)
     except (ValueError, RuntimeError) as error:  # torch's, if a product of sizes is more than it can count
-        raise ValueError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{folder / 'config.json'}: {first_line(error)}") from None
 
 
 def _check_tensors(folder: Path, model: Model, found: dict[str, Weight], dtype: torch.dtype | None) -> None:

@@ -39,7 +39,7 @@ def flush(path: Path) -> None:
     """Have the disk keep a file's content, or a folder's names: they survive a loss of power from then on."""
     if fcntl is None and path.is_dir():
         return
-    number = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    number = os.open(path, os.O_RDWR if fcntl is None else os.O_RDONLY)  # Windows flushes what can be written
     try:
         os.fsync(number)
     finally:

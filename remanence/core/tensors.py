@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from remanence.core.errors import first_line
 from remanence.core.files import DIGEST, canonical, replacing
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ SIZES |= {"U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
 NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 NAMES |= {name: f"{'u' * (name[0] == 'U')}int{8 * SIZES[name]}" for name in SIZES if name[0] in "IU"}
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes that weights and states may be stored in."""
 
 
 class Entry(NamedTuple):
@@ -144,8 +147,8 @@ def read_tensors(path: Path, mapped: int | None = None, *, digest: bool = True) 
     except SafetensorError as error:
         raise ValueError(f"{path}: damaged, or not a safetensors file ({error})") from None
     except (RuntimeError, MemoryError) as error:  # torch could not map it
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path}: {path.stat().st_size:,} bytes cannot be opened here ({first})") from None
+        size, told = path.stat().st_size, first_line(error)
+        raise ValueError(f"{path}: {size:,} bytes cannot be opened here ({told})") from None
     if digest:
         _check_digest(path, found, metadata)
     small = {

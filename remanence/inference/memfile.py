@@ -26,6 +26,7 @@ from remanence.core.migrations import first_name
 from remanence.core.overrides import differences
 from remanence.core.state import parts
 from remanence.core.tensors import (
+    FLOATS,
     Entry,
     Stored,
     describe,
@@ -39,7 +40,6 @@ from remanence.model import Model, State
 
 FORMAT, SCHEMA = "remanence-memory", 1
 LAYER = "blocks."
-REAL = ("float16", "bfloat16", "float32", "float64")
 KINDS = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
 """What a header holds as JSON."""
 
@@ -307,7 +307,7 @@ def _compare(what: str, config: ModelConfig, entries: Mapping[str, Entry]) -> No
         shape, kind = [*rows, *length, *like.shape[2:]], entry_of(like).dtype
         if list(entry.shape) != shape:
             raise ValueError(f"{what}: {name}: expected shape {shape}, got {list(entry.shape)}")
-        if entry.dtype not in (REAL if like.is_floating_point() else (kind,)):
+        if entry.dtype not in (FLOATS if like.is_floating_point() else (kind,)):
             raise ValueError(f"{what}: {name}: expected {kind}, got {entry.dtype}")
 
 

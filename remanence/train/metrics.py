@@ -17,6 +17,7 @@ from uuid import uuid4
 import torch
 
 from remanence.core.choices import check_choice
+from remanence.core.errors import first_line
 from remanence.core.files import replacing
 from remanence.model import Trace
 from remanence.train.checkpoint import Progress
@@ -85,8 +86,7 @@ def _tracker(name: str, out: Path, config: dict[str, Any], step: int) -> Tracker
     try:
         return TRACKERS[name](out, config, step)
     except Exception as error:  # no login, no network, anything else
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"trackers: {name!r} could not be started ({reason})") from None
+        raise ValueError(f"trackers: {name!r} could not be started ({first_line(error)})") from None
 
 
 def check_trackers(names: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from remanence.config import ModelConfig
 from remanence.core.choices import check_choice
-from remanence.core.device import machine_memory, resolve
+from remanence.core.device import memory_of, resolve
 from remanence.model import Model
 from remanence.train.config import TrainConfig
 from remanence.train.speeds import reached, table
@@ -104,7 +104,7 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
         "logits": here * config.model.vocabulary * 10.0,
         "states, before and after a step": copies * config.batch // shares * state,
     }
-    available = GPUS[gpu] * 1e9 if gpus else room(resolve(config.device))
+    available = GPUS[gpu] * 1e9 if gpus else memory_of(resolve(config.device))
     _refuse(memory, available, config)  # before anything is tried out
     tokens = config.steps * config.batch * config.data.length
     per_token = flops_per_token(config.model, config.data.length)
@@ -139,13 +139,6 @@ def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
     basis += "; other sizes and GPUs differ"
     basis += ", and what GPUs exchange is not counted" if gpus > 1 else ""
     return gpus / seconds, basis
-
-
-def room(device: torch.device) -> float:
-    """Bytes of the device's memory."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return machine_memory()
 
 
 def measured(config: TrainConfig, device: torch.device) -> float:
