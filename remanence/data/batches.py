@@ -17,13 +17,16 @@ from remanence.data.shards import Tokens
 
 
 class Batch(NamedTuple):
-    """Inputs and targets ``[b t]`` (-100: none), the borders of documents or a mask, and which rows begin anew."""
+    """Inputs and targets ``[b t]`` (-100: none), the borders of documents or a mask, which rows begin anew, and how much
+    each target counts, if not all the same.
+    """
 
     tokens: Tensor
     targets: Tensor
     offsets: list[int] | None
     mask: Tensor | None
     begins: Tensor | None
+    weights: Tensor | None = None
 
 
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:

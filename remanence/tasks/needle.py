@@ -142,12 +142,8 @@ def draw_sample(
     right = [value for key in queried for value in by_key[key]]
     wrong = [value for value in values if value not in right]
     wrong += unused(hay.text, rng, kind.value, choices - len(right) - len(wrong), values)
-    head, question, prompt = _frame(kind, queried)
-    needles = [
-        f"One of the special magic {kind.value}s for {key} is: {value}."
-        for key in keys
-        for value in by_key[key]
-    ]
+    head, question, prompt = frame(kind, queried)
+    needles = [needle(kind.value, key, value) for key in keys for value in by_key[key]]
     start, end = hay.encode(head), hay.encode(question)
     room = length - sum(map(len, (start, end, hay.encode(prompt))))
     least = length - room + sum(max_tokens(hay.encode, needle) for needle in needles)
@@ -161,7 +157,11 @@ def draw_sample(
     return Sample(text, prompt, right, wrong)
 
 
-def _frame(kind: Kind, queried: Sequence[str]) -> tuple[str, str, str]:
+def needle(what: str, key: str, value: str) -> str:
+    return f"One of the special magic {what}s for {key} is: {value}."
+
+
+def frame(kind: Kind, queried: Sequence[str]) -> tuple[str, str, str]:
     """The words before the hay, the question after it, and the beginning of the answer."""
     many = kind.answers > 1
     noun, verb = (f"{kind.value}s", "are") if many else (kind.value, "is")

@@ -122,6 +122,7 @@ KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "documents": ("path",),
     "recall": ("pairs", "rounds", "keys", "noise"),
     "needle": ("pairs",),
+    "facts": ("path", "weight", "ramp"),
     "babilong": ("path", "books", "tasks"),
 }
 """The fields of each kind of data beside `kind` and `length`. A kind that you add to `SOURCES` may use all fields."""
@@ -133,12 +134,15 @@ class DataConfig:
 
     Attributes:
         kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" or
-            "needle" (generated), "babilong" (stories hidden in books).
-        path: packed, documents: the folder of the shards; babilong: bAbI's folder or archive, or hf:NAME.
+            "needle" (generated), "facts" (planted in prepared shards and asked for later), "babilong" (stories hidden
+            in books).
+        path: packed, documents, facts: the folder of the shards; babilong: bAbI's folder or archive, or hf:NAME.
         length: tokens of a row.
         pairs: recall: pairs of a row; needle: needles of a row.
         rounds: recall: how often each pair occurs.
         keys, noise: recall: the number of different keys, and of values; the number of noise tokens.
+        weight: facts: how much a token of the text counts in the loss, beside one of an answer; 0: answers alone.
+        ramp: facts: steps over which the text between facts grows from nothing, and the distances with it.
         books, tasks: babilong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
     """
 
@@ -149,12 +153,16 @@ class DataConfig:
     rounds: int = 2
     keys: int = 32
     noise: int = 16
+    weight: float = 0.1
+    ramp: int = 0
     books: str | None = None
     tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
 
     def __post_init__(self) -> None:
         _check(self)
         _positive(length=self.length, pairs=self.pairs, rounds=self.rounds, keys=self.keys, noise=self.noise)
+        _between(0, 1, weight=self.weight)
+        _between(0, float("inf"), ramp=self.ramp)
         for each in fields(self):
             if not self.has_field(self.kind, each.name) and getattr(self, each.name) != each.default:
                 owners = " or ".join(repr(kind) for kind, names in KIND_FIELDS.items() if each.name in names)
@@ -184,7 +192,7 @@ class TrainConfig:
         init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
-        carry: whether rows carry their memory from step to step (kind "documents"), without gradient between steps.
+        carry: whether rows carry their memory from step to step (kinds "documents", "facts"), without gradient between steps.
         begin: a row's memory when a document begins: "fresh", the learned start; "passed", that of the neighbouring
             row after the step before; "noise", normal random numbers as large as memories are after a step.
         begin_share: the share of the documents that begin so; the others begin fresh.
@@ -249,9 +257,9 @@ class TrainConfig:
             raise ValueError("prompt: expected at least one character, got an empty text")
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch={self.batch}, got {self.accumulate}")
-        if self.carry and (self.accumulate > 1 or self.data.kind != "documents"):
+        if self.carry and (self.accumulate > 1 or self.data.kind not in ("documents", "facts")):
             raise ValueError(
-                "carry: expected data.kind='documents' and accumulate=1, whose rows go on from step to step"
+                "carry: expected data.kind='documents' or 'facts' and accumulate=1, whose rows go on from step to step"
             )
         if self.carry and "attention" in self.model.blocks:
             raise ValueError(

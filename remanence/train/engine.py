@@ -6,7 +6,6 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remanence.data import Batch
@@ -14,7 +13,7 @@ from remanence.model import Model, State, Trace
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full
-from remanence.train.graphed import Graphed
+from remanence.train.graphed import Graphed, summed_loss
 
 
 class Step(NamedTuple):
@@ -63,15 +62,17 @@ def take_step(
     themselves.
     """
     world = world or World(model.embed.weight.device)
-    targets_here = sum(int((batch.targets >= 0).sum()) for batch in batches)
+    targets_here = sum(_target_count(batch) for batch in batches)
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
     count, tokens = world.total(targets_here, tokens_here)
-    dense = targets_here == sum(batch.targets.numel() for batch in batches)
+    dense = all(bool((batch.targets >= 0).all()) for batch in batches)
     optimizer.zero_grad(set_to_none=True)
     loss_here: Any = 0.0
     for part, batch in enumerate(batches):
         if graph is not None:
-            loss_here, trace = graph(batch.tokens, batch.targets, carried, batch.begins, max(1, int(count)))
+            loss_here, trace = graph(
+                batch.tokens, batch.targets, carried, batch.begins, max(1, count), batch.weights
+            )
             break
         if begin is not None:
             fresh = model.start(batch.tokens.shape[0] if batch.offsets is None else len(batch.offsets) - 1)
@@ -102,5 +103,12 @@ def _forward(
     mask = None if mask is None else mask.to(device, non_blocking=True)
     trace = model.trace(tokens, state, mask=mask, offsets=batch.offsets, keep=keep)
     chosen = slice(None) if dense else targets >= 0
+    weights = None if batch.weights is None else batch.weights.to(device, non_blocking=True)[chosen].flatten()
     logits = model.logits(trace.hidden[chosen]).flatten(0, -2)
-    return F.cross_entropy(logits.float(), targets[chosen].flatten(), reduction="sum"), trace
+    return summed_loss(logits, targets[chosen].flatten(), weights), trace
+
+
+def _target_count(batch: Batch) -> float:
+    """Targets of a batch, each as much as it counts."""
+    asked = batch.targets >= 0
+    return float(asked.sum() if batch.weights is None else batch.weights[asked].sum())

@@ -27,12 +27,20 @@ With a state there are two graphs, and the second is tried out beside the first.
 """
 
 
+def summed_loss(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Cross-entropy, summed over targets (-100 is none), each times its weight."""
+    if weights is None:
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
+    return (F.cross_entropy(logits.float(), targets, reduction="none") * weights).sum()
+
+
 class _Held(NamedTuple):
     """A captured step, and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
     targets: Tensor
+    weights: Tensor | None
     asked: Tensor
     anew: Tensor
     state: State | None
@@ -61,9 +69,10 @@ class Graphed:
         targets: Tensor,
         state: State | None = None,
         anew: Tensor | None = None,
-        count: int | None = None,
+        count: float | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Trace]:
-        """The sum over all targets (-100 is none), divided by how many there are, or by `count`.
+        """The sum over all targets (-100 is none), each times its weight, divided by how many there are or by `count`.
 
         Rows carry `state`, all at a multiple of `border_of`, except those that are `anew` ``[b]``: they begin a
         document. A step in which some do, or in which some have not filled their window yet, has a graph of its own.
@@ -72,15 +81,17 @@ class Graphed:
         whole = (
             state is not None and not any(begins or ()) and min(positions_of(state.position)) >= self.window
         )
-        key = (*tokens.shape, state is None, whole)
+        key = (*tokens.shape, state is None, whole, weights is None)
         if key not in self.held:
             reason = unsupported(self.model, tokens.shape[1], state is not None)
             if reason is not None:
                 raise ValueError(f"model: expected one whose step can be captured, but {reason}")
-            self.held[key] = self._capture(tokens, targets, state, whole)
+            self.held[key] = self._capture(tokens, targets, weights, state, whole)
         held = self.held[key]
         held.tokens.copy_(tokens, non_blocking=True)
         held.targets.copy_(targets, non_blocking=True)
+        if held.weights is not None and weights is not None:
+            held.weights.copy_(weights, non_blocking=True)
         held.asked.copy_((targets >= 0).sum()) if count is None else held.asked.fill_(count)
         if held.state is not None and state is not None:
             copy_all(held.state.tensors(), state.tensors())
@@ -97,8 +108,11 @@ class Graphed:
         ]
         return held.loss, held.seen._replace(state=held.seen.state.at(known))
 
-    def _capture(self, tokens: Tensor, targets: Tensor, state: State | None, whole: bool) -> _Held:
+    def _capture(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor | None, state: State | None, whole: bool
+    ) -> _Held:
         tokens, targets = (x.to(self.device, copy=True) for x in (tokens, targets))
+        weights = None if weights is None else weights.to(self.device, copy=True)
         rows = tokens.shape[0]
         count = torch.full((), float(targets.numel()), device=self.device)
         anew = torch.zeros(rows, dtype=torch.bool, device=self.device)
@@ -115,7 +129,8 @@ class Graphed:
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
                 seen = self.model.trace(tokens, begun)
                 logits = self.model.logits(seen.hidden).flatten(0, 1)
-                loss = F.cross_entropy(logits.float(), targets.flatten(), reduction="sum") / count
+                loss = summed_loss(logits, targets.flatten(), None if weights is None else weights.flatten())
+                loss = loss / count
             loss.backward()
             # The positions that the host knew are those of the capture: the outputs must not carry them.
             made[:] = [loss.detach(), seen._replace(state=seen.state.map(Tensor.detach))]
@@ -124,7 +139,7 @@ class Graphed:
         graph, _ = capture(step, self.device, beside=next((held.graph for held in self.held.values()), None))
         loss, seen = made
         grads = [parameter.grad for parameter in self.parameters]
-        return _Held(graph, tokens, targets, count, anew, fixed, loss, seen, grads)
+        return _Held(graph, tokens, targets, weights, count, anew, fixed, loss, seen, grads)
 
 
 class Graphs:

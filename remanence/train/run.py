@@ -9,6 +9,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,7 @@ class Run:
             run = cls(config, out, world, resume)
             metrics = run._open_metrics(log)
             run.metrics = resources.enter_context(metrics) if metrics else None
+            run._maker = resources.enter_context(ThreadPoolExecutor(1, "batches"))
             run._resources = resources.pop_all()
         return run
 
@@ -106,6 +108,7 @@ class Run:
         self.config, self.out, self.world = config, out, world
         self.metrics: Metrics | None = None
         self._resources = ExitStack()
+        self._maker: ThreadPoolExecutor
         self.source, self.begin = _source(config, resume, world), begin_of(config, world)
         if config.graph and world.device.type != "cuda":
             kind = world.device.type
@@ -123,6 +126,7 @@ class Run:
             world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))
         self.graphs = Graphs(self.model, config, world, self.begin is not None)
         self._leashed = leashed()  # in this process so far
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     @property
     def done(self) -> bool:
@@ -148,8 +152,7 @@ class Run:
     def step(self) -> Step:
         """The next step, its line in the metrics and, at every `save_every`-th, a checkpoint."""
         config, number = self.config, self.progress.step
-        first = number * config.accumulate
-        batches = [self.source.step(index) for index in range(first, first + config.accumulate)]
+        batches = self._batches(number)
         graph, state = self.graphs.of(batches, self.carried), None
         if graph is None and config.carry:
             state = carry_in(self.model, self.carried, batches[0], self.begin, number)
@@ -172,6 +175,18 @@ class Run:
         if self.progress.step % config.save_every == 0:
             self.checkpoint()
         return step
+
+    def _batches(self, number: int) -> list[Batch]:
+        """A step's batches. The next step's are made meanwhile, in a thread of their own."""
+        ahead, self._ahead = self._ahead, None
+        batches = ahead[1].result() if ahead is not None and ahead[0] == number else self._make(number)
+        if number + 1 < self.config.steps:
+            self._ahead = number + 1, self._maker.submit(self._make, number + 1)
+        return batches
+
+    def _make(self, number: int) -> list[Batch]:
+        first = number * self.config.accumulate
+        return [self.source.step(index) for index in range(first, first + self.config.accumulate)]
 
     def checkpoint(self) -> None:
         """Write a checkpoint of now, if there is none, and remove all but the last `keep`."""

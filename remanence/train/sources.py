@@ -15,6 +15,7 @@ from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.texts import Texts
 from remanence.tasks.babilong import ALL, Babilong, read_stories
+from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
 from remanence.train.config import TrainConfig
@@ -26,14 +27,14 @@ class Source(Protocol):
 
 def tokenizer_of(source: Source) -> Tokenizer | None:
     """A source's tokenizer; a task of made-up symbols has none."""
-    if isinstance(source, Packed | Documents):
+    if isinstance(source, Packed | Documents | Facts):
         return source.data.tokenizer
     return getattr(source, "tokenizer", None)
 
 
 def corpus(source: Source, steps: int = 64, piece: int = 2**24) -> Iterator[torch.Tensor]:
     """All tokens that a source reads from, in pieces; of a generated task, those of its first steps."""
-    if isinstance(source, Packed | Documents):
+    if isinstance(source, Packed | Documents | Facts):
         for shard in source.data.shards:
             for start in range(0, len(shard), piece):
                 yield torch.from_numpy(shard[start : start + piece].astype(np.int64))
@@ -48,7 +49,7 @@ def check_corpus(source: Source, run: Path) -> None:
     Nothing is noted of generated tasks, and of data that has no digest. Without a note, the corpus of now is the run's.
     """
     note = run / "data.json"
-    found = source.data.digest if isinstance(source, Packed | Documents) else None
+    found = source.data.digest if isinstance(source, Packed | Documents | Facts) else None
     begun = read_json(note).get("corpus") if note.is_file() else found
     if begun != found:
         raise ValueError(
@@ -78,6 +79,11 @@ def _packed(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 def _documents(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     return Documents(_shards(config), config.data.length, batch, config.seed, rank, world)
+
+
+def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    data = config.data
+    return Facts(_shards(config), data.length, batch, data.weight, data.ramp, config.seed, rank, world)
 
 
 def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
@@ -117,6 +123,7 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "packed": _packed,
     "documents": _documents,
+    "facts": _facts,
     "recall": _recall,
     "needle": _needle,
     "babilong": _babilong,
