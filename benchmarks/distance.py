@@ -52,6 +52,8 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
     "attention": {"pattern": ("attention",)},  # trained on pieces by themselves
     "memorizing": {"pattern": memorizing(6), "knn": {"size": 16384, "k": 32}},
     "hybrid-w256": {"window": 256},
+    "hybrid-delta": {"memory": {"rule": "delta"}},
+    "mag-delta": {"pattern": ("mag",), "memory": {"rule": "delta"}},
     "hybrid-forget6": {"memory": {"forget_bias": -6.0}},
     "hybrid-heads64": {"memory": {"head_dim": 64}},
     "hybrid-matrix": {"memory": {"depth": 1}},

@@ -24,12 +24,16 @@ PIECES = 512
 """The longest stream, in steps."""
 SPARSE, DENSE = 32768, 340
 """Tokens for each fact: a stream's own number is drawn between them, evenly in the logarithm."""
-FIRST = 140, 512
+FIRST = 140, 2048
 """Tokens for each fact, and the greatest distance of its question, in the streams that a run begins with."""
-HELD = 32
+HELD = 16
 """Facts that a memory should have to hold at a time: a question comes after at most so many others were stated."""
-NEAREST = 48
-"""The least distance of a question from its fact, in tokens."""
+NEAREST, FAR = 48, 256
+"""Tokens from a fact to its question, at least; of most questions."""
+NEAR = 0.2
+"""The share of questions that may come nearer than FAR. Where the fact asked for is often the last one that was stated, a
+model learns to answer with the last one and never to look at the key.
+"""
 SHARE = 0.9
 """Of a step's tokens, what facts and questions may take."""
 
@@ -60,8 +64,8 @@ class Facts:
     """Pieces of streams, ``[batch, length]``: a function of the step, on any number of processes.
 
     Every token is a target; one that is no answer's counts `weight` times as much as one that is. Over the first `ramp`
-    steps, streams grow from facts and questions with hardly a text between them: few models learn to look up a fact if
-    they meet it only in a long text.
+    steps, streams grow from facts and questions with hardly a text between them, and the text's weight from 0: few
+    models learn to look up a fact if they meet it only in a long text.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Facts:
         room = np.maximum(self.data.lengths // self.length - 1, 0)
         document = int(rng.choice(len(room), p=room / room.sum()))
         begun = self.ends[row][index - 1] if index else 0
-        grown = min(1.0, begun / self.ramp) if self.ramp else 1.0
+        grown = self._grown(begun)
         pieces = min(int(room[document]), int(_log_uniform(rng, 1, PIECES) ** grown))
         start = int(rng.integers(int(self.data.lengths[document]) - pieces * self.length))
         full, (near, short) = _log_uniform(rng, DENSE, SPARSE), FIRST
@@ -117,7 +121,8 @@ class Facts:
         events: list[list[Event]] = [[] for _ in range(pieces)]
         used = np.zeros(pieces, int)
         for place in places.tolist():
-            asked = place + _log_uniform(rng, NEAREST, reach)
+            near = rng.random() < NEAR
+            asked = place + _log_uniform(rng, *((NEAREST, FAR) if near else (FAR, reach)))
             if asked >= total:
                 continue
             told, question = self._fact(rng, next(keys), place, asked)
@@ -130,6 +135,10 @@ class Facts:
             for event in (told, question):
                 events[event.place // self.length].append(event)
         return Stream(document, start, [sorted(each, key=lambda event: event.place) for each in events])
+
+    def _grown(self, step: int) -> float:
+        """How far the first steps have grown into the task, from 0 to 1: slowly, then fast."""
+        return min(1.0, step / self.ramp) ** 2 if self.ramp else 1.0
 
     def _fact(self, rng: np.random.Generator, key: int, place: int, asked: int) -> tuple[Event, Event]:
         """A fact and its question, in RULER's words or in plainer ones. No other fact of the stream has its key."""
@@ -182,7 +191,7 @@ class Facts:
         rows = [self.piece(row, number) for row in range(self.batch)]
         text = torch.from_numpy(np.stack([tokens for tokens, _, _ in rows]))
         answers = torch.from_numpy(np.stack([marks for _, marks, _ in rows]))[:, 1:]
-        weights = torch.where(answers, 1.0, self.weight)
+        weights = torch.where(answers, 1.0, self.weight * self._grown(number))
         targets = text[:, 1:].where(weights > 0, IGNORED)
         begins = torch.tensor([begins for _, _, begins in rows])
         return Batch(text[:, :-1].contiguous(), targets, None, None, begins, weights)
