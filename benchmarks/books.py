@@ -6,6 +6,7 @@ A folder of books holds ``*.txt.xz`` and an ``index.json`` that names each book'
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import lzma
 import math
@@ -267,6 +268,12 @@ def _commit() -> str:
 def machine(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {"device": name, "torch": torch.__version__}
+
+
+def release() -> None:
+    """Give back what a finished run has held on the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class Clock:

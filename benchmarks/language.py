@@ -34,6 +34,7 @@ from books import (
     octaves,
     read,
     read_restarted,
+    release,
     rounded,
     streams,
 )
@@ -204,14 +205,16 @@ def table(rows: list[Row]) -> str:
     what, places = first["what"], [f"{end // 1024}K" for end in first["octaves"]]
     lines += [f"{what['steps']:,} steps of {what['rows']} x {what['piece']:,} bytes, {first['device']}", ""]
     for split in what["splits"]:
-        base = per_stream(runs["window"], split, "on")[:, -1] if "window" in runs else None
         lines += [f"**{split}**, bits per byte, {len(first['bits'][split]['on'])} streams", ""]
         head = ("run", "lr", "seeds", "parameters", *places, "all", "less the window's")
         lines += [_row(*head), _rule(len(head))]
         for name, some in runs.items():
+            seeds = {row["what"]["seed"] for row in some}
+            base = [row for row in runs.get("window", []) if row["what"]["seed"] in seeds]
             for mode in [m for m in some[0]["bits"][split] if m == "on" or m not in MODES]:
-                bits = per_stream(some, split, mode)
-                gap = "" if base is None else _signed(*mean_and_error(bits[:, -1] - base))
+                bits, gap = per_stream(some, split, mode), ""
+                if len(base) == len(some):  # the same seeds: the same pieces in the same order
+                    gap = _signed(*mean_and_error((bits - per_stream(base, split, "on"))[:, -1]))
                 title = name if mode == "on" else f"{name}, {mode}"
                 about = (f"{some[0]['what']['lr']:g}", len(some), f"{some[0]['parameters']:,}")
                 lines.append(_row(title, *about, *[f"{v:.3f}" for v in bits.mean(0).tolist()], gap))
@@ -271,19 +274,25 @@ def plot(rows: list[Row], path: Path) -> None:
             mode = "overlapped" if "overlapped" in modes else "on"
             bits = per_stream(some, split, mode)[:, :-1]
             axes[0, 1 + i].plot(places, bits.mean(0).tolist(), marker="o", **style)
-            if "fresh" in modes:
-                gaps = [mean_and_error(g) for g in (bits - per_stream(some, split, "fresh")[:, :-1]).T]
+            other = next((m for m in ("fresh", "off") if m in modes), None)
+            if other is not None:
+                gaps = [mean_and_error(g) for g in (bits - per_stream(some, split, other)[:, :-1]).T]
                 axes[1, 1 + i].errorbar(
                     places, [g[0] for g in gaps], [g[1] for g in gaps], marker="o", **style
                 )
-    axes[0, 0].set(xlabel="step", ylabel="bits per byte", title="training")
-    axes[0, 0].legend(frameon=False, fontsize="small")
+    lowest = min(min(row["curve"]) for row in rows)
+    axes[0, 0].set(
+        xlabel="step", ylabel="bits per byte", title="training", ylim=(0.97 * lowest, lowest + 0.8)
+    )
+    axes[1, 0].legend(*axes[0, 0].get_legend_handles_labels(), frameon=False, loc="center")
     axes[1, 0].set_axis_off()
     for i, split in enumerate(splits):
         axes[0, 1 + i].set(
             xscale="log", xlabel="position, up to", ylabel="bits per byte", title=f"{split} books"
         )
-        axes[1, 1 + i].set(xscale="log", xlabel="position, up to", ylabel="bits, on less fresh")
+        axes[1, 1 + i].set(
+            xscale="log", xlabel="position, up to", ylabel="bits, on less fresh (a store: less off)"
+        )
         axes[1, 1 + i].axhline(0.0, color="0.7")
     figure.savefig(path, dpi=110)
 
@@ -354,8 +363,7 @@ def main() -> None:
                     means,
                     flush=True,
                 )
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+                release()
 
 
 if __name__ == "__main__":
