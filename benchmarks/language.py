@@ -81,10 +81,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "ttt": {"pattern": ("ttt",), "memory": {"expansion": 2.0}},
     "hybrid": {"pattern": ("window", "lmm")},
     "window-gate": {"pattern": ("window-gate",)},
-    "matrix": {
-        "pattern": ("lmm",),
-        "memory": {"depth": 1},
-    },  # gated_delta beside a path that is never forgotten
+    # gated_delta with a path that is never forgotten
+    "matrix": {"pattern": ("lmm",), "memory": {"depth": 1}},
+    # attention has no convolutions, memories do: what of their gain is those
+    "mag-noconv": {"pattern": ("mag",), "memory": {"conv": 0}},
+    "lmm-noconv": {"pattern": ("lmm",), "memory": {"conv": 0}},
 }
 """What differs from the others, in a model's configuration."""
 
