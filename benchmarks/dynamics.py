@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import math
 import time
 from functools import partial
@@ -22,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from books import captured, load, octaves, plan_of, streams
 
 from remanence import Model, ModelConfig
-from remanence.core.graphs import capture
 from remanence.core.state import where
 from remanence.model import matched
 from remanence.ops import leashed, reset_leashed
@@ -45,27 +44,7 @@ RUNS: dict[
     "titans": {"net": "titans", "expansion": 2.0, "chunk": 64},
     "bare": {"net": "linear", "rule": "gated_delta", "step_bias": 0.0, "forget_bias": -6.0, "chunk": 64},
 }
-SEGMENT, RESTART = 256, 1 / 48
-
-
-def load(folder: str, split: str) -> list[torch.Tensor]:
-    index = json.loads((Path(folder) / "index.json").read_text())
-    names = [book["file"] for book in index if book["split"] == split]
-    return [
-        torch.frombuffer(bytearray(lzma.open(Path(folder) / name).read()), dtype=torch.uint8)
-        for name in names
-    ]
-
-
-def streams(books: list[torch.Tensor], length: int, most: int) -> torch.Tensor:
-    """Separate stretches of the books, none of which overlap."""
-    cut = [book[at : at + length + 1] for book in books for at in range(0, len(book) - length, length + 1)]
-    return torch.stack(cut[:most])
-
-
-def captured(step: Any, device: str) -> Any:
-    """A function of no arguments that works in place, as a CUDA graph where there is one."""
-    return capture(step, torch.device(device))[0].replay if device == "cuda" else step
+SEGMENT = 256
 
 
 def knows_borders(model: Model) -> Model:
@@ -92,23 +71,7 @@ class Training:
     ):
         self.model, self.length, self.steps, self.lr, self.device = model, length, steps, lr, device
         self.text = torch.cat(books).to(device)
-        draw = torch.Generator().manual_seed(seed + 1)
-        sizes = torch.tensor([len(book) for book in books], dtype=torch.float)
-        ends = torch.tensor([len(book) for book in books]).cumsum(0).tolist()
-        plan, new = torch.empty(steps, rows, dtype=torch.long), torch.zeros(steps, rows, dtype=torch.bool)
-        place: list[list[int]] = [[0, 0] for _ in range(rows)]
-        for step in range(steps):
-            for row in range(rows):
-                if (
-                    place[row][0] + length + 1 >= place[row][1]
-                    or float(torch.rand((), generator=draw)) < RESTART
-                ):
-                    book = int(torch.multinomial(sizes, 1, generator=draw))
-                    at = int(torch.randint(0, len(books[book]) - length - 2, (1,), generator=draw))
-                    place[row] = [ends[book] - len(books[book]) + at, ends[book]]
-                    new[step, row] = True
-                plan[step, row] = place[row][0]
-                place[row][0] += length
+        plan, new = plan_of(books, rows, length, steps, seed)
         self.plan, self.new = plan.to(device), new.to(device)
         parameters = list(model.parameters())
         groups = [
@@ -204,15 +167,13 @@ def measure(model: Model, x: torch.Tensor, device: str, piece: int) -> dict[str,
             replay()
             found.append(out.clone())
         bits[mode] = torch.cat(found, 1).cpu()
-    table, first = {}, 0
-    while first < length:
-        last = min(length, max(1024, 2 * first))
+    table = {}
+    for first, last in octaves(length):
         on, fresh = (bits[mode][:, first:last].double().mean(1) for mode in ("on", "fresh"))
         gap = on - fresh
         table[last] = [
             round(v.item(), 4) for v in (on.mean(), fresh.mean(), gap.mean(), gap.std() / math.sqrt(rows))
         ]
-        first = last
     return table
 
 
