@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from itertools import pairwise
 from math import cos, isfinite, pi
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -122,7 +123,7 @@ KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "documents": ("path",),
     "recall": ("pairs", "rounds", "keys", "noise"),
     "needle": ("pairs",),
-    "babilong": ("path", "books", "tasks"),
+    "babilong": ("path", "books", "tasks", "curriculum"),
 }
 """The fields of each kind of data beside `kind` and `length`. A kind that you add to `SOURCES` may use all fields."""
 
@@ -140,6 +141,9 @@ class DataConfig:
         rounds: recall: how often each pair occurs.
         keys, noise: recall: the number of different keys, and of values; the number of noise tokens.
         books, tasks: babilong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
+        curriculum: babilong: the lengths of texts, from short to long, each for an equal part of the steps (one given
+            twice, for two): 0 for stories alone, divisors of `length`, and with `carry` multiples of it. Without it,
+            every row is one text with one question.
     """
 
     kind: str = "packed"
@@ -151,6 +155,7 @@ class DataConfig:
     noise: int = 16
     books: str | None = None
     tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
+    curriculum: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -161,6 +166,11 @@ class DataConfig:
                 raise ValueError(
                     f"data.{each.name}: expected only with data.kind={owners}, got it with {self.kind!r}"
                 )
+
+        for before, after in pairwise((0, *self.curriculum)):
+            if after < before or (after and self.length % after and after % self.length):
+                wanted = f"rising lengths, each 0, a divisor or a multiple of data.length={self.length}"
+                raise ValueError(f"data.curriculum: expected {wanted}, got {after} after {before}")
 
     @staticmethod
     def has_field(kind: str, name: str) -> bool:
@@ -184,7 +194,8 @@ class TrainConfig:
         init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
-        carry: whether rows carry their memory from step to step (kind "documents"), without gradient between steps.
+        carry: whether rows carry their memory from step to step (kind "documents", or "babilong" with a curriculum),
+            without gradient between steps.
         begin: a row's memory when a document begins: "fresh", the learned start; "passed", that of the neighbouring
             row after the step before; "noise", normal random numbers as large as memories are after a step.
         begin_share: the share of the documents that begin so; the others begin fresh.
@@ -249,10 +260,17 @@ class TrainConfig:
             raise ValueError("prompt: expected at least one character, got an empty text")
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch={self.batch}, got {self.accumulate}")
-        if self.carry and (self.accumulate > 1 or self.data.kind != "documents"):
+        if self.carry and (
+            self.accumulate > 1 or not (self.data.kind == "documents" or self.data.curriculum)
+        ):
             raise ValueError(
-                "carry: expected data.kind='documents' and accumulate=1, whose rows go on from step to step"
+                "carry: expected data.kind='documents' or data.curriculum, whose rows go on from step to step, "
+                "and accumulate=1"
             )
+        longest = max(self.data.curriculum, default=0)
+        if longest > self.data.length and not self.carry:
+            wanted = f"true, to read texts of {longest} tokens in rows of {self.data.length}"
+            raise ValueError(f"carry: expected {wanted} (data.curriculum), got false")
         if self.carry and "attention" in self.model.blocks:
             raise ValueError(
                 "carry: expected blocks of constant size, got full attention, which would keep all it has read"

@@ -15,6 +15,7 @@ from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.texts import Texts
 from remanence.tasks.babilong import ALL, Babilong, read_stories
+from remanence.tasks.curriculum import Curriculum
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
 from remanence.train.config import TrainConfig
@@ -111,7 +112,11 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     _check_vocabulary(config, "tokenizer", tokenizer.vocabulary)
     stories = {task: read_stories("data.path", data.path, task, "train") for task in data.tasks}
     books = Texts("data.books", data.books, "a text to hide stories in: a file, a folder or hf:NAME")
-    return Babilong(stories, books.sentences(), tokenizer, data.length, batch, config.seed, rank, world)
+    if not data.curriculum:
+        return Babilong(stories, books.sentences(), tokenizer, data.length, batch, config.seed, rank, world)
+    steps = config.steps * config.accumulate
+    about = data.length, data.curriculum, steps, batch, config.seed, rank
+    return Curriculum(stories, books.sentences(), tokenizer, *about)
 
 
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
