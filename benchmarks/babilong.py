@@ -43,7 +43,7 @@ from remanence.tasks.babilong import ALL, PROMPT, find_file, read_stories
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
 
 Row = dict[str, Any]
-TRAINING = ("tasks", "dim", "depth", "window", "rows", "length", "curriculum", "steps", "lr")
+TRAINING = ("tasks", "dim", "depth", "window", "rows", "length", "curriculum", "steps", "lr", "memory")
 """The arguments that a trained model depends on, beside its pattern and seed."""
 CHANCE = {"qa1": 6, "qa2": 6, "qa3": 6, "qa4": 6, "qa5": 7}
 """The number of answers of each task, all about as frequent."""
@@ -77,10 +77,9 @@ def prepare(args: argparse.Namespace) -> dict[str, str]:
 
 
 def config_of(name: str, seed: int, args: argparse.Namespace, data: dict[str, str]) -> TrainConfig:
-    shape = {"vocabulary": 272, "dim": args.dim, "depth": args.depth, "heads": max(1, args.dim // 64)}
-    base = ModelConfig(
-        pattern=tuple(name.split(",")), window=args.window, segment=args.window, persistent=0, **shape
-    )
+    shape: Row = {"vocabulary": 272, "dim": args.dim, "depth": args.depth, "heads": max(1, args.dim // 64)}
+    shape |= {"window": args.window, "segment": args.window, "persistent": 0, "memory": args.memory}
+    base = ModelConfig(pattern=tuple(name.split(",")), **shape)
     on_gpu = torch.cuda.is_available()
     return TrainConfig(
         model=matched(base),
@@ -273,9 +272,11 @@ def main() -> None:
         "--curriculum",
         nargs="+",
         type=parse_length,
-        default=[0, 0, 0, 1024, 1024, 2048, 4096, 8192, 16384, 32768],
+        default=[0, 0, 0, 512, 1024, 2048, 4096, 8192, 8192, 32768],
         help="lengths of texts, each for an equal part of the steps",
     )
+    # A start that hardly forgets: what is to be kept for 32K tokens must not fade within hundreds.
+    parser.add_argument("--memory", type=json.loads, default={"forget_bias": -10.0}, help="fields, as JSON")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument(

@@ -107,11 +107,18 @@ class Curriculum:
         """Exactly so many tokens: a story in hay, its last question at the end."""
         needles = self._draw(length, rng)
         room = length - sum(map(len, needles))
-        start = int(self.hay.borders[self.hay.begin(room, rng)])
-        depths = np.sort(rng.random(len(needles) - 1))
-        places = self.hay.borders[np.searchsorted(self.hay.borders, start + depths * room, "right") - 1]
-        parts = np.split(self.hay.tokens[start : start + room], places - start)
-        return np.concatenate([piece for pair in zip(parts, needles, strict=True) for piece in pair])
+        borders = self.hay.borders
+        first = int(borders[self.hay.begin(room, rng)])
+        hay = self.hay.tokens[first : first + room]
+        depths = first + (np.sort(rng.random(len(needles) - 1)) * room).astype(
+            np.int64
+        )  # of floats it is slow
+        places = borders[np.searchsorted(borders, depths, "right") - 1] - first
+        parts, last = [], 0
+        for place, needle in zip([*places.tolist(), room], needles, strict=True):
+            parts += [hay[last:place], needle]
+            last = place
+        return np.concatenate(parts)
 
     def _stories(self, rng: np.random.Generator) -> np.ndarray:
         """A row of stories without hay, and hay behind the last that has room."""

@@ -9,7 +9,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +43,15 @@ from remanence.train.graphed import Graphs
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
 from remanence.train.signals import received_signals
-from remanence.train.sources import SOURCES, Source, check_corpus, corpus, model_folder, tokenizer_of
+from remanence.train.sources import (
+    SOURCES,
+    Ahead,
+    Source,
+    check_corpus,
+    corpus,
+    model_folder,
+    tokenizer_of,
+)
 
 PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
 """A text on which two tokenizers that differ will probably differ."""
@@ -96,6 +104,8 @@ class Run:
                 resources.enter_context(_begun_or_not(out, world))
             world.one(lambda: remove_leftovers(out))
             run = cls(config, out, world, resume)
+            if world.device.type == "cuda":
+                run.ahead = resources.enter_context(closing(Ahead(run.source)))
             metrics = run._open_metrics(log)
             run.metrics = resources.enter_context(metrics) if metrics else None
             run._resources = resources.pop_all()
@@ -107,6 +117,7 @@ class Run:
         self.metrics: Metrics | None = None
         self._resources = ExitStack()
         self.source, self.begin = _source(config, resume, world), begin_of(config, world)
+        self.ahead: Ahead | None = None
         if config.graph and world.device.type != "cuda":
             kind = world.device.type
             raise ValueError(f"graph: expected None or false on {kind}, which has no CUDA graphs, got true")
@@ -149,7 +160,9 @@ class Run:
         """The next step, its line in the metrics and, at every `save_every`-th, a checkpoint."""
         config, number = self.config, self.progress.step
         first = number * config.accumulate
-        batches = [self.source.step(index) for index in range(first, first + config.accumulate)]
+        batches = [
+            (self.ahead or self.source).step(index) for index in range(first, first + config.accumulate)
+        ]
         graph, state = self.graphs.of(batches, self.carried), None
         if graph is None and config.carry:
             state = carry_in(self.model, self.carried, batches[0], self.begin, number)

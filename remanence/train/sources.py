@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,22 @@ from remanence.train.config import TrainConfig
 
 class Source(Protocol):
     def step(self, number: int) -> Batch: ...
+
+
+class Ahead:
+    """A source whose next step is drawn by a thread, while a device that needs no host works on this one."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.drawn = source, dict[int, Future[Batch]]()
+        self.thread = ThreadPoolExecutor(1, "next batch")
+
+    def step(self, number: int) -> Batch:
+        held = self.drawn.pop(number, None) or self.thread.submit(self.source.step, number)
+        self.drawn = {number + 1: self.thread.submit(self.source.step, number + 1)}
+        return held.result()
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
 
 
 def tokenizer_of(source: Source) -> Tokenizer | None:
