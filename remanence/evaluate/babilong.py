@@ -99,8 +99,8 @@ class Babilong(Task):
         if not Path(path).is_file():
             raise ValueError(f"babilong.indices: expected a JSON file, got {path}, which is not there")
         chosen = read_json(Path(path)).get(task)
-        whole = isinstance(chosen, list) and all(type(index) is int for index in chosen)
-        if not whole or not all(0 <= index < len(stories) for index in chosen):
+        known = range(len(stories))
+        if not isinstance(chosen, list) or not all(type(index) is int and index in known for index in chosen):
             wanted = f"numbers of stories below {len(stories)} for {task}"
             raise ValueError(f"babilong.indices: expected {wanted}, got others, or none, in {path}")
         self.digest.update(repr(chosen).encode())

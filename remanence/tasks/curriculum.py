@@ -93,7 +93,7 @@ class Curriculum:
         first = number - number % self.round
         stage = min(first * len(self.curriculum) // self.steps, len(self.curriculum) - 1)
         rng = self._rng(first, row, 1)
-        return self.curriculum[stage if rng.random() < 0.5 else rng.integers(stage + 1)]
+        return self.curriculum[stage if rng.random() < 0.5 else int(rng.integers(stage + 1))]
 
     def _rng(self, number: int, row: int, use: int = 0) -> np.random.Generator:
         counter = [0, use, self.rank * self.batch + row, 2]  # `train/begin.py` has a 1 in the last place
