@@ -79,6 +79,9 @@ def prepare(args: argparse.Namespace) -> dict[str, str]:
 def config_of(name: str, seed: int, args: argparse.Namespace, data: dict[str, str]) -> TrainConfig:
     shape: Row = {"vocabulary": 272, "dim": args.dim, "depth": args.depth, "heads": max(1, args.dim // 64)}
     shape |= {"window": args.window, "segment": args.window, "persistent": 0, "memory": args.memory}
+    shape["ffn"] = (
+        4 * args.dim
+    )  # a Transformer's; with its parameters MAC and MAG keep more than a tenth of it
     base = ModelConfig(pattern=tuple(name.split(",")), **shape)
     on_gpu = torch.cuda.is_available()
     return TrainConfig(
@@ -145,6 +148,7 @@ def measure(
         for mode in ("on", "off") if subject.model.has_memory and length <= args.off_longest else ("on",):
             count = args.samples if length <= args.near else args.far_samples
             row = {**about, "kind": "eval", "length": length, "memory": mode, "samples": count}
+            row["stories"] = Path(args.indices).name if args.indices else "drawn with the seed"
             if key(row) in done or not left():
                 continue
             began, found = time.time(), []
