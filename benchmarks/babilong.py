@@ -43,7 +43,7 @@ from remanence.tasks.babilong import ALL, PROMPT, find_file, read_stories
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
 
 Row = dict[str, Any]
-TRAINING = ("tasks", "dim", "depth", "window", "rows", "length", "curriculum", "steps", "lr", "memory")
+TRAINING = ("tasks", "dim", "depth", "window", "tokens", "curriculum", "steps", "lr", "memory")
 """The arguments that a trained model depends on, beside its pattern and seed."""
 CHANCE = {"qa1": 6, "qa2": 6, "qa3": 6, "qa4": 6, "qa5": 7}
 """The number of answers of each task, all about as frequent."""
@@ -91,13 +91,12 @@ def config_of(name: str, seed: int, args: argparse.Namespace, data: dict[str, st
             path=data["babi"],
             books=data["train"],
             tasks=tuple(args.tasks),
-            length=args.length,
+            length=args.tokens,
             curriculum=tuple(args.curriculum),
         ),
         optimizer=OptimizerConfig(lr=args.lr, warmup=min(100, args.steps // 10), schedule="wsd"),
         steps=args.steps,
-        batch=args.rows,
-        carry=max(args.curriculum) > args.length,
+        batch=1,
         precision="bfloat16" if on_gpu else "float32",
         seed=seed,
         save_every=args.steps,
@@ -128,7 +127,7 @@ def train(name: str, seed: int, args: argparse.Namespace, data: dict[str, str], 
         **about,
         "kind": "train",
         "parameters": parameters(config.model),
-        "tokens": args.steps * args.rows * args.length,
+        "tokens": args.steps * args.tokens,
         "seconds": round(time.time() - began, 1),
         "loss": curve[-1][1],
         "curve": curve,
@@ -270,14 +269,13 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--window", type=int, default=256, help="tokens; MAC's segments have as many")
-    parser.add_argument("--rows", type=int, default=16, help="of a batch")
-    parser.add_argument("--length", type=parse_length, default=8192, help="tokens of a row")
+    parser.add_argument("--tokens", type=parse_length, default=131072, help="of a step")
     parser.add_argument(
         "--curriculum",
         nargs="+",
         type=parse_length,
-        default=[0, 0, 0, 512, 1024, 2048, 4096, 8192, 8192, 32768],
-        help="lengths of texts, each for an equal part of the steps",
+        default=[0, 0, 256, 256, 1024, 1024, 4096, 4096, 16384, 16384],
+        help="lengths of texts and rows, each for an equal part of the steps",
     )
     # A start that hardly forgets: what is to be kept for 32K tokens must not fade within hundreds.
     parser.add_argument("--memory", type=json.loads, default={"forget_bias": -10.0}, help="fields, as JSON")

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
-import torch
 
 from remanence.core.tokens import Tokenizer, pair_tokens
 from remanence.data import Batch
 from remanence.tasks.babilong import HAYSTACK_ROWS, PROMPT, Story
-from remanence.tasks.draw import IGNORED
+from remanence.tasks.draw import IGNORED, plain_batch
 from remanence.tasks.haystack import Haystack
 
 Needles = list[np.ndarray]
@@ -19,15 +18,15 @@ Needles = list[np.ndarray]
 
 
 class Curriculum:
-    """Rows of `length` tokens, filled with texts of the lengths of a curriculum; of 0, stories without hay.
+    """Rows filled with texts of the lengths of a curriculum; of 0, stories without hay.
 
     A text is a story up to one of its questions, whose answer ends it. In half of them the questions before it are
-    asked and answered on the way, as in bAbI: they are most of what there is to learn from. Texts shorter than a row
-    follow each other in it, so that a memory also meets what others have left in it. A text longer than a row is read
-    over several steps, with the state carried.
+    asked and answered on the way, as in bAbI: they are most of what there is to learn from.
 
-    Every length has an equal part of the steps. In its part, half of the rows have it, and the others one that is drawn
-    from those up to it. A step's batch depends on the seed and the step alone.
+    Every length has an equal part of the steps, in which it is the length of the rows (0 has the shortest other one's).
+    Half of the rows are one text of it, the others filled with texts of a length that is drawn from those up to it, so
+    that a memory also meets what other texts have left in it. Every step has `tokens` tokens, in the more rows the
+    shorter they are. Its batch depends on the seed and the step alone.
     """
 
     def __init__(
@@ -35,69 +34,49 @@ class Curriculum:
         stories: Mapping[str, Sequence[Story]],
         sentences: Iterable[str],
         tokenizer: Tokenizer,
-        length: int,
         curriculum: Sequence[int],
+        tokens: int,
         steps: int,
-        batch: int,
         seed: int,
         rank: int = 0,
     ) -> None:
-        self.tokenizer, self.length, self.curriculum, self.steps = tokenizer, length, curriculum, steps
-        self.batch, self.seed, self.rank = batch, seed, rank
-        self.round = max(1, max(curriculum) // length)
-        """Steps after which the rows draw their lengths anew."""
+        self.tokenizer, self.curriculum, self.tokens, self.steps = tokenizer, curriculum, tokens, steps
+        self.seed, self.rank = seed, rank
+        self.shortest = min((length for length in curriculum if length), default=tokens)
+        if tokens % max(curriculum):
+            wanted = f"divisors of a step's {tokens} tokens (batch x data.length of a process)"
+            raise ValueError(f"data.curriculum: expected {wanted}, got {max(curriculum)}")
         self.fact = cache(lambda text: np.array(tokenizer.encode(f" {text}"), np.int32))
         self.question = cache(self._question)
         self.told = {task: _with_earlier(own) for task, own in stories.items()}
         sizes = {task: np.array([self._size(own) for own in told]) for task, told in self.told.items()}
         self.fitting: dict[int, list[tuple[str, np.ndarray]]] = {}
-        for each in sorted(set(curriculum)):
-            room = each or length
+        for room in sorted({length or self.shortest for length in curriculum}):
             for task, own in sizes.items():
                 if own.min() > room:
-                    name = "curriculum" if each else "length"
                     wanted = f"at least {own.min()}, for the shortest story of {task}"
-                    raise ValueError(f"data.{name}: expected {wanted}, got {room}")
-            self.fitting[each] = [(task, np.flatnonzero(own <= room)) for task, own in sizes.items()]
-        least = max(length, *curriculum)
+                    raise ValueError(f"data.curriculum: expected {wanted}, got {room}")
+            self.fitting[room] = [(task, np.flatnonzero(own <= room)) for task, own in sizes.items()]
+        least = max(self.shortest, *curriculum)
         self.hay = Haystack.of("data.books", sentences, tokenizer, least, HAYSTACK_ROWS)
 
     def step(self, number: int) -> Batch:
-        rows, begins = zip(*[self._row(number, row) for row in range(self.batch)], strict=True)
-        read = np.stack(rows).astype(np.int64)
-        answers, tokens = read < 0, np.where(read < 0, ~read, read)
-        targets = np.where(answers, tokens, IGNORED)[:, 1:]
-        return Batch(
-            torch.from_numpy(tokens[:, :-1].copy()),
-            torch.from_numpy(targets.copy()),
-            None,
-            None,
-            torch.tensor(begins),
-        )
+        stage = min(number * len(self.curriculum) // self.steps, len(self.curriculum) - 1)
+        size = self.curriculum[stage] or self.shortest
+        rows = self.tokens // size
+        read = np.stack([self._row(stage, size, number, self.rank * rows + row) for row in range(rows)])
+        tokens = np.where(read < 0, ~read, read).astype(np.int64)
+        targets = np.full_like(tokens, IGNORED)
+        targets[:, :-1] = np.where(read < 0, tokens, IGNORED)[:, 1:]
+        return plain_batch(tokens, targets)
 
-    def _row(self, number: int, row: int) -> tuple[np.ndarray, bool]:
-        """A row's tokens of one step with the one behind them, and whether a text begins with the first of them."""
-        length, size = self._length_of(number, row), self.length
-        first = number - number % max(1, length // size)  # the step in which the text began
-        rng = self._rng(first, row)
-        if length > size:
-            tokens, start = self._text(length, rng), (number - first) * size
-        elif length:
-            tokens, start = np.concatenate([self._text(length, rng) for _ in range(size // length)]), 0
-        else:
-            tokens, start = self._stories(rng), 0
-        cut = tokens[start : start + size + 1]
-        return np.pad(cut, (0, size + 1 - len(cut))), number == first
-
-    def _length_of(self, number: int, row: int) -> int:
-        first = number - number % self.round
-        stage = min(first * len(self.curriculum) // self.steps, len(self.curriculum) - 1)
-        rng = self._rng(first, row, 1)
-        return self.curriculum[stage if rng.random() < 0.5 else int(rng.integers(stage + 1))]
-
-    def _rng(self, number: int, row: int, use: int = 0) -> np.random.Generator:
-        counter = [0, use, self.rank * self.batch + row, 2]  # `train/begin.py` has a 1 in the last place
-        return np.random.Generator(np.random.Philox(key=[self.seed, number], counter=counter))
+    def _row(self, stage: int, size: int, number: int, row: int) -> np.ndarray:
+        counter = [0, 0, row, 2]  # `train/begin.py` has a 1 in the last place
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, number], counter=counter))
+        length = self.curriculum[stage if rng.random() < 0.5 else int(rng.integers(stage + 1))]
+        if not length:
+            return self._stories(size, rng)
+        return np.concatenate([self._text(length, rng) for _ in range(size // length)])
 
     def _draw(self, length: int, rng: np.random.Generator) -> Needles:
         task, indices = self.fitting[length][rng.integers(len(self.fitting[length]))]
@@ -120,15 +99,15 @@ class Curriculum:
             last = place
         return np.concatenate(parts)
 
-    def _stories(self, rng: np.random.Generator) -> np.ndarray:
+    def _stories(self, size: int, rng: np.random.Generator) -> np.ndarray:
         """A row of stories without hay, and hay behind the last that has room."""
         needles: Needles = []
-        have = 0
-        while have + sum(map(len, more := self._draw(0, rng))) <= self.length:
+        room = size
+        while (needed := sum(map(len, more := self._draw(size, rng)))) <= room:
             needles += more
-            have += sum(map(len, more))
-        start = int(self.hay.borders[self.hay.begin(self.length - have, rng)])
-        return np.concatenate([*needles, self.hay.tokens[start : start + self.length - have]])
+            room -= needed
+        start = int(self.hay.borders[self.hay.begin(room, rng)])
+        return np.concatenate([*needles, self.hay.tokens[start : start + room]])
 
     def _needles(self, told: Sequence[Story], every: bool) -> Needles:
         """The last story's facts and question; with `every`, the earlier questions where they were asked."""

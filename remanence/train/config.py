@@ -142,8 +142,8 @@ class DataConfig:
         keys, noise: recall: the number of different keys, and of values; the number of noise tokens.
         books, tasks: babilong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
         curriculum: babilong: the lengths of texts, from short to long, each for an equal part of the steps (one given
-            twice, for two): 0 for stories alone, divisors of `length`, and with `carry` multiples of it. Without it,
-            every row is one text with one question.
+            twice, for two), 0 for stories alone. Steps then have batch x length tokens, in rows of the part's length.
+            Without it, every row is one text with one question.
     """
 
     kind: str = "packed"
@@ -168,8 +168,8 @@ class DataConfig:
                 )
 
         for before, after in pairwise((0, *self.curriculum)):
-            if after < before or (after and self.length % after and after % self.length):
-                wanted = f"rising lengths, each 0, a divisor or a multiple of data.length={self.length}"
+            if after < before or (before and after % before):
+                wanted = "rising lengths, each a multiple of the one before"
                 raise ValueError(f"data.curriculum: expected {wanted}, got {after} after {before}")
 
     @staticmethod
@@ -194,8 +194,7 @@ class TrainConfig:
         init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
-        carry: whether rows carry their memory from step to step (kind "documents", or "babilong" with a curriculum),
-            without gradient between steps.
+        carry: whether rows carry their memory from step to step (kind "documents"), without gradient between steps.
         begin: a row's memory when a document begins: "fresh", the learned start; "passed", that of the neighbouring
             row after the step before; "noise", normal random numbers as large as memories are after a step.
         begin_share: the share of the documents that begin so; the others begin fresh.
@@ -260,22 +259,17 @@ class TrainConfig:
             raise ValueError("prompt: expected at least one character, got an empty text")
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch={self.batch}, got {self.accumulate}")
-        if self.carry and (
-            self.accumulate > 1 or not (self.data.kind == "documents" or self.data.curriculum)
-        ):
+        if self.carry and (self.accumulate > 1 or self.data.kind != "documents"):
             raise ValueError(
-                "carry: expected data.kind='documents' or data.curriculum, whose rows go on from step to step, "
-                "and accumulate=1"
+                "carry: expected data.kind='documents' and accumulate=1, whose rows go on from step to step"
             )
-        longest = max(self.data.curriculum, default=0)
-        if longest > self.data.length and not self.carry:
-            wanted = f"true, to read texts of {longest} tokens in rows of {self.data.length}"
-            raise ValueError(f"carry: expected {wanted} (data.curriculum), got false")
         if self.carry and "attention" in self.model.blocks:
             raise ValueError(
                 "carry: expected blocks of constant size, got full attention, which would keep all it has read"
             )
-
+        if self.begin != "fresh" and self.data.curriculum:
+            wanted = "'fresh' with data.curriculum, whose steps differ in their rows"
+            raise ValueError(f"begin: expected {wanted}, got {self.begin!r}")
         if self.begin != "fresh" and set(self.model.blocks) <= {"attention", "window", "knn"}:
             raise ValueError(
                 f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}"

@@ -131,8 +131,7 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     books = Texts("data.books", data.books, "a text to hide stories in: a file, a folder or hf:NAME")
     if not data.curriculum:
         return Babilong(stories, books.sentences(), tokenizer, data.length, batch, config.seed, rank, world)
-    steps = config.steps * config.accumulate
-    about = data.length, data.curriculum, steps, batch, config.seed, rank
+    about = data.curriculum, batch * data.length, config.steps * config.accumulate, config.seed, rank
     return Curriculum(stories, books.sentences(), tokenizer, *about)
 
 
