@@ -274,10 +274,10 @@ def main() -> None:
         "--curriculum",
         nargs="+",
         type=parse_length,
-        default=[0, 0, 256, 256, 1024, 1024, 4096, 4096, 16384, 16384],
+        default=[0, 0, 256, 1024, 1024, 1024, 4096, 4096, 16384, 16384],
         help="lengths of texts and rows, each for an equal part of the steps",
     )
-    # A start that hardly forgets: what is to be kept for 32K tokens must not fade within hundreds.
+    # A start that hardly forgets: what is to be kept for 16K tokens must not fade within hundreds.
     parser.add_argument("--memory", type=json.loads, default={"forget_bias": -10.0}, help="fields, as JSON")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--lr", type=float, default=2e-3)
