@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--window", type=int, default=256, help="tokens; MAC's segments have as many")
-    parser.add_argument("--tokens", type=parse_length, default=131072, help="of a step")
+    parser.add_argument("--tokens", type=parse_length, default=65536, help="of a step")
     parser.add_argument(
         "--curriculum",
         nargs="+",
@@ -279,7 +279,7 @@ def main() -> None:
     )
     # A start that hardly forgets: what is to be kept for 16K tokens must not fade within hundreds.
     parser.add_argument("--memory", type=json.loads, default={"forget_bias": -10.0}, help="fields, as JSON")
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument(
         "--lengths",
