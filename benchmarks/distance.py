@@ -2,7 +2,7 @@
 of 4K.
 
     remanence data prepare BOOKS/train --out TOKENS
-    python benchmarks/distance.py TOKENS BOOKS/test --runs hybrid window --seeds 0 1 2 --models out/distance --out rows.json
+    python benchmarks/distance.py TOKENS BOOKS/test --runs mag window --seeds 0 1 2 --models out/distance --out rows.json
 
 Every run is `recipes/facts.py` with another architecture and as many parameters: the same steps on the same texts. The
 models then read held-out books. Each text is read once, and its state is asked at every distance, so that a text that

@@ -228,6 +228,19 @@ def figure6(panel: str) -> dict[str, list[tuple[int, float]]]:
     return _points(FIGURE6_LENGTHS, FIGURE6[panel])
 
 
+# NeurIPS appendix G.1: BABILong after fine-tuning. ARMT, with 137M parameters, is Rodkin et al.'s (2024).
+BABILONG_LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 524_288, 1_048_576, 10_485_760)
+BABILONG: dict[str, Numbers] = {
+    "ARMT": (98, 98, 98, 98, 98, 98, 97, 95, 93, 77),
+    "GPT2 + MAC + MAL": (99, 99, 98, 97, 98, 96, 96, 95, 94, 79),
+}
+
+
+def babilong() -> dict[str, list[tuple[int, float]]]:
+    """Every model of the appendix as its points: tokens and per cent."""
+    return _points(BABILONG_LENGTHS, BABILONG)
+
+
 # Figure 7: perplexity on a part of the Pile by length, for memories of one to four layers.
 FIGURE7_TRAINED = {"170M": Trained(170e6, None), "360M": Trained(360e6, None), "760M": Trained(760e6, None)}
 FIGURE7_LENGTHS = (2048, 4096, 8192, 16_384, 32_768)

@@ -17,8 +17,8 @@ from remanence.data.shards import Tokens
 
 
 class Batch(NamedTuple):
-    """Inputs and targets ``[b t]`` (-100: none), the borders of documents or a mask, which rows begin anew, and how much
-    each target counts, if not all the same.
+    """Inputs and targets ``[b t]`` (-100: none), the borders of documents or a mask, which rows begin anew, and how
+    much each target counts, if not all the same.
     """
 
     tokens: Tensor

@@ -11,6 +11,7 @@ import numpy as np
 
 from remanence.core import published
 from remanence.core.choices import check_choice
+from remanence.core.files import read_json
 from remanence.core.overrides import format_length
 from remanence.data.streams import PREFIX
 from remanence.data.texts import Texts
@@ -31,6 +32,8 @@ class BabilongSettings:
         tasks: qa1 to qa20, or all.
         lengths: exact numbers of tokens before the answer; 0 for the facts alone.
         samples: of every task and length.
+        indices: a JSON file that names the test stories to ask, by task: ``{"qa1": [1, 4, ...]}``, as BABILong's
+            test_100_idxs.json does. Default: all, in an order drawn with the seed.
         shots: stories of the training split, with their answers, that come first.
         published: which of the paper's points are drawn, few-shot or fine-tuned. Default: fine-tuned if the model was
             trained by recipes/babilong.py.
@@ -42,6 +45,7 @@ class BabilongSettings:
     tasks: tuple[str, ...] = ALL[:5]
     lengths: tuple[int, ...] = (0, 1024, 2048, 4096)
     samples: int = 20
+    indices: str | None = None
     shots: int = 0
     published: str | None = None
     batch: int = 1
@@ -74,7 +78,7 @@ class Babilong(Task):
         tuned = subject.trained.get("data") == "babilong"
         self.published = settings.published or ("fine-tuned" if tuned else "few-shot")
         self.digest = hashlib.sha256()
-        stories = {name: self._read(name, "test") for name in settings.tasks}
+        stories = {name: self._asked(name) for name in settings.tasks}
         shots = {
             name: self._read(name, "train")[: settings.shots] for name in settings.tasks if settings.shots
         }
@@ -87,6 +91,20 @@ class Babilong(Task):
         self.questions = Questions(stories, shots, hay, subject.tokenizer, subject.seed)
         for group in self.units():  # a length without room for the stories is known now
             self.sample(group[-1])
+
+    def _asked(self, task: str) -> list[Story]:
+        stories, path = self._read(task, "test"), self.settings.indices
+        if path is None:
+            return stories
+        if not Path(path).is_file():
+            raise ValueError(f"babilong.indices: expected a JSON file, got {path}, which is not there")
+        chosen = read_json(Path(path)).get(task)
+        known = range(len(stories))
+        if not isinstance(chosen, list) or not all(type(index) is int and index in known for index in chosen):
+            wanted = f"numbers of stories below {len(stories)} for {task}"
+            raise ValueError(f"babilong.indices: expected {wanted}, got others, or none, in {path}")
+        self.digest.update(repr(chosen).encode())
+        return [stories[index] for index in chosen]
 
     def _read(self, task: str, split: str) -> list[Story]:
         found = read_stories("babilong.data", self.settings.data, task, split)

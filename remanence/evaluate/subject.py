@@ -112,16 +112,23 @@ class Subject:
         if finite:
             generated = self.say([prompts[row] for row in finite], state.rows(finite), max_tokens)
             said = dict(zip(finite, generated, strict=True))
-        found = []
-        for row, own in enumerate(options):
-            if lost[row]:
-                found.append(Answer("", [Likelihood(-np.inf, False)] * len(own)))
-                continue
-            pairs = [pair_tokens(self.tokenizer, prompts[row], option) for option in own]
-            befores, ends = [before for before, _ in pairs], [end for _, end in pairs]
-            likely = self.likelihoods(befores, ends, state.rows([row] * len(own)))
-            found.append(Answer(said[row], likely))
-        return found
+        pairs = [
+            (row, *pair_tokens(self.tokenizer, prompts[row], option))
+            for row in finite
+            for option in options[row]
+        ]
+        likely: dict[int, list[Likelihood]] = {}
+        size = max(len(texts), *map(len, options))  # each has a state of its own, as each text has
+        for start in range(0, len(pairs), size):
+            rows, befores, ends = zip(*pairs[start : start + size], strict=True)
+            for row, each in zip(rows, self.likelihoods(befores, ends, state.rows(list(rows))), strict=True):
+                likely.setdefault(row, []).append(each)
+        return [
+            Answer("", [Likelihood(-np.inf, False)] * len(own))
+            if lost[row]
+            else Answer(said[row], likely[row])
+            for row, own in enumerate(options)
+        ]
 
     def say(
         self, prompts: Sequence[str], state: State | None, max_tokens: int, stop: tuple[str, ...] = ()

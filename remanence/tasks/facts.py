@@ -39,7 +39,7 @@ SHARE = 0.9
 
 
 class Event(NamedTuple):
-    """What is said at a place of a stream: a fact, or its question with the answer, which ends before the last token."""
+    """What is said at a place of a stream: a fact, or its question with the answer, which a full stop follows."""
 
     place: int
     tokens: np.ndarray

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from itertools import pairwise
 from math import cos, isfinite, pi
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -123,7 +124,7 @@ KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "recall": ("pairs", "rounds", "keys", "noise"),
     "needle": ("pairs",),
     "facts": ("path", "weight", "ramp"),
-    "babilong": ("path", "books", "tasks"),
+    "babilong": ("path", "books", "tasks", "curriculum"),
 }
 """The fields of each kind of data beside `kind` and `length`. A kind that you add to `SOURCES` may use all fields."""
 
@@ -144,6 +145,9 @@ class DataConfig:
         weight: facts: how much a token of the text counts in the loss, beside one of an answer; 0: answers alone.
         ramp: facts: steps over which the text between facts grows from nothing, and the distances with it.
         books, tasks: babilong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
+        curriculum: babilong: the lengths of texts, from short to long, each for an equal part of the steps (one given
+            twice, for two), 0 for stories alone. Steps then have batch x length tokens, in rows of the part's length.
+            Without it, every row is one text with one question.
     """
 
     kind: str = "packed"
@@ -157,6 +161,7 @@ class DataConfig:
     ramp: int = 0
     books: str | None = None
     tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
+    curriculum: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -169,6 +174,11 @@ class DataConfig:
                 raise ValueError(
                     f"data.{each.name}: expected only with data.kind={owners}, got it with {self.kind!r}"
                 )
+
+        for before, after in pairwise((0, *self.curriculum)):
+            if after < before or (before and after % before):
+                wanted = "rising lengths, each a multiple of the one before"
+                raise ValueError(f"data.curriculum: expected {wanted}, got {after} after {before}")
 
     @staticmethod
     def has_field(kind: str, name: str) -> bool:
@@ -192,7 +202,8 @@ class TrainConfig:
         init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
-        carry: whether rows carry their memory from step to step (kinds "documents", "facts"), without gradient between steps.
+        carry: whether rows carry their memory from step to step (kinds "documents", "facts"), without gradient between
+            steps.
         begin: a row's memory when a document begins: "fresh", the learned start; "passed", that of the neighbouring
             row after the step before; "noise", normal random numbers as large as memories are after a step.
         begin_share: the share of the documents that begin so; the others begin fresh.
@@ -265,7 +276,9 @@ class TrainConfig:
             raise ValueError(
                 "carry: expected blocks of constant size, got full attention, which would keep all it has read"
             )
-
+        if self.begin != "fresh" and self.data.curriculum:
+            wanted = "'fresh' with data.curriculum, whose steps differ in their rows"
+            raise ValueError(f"begin: expected {wanted}, got {self.begin!r}")
         if self.begin != "fresh" and set(self.model.blocks) <= {"attention", "window", "knn"}:
             raise ValueError(
                 f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}"

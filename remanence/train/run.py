@@ -9,8 +9,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +43,15 @@ from remanence.train.graphed import Graphs
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
 from remanence.train.signals import received_signals
-from remanence.train.sources import SOURCES, Source, check_corpus, corpus, model_folder, tokenizer_of
+from remanence.train.sources import (
+    SOURCES,
+    Ahead,
+    Source,
+    check_corpus,
+    corpus,
+    model_folder,
+    tokenizer_of,
+)
 
 PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
 """A text on which two tokenizers that differ will probably differ."""
@@ -97,9 +104,10 @@ class Run:
                 resources.enter_context(_begun_or_not(out, world))
             world.one(lambda: remove_leftovers(out))
             run = cls(config, out, world, resume)
+            if world.device.type == "cuda":
+                run.ahead = resources.enter_context(closing(Ahead(run.source)))
             metrics = run._open_metrics(log)
             run.metrics = resources.enter_context(metrics) if metrics else None
-            run._maker = resources.enter_context(ThreadPoolExecutor(1, "batches"))
             run._resources = resources.pop_all()
         return run
 
@@ -108,8 +116,8 @@ class Run:
         self.config, self.out, self.world = config, out, world
         self.metrics: Metrics | None = None
         self._resources = ExitStack()
-        self._maker: ThreadPoolExecutor
         self.source, self.begin = _source(config, resume, world), begin_of(config, world)
+        self.ahead: Ahead | None = None
         if config.graph and world.device.type != "cuda":
             kind = world.device.type
             raise ValueError(f"graph: expected None or false on {kind}, which has no CUDA graphs, got true")
@@ -126,7 +134,6 @@ class Run:
             world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))
         self.graphs = Graphs(self.model, config, world, self.begin is not None)
         self._leashed = leashed()  # in this process so far
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     @property
     def done(self) -> bool:
@@ -152,7 +159,10 @@ class Run:
     def step(self) -> Step:
         """The next step, its line in the metrics and, at every `save_every`-th, a checkpoint."""
         config, number = self.config, self.progress.step
-        batches = self._batches(number)
+        first = number * config.accumulate
+        batches = [
+            (self.ahead or self.source).step(index) for index in range(first, first + config.accumulate)
+        ]
         graph, state = self.graphs.of(batches, self.carried), None
         if graph is None and config.carry:
             state = carry_in(self.model, self.carried, batches[0], self.begin, number)
@@ -175,18 +185,6 @@ class Run:
         if self.progress.step % config.save_every == 0:
             self.checkpoint()
         return step
-
-    def _batches(self, number: int) -> list[Batch]:
-        """A step's batches. The next step's are made meanwhile, in a thread of their own."""
-        ahead, self._ahead = self._ahead, None
-        batches = ahead[1].result() if ahead is not None and ahead[0] == number else self._make(number)
-        if number + 1 < self.config.steps:
-            self._ahead = number + 1, self._maker.submit(self._make, number + 1)
-        return batches
-
-    def _make(self, number: int) -> list[Batch]:
-        first = number * self.config.accumulate
-        return [self.source.step(index) for index in range(first, first + self.config.accumulate)]
 
     def checkpoint(self) -> None:
         """Write a checkpoint of now, if there is none, and remove all but the last `keep`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.texts import Texts
 from remanence.tasks.babilong import ALL, Babilong, read_stories
+from remanence.tasks.curriculum import Curriculum
 from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
@@ -23,6 +25,22 @@ from remanence.train.config import TrainConfig
 
 class Source(Protocol):
     def step(self, number: int) -> Batch: ...
+
+
+class Ahead:
+    """A source whose next step is drawn by a thread, while a device that needs no host works on this one."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.drawn = source, dict[int, Future[Batch]]()
+        self.thread = ThreadPoolExecutor(1, "next batch")
+
+    def step(self, number: int) -> Batch:
+        held = self.drawn.pop(number, None) or self.thread.submit(self.source.step, number)
+        self.drawn = {number + 1: self.thread.submit(self.source.step, number + 1)}
+        return held.result()
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
 
 
 def tokenizer_of(source: Source) -> Tokenizer | None:
@@ -117,7 +135,10 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     _check_vocabulary(config, "tokenizer", tokenizer.vocabulary)
     stories = {task: read_stories("data.path", data.path, task, "train") for task in data.tasks}
     books = Texts("data.books", data.books, "a text to hide stories in: a file, a folder or hf:NAME")
-    return Babilong(stories, books.sentences(), tokenizer, data.length, batch, config.seed, rank, world)
+    if not data.curriculum:
+        return Babilong(stories, books.sentences(), tokenizer, data.length, batch, config.seed, rank, world)
+    about = data.curriculum, batch * data.length, config.steps * config.accumulate, config.seed, rank
+    return Curriculum(stories, books.sentences(), tokenizer, *about)
 
 
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {

@@ -90,6 +90,32 @@ def test_every_text_is_as_asked(home, shots):
     assert len({id(story) for story in asked[0]}) == 3
 
 
+def test_a_file_names_the_stories_that_are_asked(home):
+    (home / "chosen.json").write_text('{"qa1": [7, 2, 30], "qa2": [0, 1, 59]}')
+    task = babilong(home, indices=str(home / "chosen.json"), lengths="0")
+    for group, chosen in zip(task.units(), ({7, 2, 30}, {0, 1, 59}), strict=True):
+        known = read_stories("data", str(home / "babi"), group[0]["qa"], "test")
+        asked = [task.sample(unit)[2] for unit in group]
+        assert sorted(asked) == sorted(known[index] for index in chosen)
+    assert task.identity != babilong(home, lengths="0").identity
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ('{"qa1": [1]}', "numbers of stories below 60 for qa2, got others, or none"),
+        ('{"qa1": [60], "qa2": [0]}', "numbers of stories below 60 for qa1, got others"),
+        ('{"qa1": [true], "qa2": [0]}', "numbers of stories below 60 for qa1, got others"),
+        (None, "a JSON file, got .*chosen.json, which is not there"),
+    ],
+)
+def test_indices_that_name_no_story_are_refused(home, told, message):
+    if told is not None:
+        (home / "chosen.json").write_text(told)
+    with pytest.raises(ValueError, match=f"babilong.indices: expected {message}"):
+        babilong(home, indices=str(home / "chosen.json"))
+
+
 def test_a_text_does_not_depend_on_the_other_lengths(home):
     alone, beside = (babilong(home, lengths=lengths) for lengths in ("1K", "0,1K,3000"))
     for unit in [unit for group in alone.units() for unit in group]:
