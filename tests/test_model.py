@@ -1,10 +1,13 @@
 """Every variant keeps every law: causal to the bit, any split, rows, padding, packing, decoding, taking back, modes."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 from models import MEMORIES, STORES, VARIANTS, config, model, tokens
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from remanence import Model, ModelConfig
 from remanence.config import MODES
@@ -53,6 +56,21 @@ class TestLaws:
             pieces.append(logits)
         assert_close(torch.cat(pieces, 1), whole, 1e-9)
         assert_close(state, end, 1e-9)
+
+    def test_nothing_of_a_step_outlives_it(self, variant):
+        """A graph that stays holds a step's memory for ever, and no later step of the parameters can be captured."""
+        subject = model(variant, torch.float32)
+        trained = [each for each in subject.parameters() if each.requires_grad]
+        nodes = [get_gradient_edge(each).node for each in trained]
+        for node in nodes:
+            node.metadata["of this step"] = True
+        seen = subject.trace(tokens(2, COUNT))
+        subject.logits(seen.hidden).sum().backward()
+        state = seen.state.detach()
+        del nodes, node, seen
+        gc.collect()
+        assert state is not None
+        assert not [each for each in trained if get_gradient_edge(each).node.metadata]
 
     def test_rows_are_isolated(self, variant):
         assert_rows_isolated(model(variant), tokens(3, COUNT))

@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -254,8 +254,7 @@ class Stack:
     """The parameters of alike blocks, by name, one axis more in front: copied, and cast as autocast would, once for a
     whole call.
 
-    Their gradients come step by step, of some layers at a time: they are added up in place, in the parameters' own
-    dtype, and handed over when the last has come.
+    Their gradients come step by step, of some layers at a time, and are added up in place (`Sums`).
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -269,52 +268,72 @@ class Stack:
         self.groups = [[each[name] for each in found] for name in self.names]
         self.dtypes = [narrow if narrow is not None and kinds[name] else group[0].dtype
                        for name, group in zip(self.names, self.groups, strict=True)]  # fmt: skip
-        self.depth, self.sums = len(blocks), cast("list[Tensor] | None", None)
+        self.depth = len(blocks)
         self.trains = trains(itertools.chain(*self.groups))
         flat = [_gathered(parameter) for group in self.groups for parameter in group]
         mesh = getattr(self.groups[0][0], "device_mesh", None)
-        self.mesh = 1 if mesh is None else mesh.size()
-        self.stacked = _Stacked.apply(self, *flat) if self.trains else self.stack(flat)
+        stacked = self.stack(flat)
+        own = [group[0].dtype for group in self.groups]
+        self.sums = Sums(stacked, own, 1 if mesh is None else mesh.size())
+        self.stacked = _Stacked.apply(self.sums, stacked, *flat) if self.trains else stacked
 
+    @torch.no_grad()
     def stack(self, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            groups = [flat[first : first + self.depth] for first in range(0, len(flat), self.depth)]
-            return tuple(
-                torch.stack(list(group)).to(dtype) for group, dtype in zip(groups, self.dtypes, strict=True)
-            )
+        groups = [flat[first : first + self.depth] for first in range(0, len(flat), self.depth)]
+        return tuple(
+            torch.stack(list(group)).to(dtype) for group, dtype in zip(groups, self.dtypes, strict=True)
+        )
 
     def take(self, first: int, last: int) -> dict[str, Tensor]:
         """Those of some layers in a row, by the names that `_Reads` has for them."""
         taken = (
-            _Taken.apply(self, first, last, *self.stacked)
+            _Taken.apply(self.sums, first, last, *self.stacked)
             if self.trains
             else [each[first:last] for each in self.stacked]
         )
         if self.trains:
             for index, each in enumerate(taken):
-                each.gradient_sum = partial(self.sum_of, index, first, last)  # which projections ask for
+                each.gradient_sum = partial(self.sums.of, index, first, last)  # which projections ask for
         return {f"block.{name}": each for name, each in zip(self.names, taken, strict=True)}
 
-    def sum_of(self, index: int, first: int, last: int) -> Tensor:
+
+class Sums:
+    """Gradients of stacked parameters, added up in place, in the parameters' own dtype, and handed over when the last
+    has come.
+
+    What runs in backward knows this and not the stack: a stack whose tensors are made by a function that knows the
+    stack is a circle that nobody sees whole, and would stay for ever.
+    """
+
+    def __init__(self, stacked: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: int) -> None:
+        self.shapes, self.dtypes, self.mesh = [each.shape for each in stacked], dtypes, mesh
+        self.device = stacked[0].device
+        self.totals: list[Tensor] | None = None
+
+    def of(self, index: int, first: int, last: int) -> Tensor:
         """Where the gradients of some layers' parameters are added up."""
-        if self.sums is None:
-            self.sums = [torch.zeros_like(each, dtype=group[0].dtype)
-                         for each, group in zip(self.stacked, self.groups, strict=True)]  # fmt: skip
-        return self.sums[index][first:last]
+        if self.totals is None:
+            self.totals = [
+                torch.zeros(shape, dtype=dtype, device=self.device)
+                for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+            ]
+        return self.totals[index][first:last]
 
     def add(self, first: int, last: int, grads: Sequence[Tensor | None]) -> None:
         for index, grad in enumerate(grads):
             if grad is not None:
-                total = self.sum_of(index, first, last)
+                total = self.of(index, first, last)
                 total += grad
 
     def hand_over(self) -> list[Tensor | None]:
-        sums, self.sums = self.sums, None
-        if sums is None:
-            return [None] * sum(len(group) for group in self.groups)
+        totals, self.totals = self.totals, None
+        if totals is None:
+            return [None] * sum(shape[0] for shape in self.shapes)
         # Of weights that several processes share the gradient is the mean of theirs, as FSDP has it; these are added
         # up.
-        return [grad for total in sums for grad in (total if self.mesh == 1 else total / self.mesh).unbind(0)]
+        return [
+            grad for total in totals for grad in (total if self.mesh == 1 else total / self.mesh).unbind(0)
+        ]
 
 
 def _gathered(parameter: Tensor) -> Tensor:
@@ -327,29 +346,27 @@ def _gathered(parameter: Tensor) -> Tensor:
 
 
 class _Stacked(torch.autograd.Function):
-    """Runs last in backward, as every `_Taken` is made of it, and gets nothing from them: all is in the stack's
-    sums.
-    """
+    """Runs last in backward, as every `_Taken` is made of it, and gets nothing from them: all is in the sums."""
 
     @staticmethod
-    def forward(ctx: Any, stack: Stack, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.stack = stack
+    def forward(ctx: Any, sums: Sums, stacked: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.sums = sums
         ctx.set_materialize_grads(False)
-        return stack.stack(parameters)
+        return stacked
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, *ctx.stack.hand_over()
+        return None, None, *ctx.sums.hand_over()
 
 
 class _Taken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stack: Stack, first: int, last: int, *stacked: Tensor) -> tuple[Tensor, ...]:
-        ctx.stack, ctx.range = stack, (first, last)
+    def forward(ctx: Any, sums: Sums, first: int, last: int, *stacked: Tensor) -> tuple[Tensor, ...]:
+        ctx.sums, ctx.range = sums, (first, last)
         ctx.set_materialize_grads(False)
         return tuple(each[first:last] for each in stacked)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.stack.add(*ctx.range, grads)
+        ctx.sums.add(*ctx.range, grads)
         return None, None, None, *[None] * len(grads)
