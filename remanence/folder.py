@@ -20,6 +20,7 @@ from remanence.core.device import memory_of
 from remanence.core.errors import first_line
 from remanence.core.files import DIGEST, read_json, sealed, unsealed, write_json
 from remanence.core.migrations import current_name
+from remanence.core.shipped import located, shipped_models
 from remanence.core.tensors import FLOATS, Entry, aligned, read_header, read_tensors, write_tensors
 from remanence.model import Model
 
@@ -57,9 +58,12 @@ def load_model(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Model:
     """`Model.load`."""
-    folder = Path(folder)
+    folder = located(folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model: expected a folder with config.json and model.safetensors, got {folder}")
+        names = "".join(f", or the name {name}" for name in shipped_models())
+        raise ValueError(
+            f"model: expected a folder with config.json and model.safetensors{names}, got {folder}"
+        )
     config, found = read_config(folder), _found(folder)
     _check_pair(folder)
     _check_sizes(folder, config, found)

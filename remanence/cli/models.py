@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from remanence.cli.arguments import Device, Folder
+from remanence.core.shipped import located
 from remanence.core.terminal import say, say_json
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def inspect(path: Path, as_json: bool) -> None:
 
     from remanence.core.console import Console
 
+    path = located(path)
     facts = _model_facts(path) if path.is_dir() else _memory_facts(path)
     if as_json:
         say_json(facts)

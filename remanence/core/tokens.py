@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from remanence.core.choices import LONGEST, brief
 from remanence.core.files import LARGEST, canonical, read_json, replacing, write_json
+from remanence.core.shipped import located
 from remanence.core.vocabulary import BYTES
 
 TRAINED, TOKENIZER = "trained.json", "tokenizer"
@@ -249,7 +250,8 @@ def _write_settings(folder: Path, tokenizer: Mapping[str, Any], end: str | None,
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer in a model's folder; bytes if there is none."""
-    path, trained = Path(folder) / "tokenizer.json", Path(folder) / TRAINED
+    folder = located(folder)
+    path, trained = folder / "tokenizer.json", folder / TRAINED
     if not path.is_file() and trained.is_file() and read_json(trained, LARGEST).get(TOKENIZER):
         raise ValueError(f"{path}: no such file, which the model was saved with")
     if path.is_file():

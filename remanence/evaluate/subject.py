@@ -17,6 +17,7 @@ from remanence.config import Mode
 from remanence.core.errors import DivergedError
 from remanence.core.files import read_json
 from remanence.core.migrations import accepts_old_names
+from remanence.core.shipped import located
 from remanence.core.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.evaluate.bookmark import Bookmark
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
@@ -49,6 +50,7 @@ class Subject:
 
     @classmethod
     def load(cls, source: Path, device: torch.device, **fields: object) -> Subject:
+        source = located(source)
         model = Model.load(source, device=device).eval()
         own = (source / "tokenizer.json").is_file()
         tokenizer = check_tokenizer(model, load_tokenizer(source)) if own else None

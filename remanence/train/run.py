@@ -333,9 +333,8 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
     config = replace(config, data=data)
     if config.init_from is None:
         return config
-    return replace(
-        config, init_from=_absolute(config.init_from), model=read_config(model_folder(config.init_from))
-    )
+    folder = model_folder(config.init_from)
+    return replace(config, init_from=str(folder.resolve()), model=read_config(folder))
 
 
 def _absolute(path: str | None) -> str | None:

@@ -12,6 +12,7 @@ import torch
 
 from remanence.core.choices import check_choice
 from remanence.core.files import read_json, sealed, write_json
+from remanence.core.shipped import located
 from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.texts import Texts
@@ -119,9 +120,10 @@ def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 
 def model_folder(init_from: str) -> Path:
-    if not (Path(init_from) / "config.json").is_file():
+    folder = located(init_from)
+    if not (folder / "config.json").is_file():
         raise ValueError(f"init_from: expected a model's folder, with its config.json, got {init_from}")
-    return Path(init_from)
+    return folder
 
 
 def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
