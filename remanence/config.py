@@ -105,6 +105,9 @@ class MemoryConfig:
         step_bias, momentum_bias, forget_bias: where the gates start, before the sigmoid. Default of the first: a
             step of about 1 / (10 depth), as every layer of the net adds its own, and of a half for the net "deep";
             of the last -10 and -6.
+        threshold: where the step gate is shut: s becomes max(0, s - threshold) / (1 - threshold), and a token forgets
+            in proportion to that, keep to its power. So a token can be passed over without a trace. A sigmoid never
+            shuts: after a million tokens, those that were to be passed over have written over everything.
     """
 
     dim: int
@@ -122,6 +125,7 @@ class MemoryConfig:
     step_bias: float | None = None
     momentum_bias: float = 0.0
     forget_bias: float = None  # type: ignore[assignment]
+    threshold: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in (DEEP if self.net == "deep" else PAPER).items():
@@ -149,6 +153,8 @@ class MemoryConfig:
             value = getattr(self, name)
             if not (_is_number(value, -LARGE, LARGE) or (name == "step_bias" and value is None)):
                 raise ValueError(f"{name}: expected a finite number, got {brief(value)}")
+        if not (_is_number(self.threshold, 0, 1) and self.threshold < 1):
+            raise ValueError(f"threshold: expected at least 0 and below 1, got {brief(self.threshold)}")
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -21,6 +21,9 @@ from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
 from remanence.ops.state import Weights
 
+SHUT = -200.0
+"""The log of a gate that is shut: its exponential is 0 in float32, and the log is still a number to compute with."""
+
 
 class _NeuralMemoryState(NamedTuple):
     memory: MemoryState
@@ -108,6 +111,20 @@ class InitialMemory(nn.Module):
         with torch.no_grad():
             for parameter, weight in zip(self.parameters(), self._draw(), strict=True):
                 parameter.copy_(weight)
+
+
+def threshold(gates: Gates, least: float) -> Gates:
+    """Gates of a memory that passes over tokens whose step is at most `least`: nothing written, nothing forgotten."""
+    above = gates.log_step.exp() - least
+    written = above > 0
+    # Where nothing is written, log and its gradient are not asked.
+    share = above.where(written, 1.0) / (1 - least)
+    keep = gates.log_keep
+    return Gates(
+        share.log().where(written, SHUT),
+        gates.log_momentum,
+        None if keep is None else (keep * share).where(written, 0.0),
+    )
 
 
 class NeuralMemory(nn.Module):
@@ -323,7 +340,10 @@ class NeuralMemory(nn.Module):
                 strict=True,
             )
         )
-        return Gates(logs["step"], logs.get("momentum"), logs.get("forget"))
+        gates = Gates(logs["step"], logs.get("momentum"), logs.get("forget"))
+        if self.config.threshold == 0:
+            return gates
+        return threshold(gates, self.config.threshold)
 
     def _fresh(self, x: Tensor, rows: int) -> NeuralMemoryState:
         return self.start(rows, torch.float64 if x.dtype == torch.float64 else torch.float32)

@@ -1,13 +1,16 @@
 """What holds of the deep memory by design, for any text and any gates."""
 
 import re
+from math import exp
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from remanence import Model, ModelConfig, NeuralMemory
+from remanence.memory.neural import threshold
 from remanence.ops import NETS, RULES, Deep, Gates, memorize, start
+from remanence.testing import assert_close
 
 NET, RULE = NETS["deep"].fast, RULES["gated_delta"]
 
@@ -167,3 +170,50 @@ def test_a_net_brings_its_own_defaults():
     assert (changed.rule, changed.chunk, changed.conv, changed.step_bias) == ("titans", 16, 2, None)
     model = ModelConfig(vocabulary=9, dim=32, depth=1, segment=48)
     assert model.memory.chunk == 16, "the largest that a segment is a multiple of"
+
+
+class TestThreshold:
+    """A memory that passes over tokens without a trace."""
+
+    def test_the_gates_are_those_of_the_formula(self):
+        torch.manual_seed(0)
+        plain = NeuralMemory(dim=16, heads=2).double()
+        memory = NeuralMemory(dim=16, heads=2, threshold=0.45).double()
+        memory.load_state_dict(plain.state_dict())
+        x = 30 * torch.randn(2, 50, 16, dtype=torch.float64)
+        with torch.no_grad():
+            for each in (plain, memory):
+                each.gates.weight.mul_(50)
+        step, _, keep = plain.log_gates(x)
+        share = ((step.exp() - 0.45) / 0.55).clamp_min(0)
+        assert 0.2 < (share == 0).double().mean() < 0.8
+        found = memory.log_gates(x)
+        assert_close(found.log_step.exp(), share, 1e-12)
+        assert_close(found.log_keep.exp(), keep.exp() ** share, 1e-12)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_what_is_passed_over_leaves_the_memory_as_it_was_to_the_bit(self, dtype):
+        memory = NeuralMemory(dim=16, heads=2, threshold=0.1, chunk=16).to(dtype)
+        _, state = memory(torch.randn(2, 64, 16, dtype=dtype))
+        with torch.no_grad():
+            memory.gates.bias[:2] = -4.0
+        text = torch.randn(2, 160, 16, dtype=dtype)
+        _, after = memory(text, state)
+        assert state.memory.weights[0].abs().max() > 0
+        assert torch.equal(memory.settle(after)[0], memory.settle(state)[0])
+        _, after = memory(text[:, :1], after)
+        assert torch.equal(memory.settle(after)[0], memory.settle(state)[0])
+
+    def test_gradients_are_finite_and_none_where_nothing_is_written(self):
+        logs = torch.tensor([-9.0, -0.7, -0.6, -0.2], dtype=torch.float64).view(1, 4, 1).requires_grad_()
+        keep = torch.full((1, 4, 1), -1e-2, dtype=torch.float64).requires_grad_()
+        gates = threshold(Gates(logs, None, keep), exp(-0.65))
+        (gates.log_step.exp() + gates.log_keep).sum().backward()
+        assert logs.grad.isfinite().all() and keep.grad.isfinite().all()
+        assert [bool(each) for each in logs.grad.flatten()] == [False, False, True, True]
+        assert [bool(each) for each in keep.grad.flatten()] == [False, False, True, True]
+
+    @pytest.mark.parametrize("value", [-0.1, 1, float("nan"), "much", True])
+    def test_what_is_no_threshold(self, value):
+        with pytest.raises(ValueError, match="threshold: expected at least 0 and below 1, got"):
+            NeuralMemory(dim=16, threshold=value)

@@ -30,6 +30,8 @@ KINDS = {
     "deep with momentum": {"rule": "titans", "depth": 3},
     "gated delta": {"net": "linear", "rule": "gated_delta"},
     "linear": {"net": "linear"},
+    "threshold": {"threshold": 0.5},
+    "titans with a threshold": {"net": "titans", "threshold": 0.05},
     "no conv": {"net": "titans", "conv": 0, "rule": "no_forget"},
 }
 
