@@ -29,7 +29,9 @@ STORES = {
 }
 """The variants with kNN layers, and what is special about their stores, which hold 12 pairs."""
 
-MEMORIES = {name: pattern for name, pattern in VARIANTS.items() if name not in ("attention", "window")}
+MEMORIES = {
+    name: pattern for name, pattern in VARIANTS.items() if name not in ("attention", "window", "conv_window")
+}
 
 
 def config(variant="mac", **fields):

@@ -11,6 +11,7 @@ from functools import partial
 from remanence.config import ModelConfig
 from remanence.mixers.attention import AttentionMixer
 from remanence.mixers.base import Context, MemoryTrace, Mixer, MixerDecoder, MixerOutput, Shared, Text
+from remanence.mixers.conv_window import ConvWindow, ConvWindowState
 from remanence.mixers.knn import Knn, KnnState
 from remanence.mixers.lmm import LMM, MATRIX, ttt
 from remanence.mixers.mac import MAC, MACState
@@ -25,6 +26,7 @@ MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
     "lmm": LMM,
     "attention": partial(AttentionMixer, sliding=False),
     "window": partial(AttentionMixer, sliding=True),
+    "conv_window": ConvWindow,
     "knn": Knn,
     "linear_attention": partial(LMM, rule="linear_attention", **MATRIX),
     "delta": partial(LMM, rule="delta", **MATRIX),
@@ -44,6 +46,8 @@ __all__ = [
     "MIXERS",
     "AttentionMixer",
     "Context",
+    "ConvWindow",
+    "ConvWindowState",
     "Knn",
     "KnnState",
     "MACState",

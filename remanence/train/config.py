@@ -279,7 +279,7 @@ class TrainConfig:
         if self.begin != "fresh" and self.data.curriculum:
             wanted = "'fresh' with data.curriculum, whose steps differ in their rows"
             raise ValueError(f"begin: expected {wanted}, got {self.begin!r}")
-        if self.begin != "fresh" and set(self.model.blocks) <= {"attention", "window", "knn"}:
+        if self.begin != "fresh" and set(self.model.blocks) <= {"attention", "window", "conv_window", "knn"}:
             raise ValueError(
                 f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}"
             )

@@ -18,7 +18,7 @@ from remanence.core.files import read_json
 
 TABLE = Path(__file__).with_name("speeds.json")
 
-NEAREST = {"mal": "mag", "mac": "mag", "window": "attention", "knn": "attention"}
+NEAREST = {"mal": "mag", "mac": "mag", **dict.fromkeys(("window", "conv_window", "knn"), "attention")}
 """What stands for a kind of block that was not measured; for all others "lmm", a memory alone."""
 
 MATRICES = ("deep", "linear")
@@ -46,7 +46,7 @@ def reached(kind: str, config: ModelConfig, length: int, captured: bool = True) 
     """
     rows, note = table()["rows"], ""
     known = kind if any(row["variant"] == kind for row in rows) else NEAREST.get(kind, "lmm")
-    if kind in ("window", "knn"):
+    if kind in ("window", "conv_window", "knn"):
         length = min(length, 2 * config.window)  # where full attention sees as much
     rows = [row for row in rows if row["variant"] == known]
     if known != "attention":
