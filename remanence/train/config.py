@@ -192,6 +192,10 @@ class DataConfig:
         return _build(cls, {name: value for name, value in data.items() if name not in foreign})
 
 
+PLAIN = {"attention", "window", "conv_window", "knn"}
+"""Blocks without a neural memory."""
+
+
 @accepts_old_names("train")
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -207,6 +211,9 @@ class TrainConfig:
         begin: a row's memory when a document begins: "fresh", the learned start; "passed", that of the neighbouring
             row after the step before; "noise", normal random numbers as large as memories are after a step.
         begin_share: the share of the documents that begin so; the others begin fresh.
+        write_cost: what writing costs, in nats: it is added to the loss times the mean of log(s / threshold) over the
+            tokens whose step gate s is above ``model.memory.threshold``, and grows evenly from 0 over the run. A memory
+            then writes what it needs, and passes over the rest.
         precision: "float32", or "bfloat16" by autocast; parameters and memories stay float32.
         checkpointing: recompute activations in backward.
         compile: torch.compile of the feed-forward nets.
@@ -231,6 +238,7 @@ class TrainConfig:
     carry: bool = False
     begin: Literal["fresh", "passed", "noise"] = "fresh"
     begin_share: float = 0.5
+    write_cost: float = 0.0
     precision: Literal["float32", "bfloat16"] = "float32"
     checkpointing: bool = False
     compile: bool = False
@@ -264,6 +272,12 @@ class TrainConfig:
         _check(self)
         _between(0, 2**63 - 1, seed=self.seed)
         _between(0, 1, begin_share=self.begin_share)
+        _between(0, 1e3, write_cost=self.write_cost)
+        if self.write_cost and (self.model.memory.threshold == 0 or set(self.model.blocks) <= PLAIN):
+            got = f"threshold={self.model.memory.threshold:g} and {'+'.join(self.model.pattern)}"
+            raise ValueError(
+                f"write_cost: expected 0, or a neural memory with model.memory.threshold above 0, got {got}"
+            )
         if not self.prompt:
             raise ValueError("prompt: expected at least one character, got an empty text")
         if self.batch % self.accumulate:
@@ -279,7 +293,7 @@ class TrainConfig:
         if self.begin != "fresh" and self.data.curriculum:
             wanted = "'fresh' with data.curriculum, whose steps differ in their rows"
             raise ValueError(f"begin: expected {wanted}, got {self.begin!r}")
-        if self.begin != "fresh" and set(self.model.blocks) <= {"attention", "window", "conv_window", "knn"}:
+        if self.begin != "fresh" and set(self.model.blocks) <= PLAIN:
             raise ValueError(
                 f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}"
             )

@@ -13,7 +13,7 @@ from remanence.model import Model, State, Trace
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full
-from remanence.train.graphed import Graphed, summed_loss
+from remanence.train.graphed import Graphed, summed_loss, writing
 
 
 class Step(NamedTuple):
@@ -66,12 +66,13 @@ def take_step(
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
     count, tokens = world.total(targets_here, tokens_here)
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
+    cost = config.write_cost * (number + 1) / config.steps
     optimizer.zero_grad(set_to_none=True)
     loss_here: Any = 0.0
     for part, batch in enumerate(batches):
         if graph is not None:
             loss_here, trace = graph(
-                batch.tokens, batch.targets, carried, batch.begins, max(1, count), batch.weights
+                batch.tokens, batch.targets, carried, batch.begins, max(1, count), batch.weights, cost
             )
             break
         if begin is not None:
@@ -81,7 +82,10 @@ def take_step(
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
             loss, trace = _forward(model, batch, state, world.device, keep=keep, dense=dense)
             loss = loss / max(1, count)
-        (loss * world.size).backward()  # FSDP takes the mean over processes, of what is a share of the sum
+            wanted = loss * world.size  # FSDP takes the mean over processes, of what is a share of the sum
+            if cost:
+                wanted = wanted + cost / len(batches) * writing(trace, config.model.memory.threshold)
+        wanted.backward()
         loss_here = loss_here + loss.detach()
     gradient = full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
     loss_total, norm = world.total(float(loss_here))[0], float(gradient)

@@ -34,6 +34,17 @@ def summed_loss(logits: Tensor, targets: Tensor, weights: Tensor | None = None) 
     return (F.cross_entropy(logits.float(), targets, reduction="none") * weights).sum()
 
 
+def writing(seen: Trace, threshold: float) -> Tensor:
+    """How far the step gates are from being shut: the mean of log(s / threshold) over all tokens that are written, 0 for
+    the others.
+
+    In the logarithm, since a gate that is nearly shut is then pressed as hard as any other, and one that is wide open
+    hardly at all.
+    """
+    steps = [each.gates.log_step.exp() for each in seen.traces if each is not None]
+    return torch.stack([torch.log1p(step * ((1 - threshold) / threshold)).mean() for step in steps]).mean()
+
+
 class _Held(NamedTuple):
     """A captured step, and the tensors that it reads and writes."""
 
@@ -42,6 +53,7 @@ class _Held(NamedTuple):
     targets: Tensor
     weights: Tensor | None
     asked: Tensor
+    cost: Tensor
     anew: Tensor
     state: State | None
     loss: Tensor
@@ -71,8 +83,10 @@ class Graphed:
         anew: Tensor | None = None,
         count: float | None = None,
         weights: Tensor | None = None,
+        cost: float = 0.0,
     ) -> tuple[Tensor, Trace]:
         """The sum over all targets (-100 is none), each times its weight, divided by how many there are or by `count`.
+        The gradients are of that and of `cost` times `writing`.
 
         Rows carry `state`, all at a multiple of `border_of`, except those that are `anew` ``[b]``: they begin a
         document. A step in which some do, or in which some have not filled their window yet, has a graph of its own.
@@ -81,18 +95,19 @@ class Graphed:
         whole = (
             state is not None and not any(begins or ()) and min(positions_of(state.position)) >= self.window
         )
-        key = (*tokens.shape, state is None, whole, weights is None)
+        key = (*tokens.shape, state is None, whole, weights is None, cost > 0)
         if key not in self.held:
             reason = unsupported(self.model, tokens.shape[1], state is not None)
             if reason is not None:
                 raise ValueError(f"model: expected one whose step can be captured, but {reason}")
-            self.held[key] = self._capture(tokens, targets, weights, state, whole)
+            self.held[key] = self._capture(tokens, targets, weights, state, whole, cost > 0)
         held = self.held[key]
         held.tokens.copy_(tokens, non_blocking=True)
         held.targets.copy_(targets, non_blocking=True)
         if held.weights is not None and weights is not None:
             held.weights.copy_(weights, non_blocking=True)
         held.asked.copy_((targets >= 0).sum()) if count is None else held.asked.fill_(count)
+        held.cost.fill_(cost)
         if held.state is not None and state is not None:
             copy_all(held.state.tensors(), state.tensors())
             held.anew.zero_() if anew is None else held.anew.copy_(anew, non_blocking=True)
@@ -109,13 +124,20 @@ class Graphed:
         return held.loss, held.seen._replace(state=held.seen.state.at(known))
 
     def _capture(
-        self, tokens: Tensor, targets: Tensor, weights: Tensor | None, state: State | None, whole: bool
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        state: State | None,
+        whole: bool,
+        costs: bool,
     ) -> _Held:
         tokens, targets = (x.to(self.device, copy=True) for x in (tokens, targets))
         weights = None if weights is None else weights.to(self.device, copy=True)
         rows = tokens.shape[0]
         count = torch.full((), float(targets.numel()), device=self.device)
         anew = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        cost, threshold = torch.zeros((), device=self.device), self.model.config.memory.threshold
         fixed = None if state is None else state.detach().map(torch.clone)
         made: list[Any] = []
 
@@ -131,7 +153,7 @@ class Graphed:
                 logits = self.model.logits(seen.hidden).flatten(0, 1)
                 loss = summed_loss(logits, targets.flatten(), None if weights is None else weights.flatten())
                 loss = loss / count
-            loss.backward()
+            (loss + cost * writing(seen, threshold) if costs else loss).backward()
             # The positions that the host knew are those of the capture: the outputs must not carry them.
             made[:] = [loss.detach(), seen._replace(state=seen.state.map(Tensor.detach))]
 
@@ -139,7 +161,7 @@ class Graphed:
         graph, _ = capture(step, self.device, beside=next((held.graph for held in self.held.values()), None))
         loss, seen = made
         grads = [parameter.grad for parameter in self.parameters]
-        return _Held(graph, tokens, targets, weights, count, anew, fixed, loss, seen, grads)
+        return _Held(graph, tokens, targets, weights, count, cost, anew, fixed, loss, seen, grads)
 
 
 class Graphs:

@@ -19,6 +19,7 @@ import torch
 from remanence.core.choices import check_choice
 from remanence.core.errors import first_line
 from remanence.core.files import replacing
+from remanence.memory.neural import SHUT
 from remanence.model import Trace
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
@@ -188,7 +189,7 @@ def memory_in_use(device: torch.device) -> int:
 
 @torch.no_grad()
 def memory_facts(seen: Trace) -> dict[str, float]:
-    """Mean surprise and mean gates over layers, heads and tokens."""
+    """Mean surprise, mean gates and the share that is written, over layers, heads and tokens."""
     present = [each for each in seen.traces if each is not None]
     if not present:
         return {}
@@ -197,4 +198,7 @@ def memory_facts(seen: Trace) -> dict[str, float]:
         gates = [getattr(each.gates, field) for each in present if getattr(each.gates, field) is not None]
         if gates:
             facts[name] = float(torch.stack([gate.exp().mean() for gate in gates]).mean())
+    written = [(each.gates.log_step > SHUT).float().mean() for each in present]
+    if (share := float(torch.stack(written).mean())) < 1:  # some tokens are passed over
+        facts["written"] = share
     return facts
