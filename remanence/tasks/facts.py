@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import cycle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ HELD = 16
 NEAREST, FAR = 48, 256
 """Tokens from a fact to its question, at least; of most questions."""
 NEAR = 0.2
-"""The share of questions that may come nearer than FAR. Where the fact asked for is often the last one that was stated, a
+"""The share of questions that may come nearer than FAR. Where the fact asked for is often the last that was stated, a
 model learns to answer with the last one and never to look at the key.
 """
 SHARE = 0.9
@@ -39,25 +39,20 @@ SHARE = 0.9
 
 
 class Event(NamedTuple):
-    """What is said at a place of a stream: a fact, or its question with the answer, which a full stop follows."""
+    """What is said at a place of a stream, a fact or its question and answer; and which of its tokens are answers."""
 
     place: int
     tokens: np.ndarray
-    answer: int
-
-    @property
-    def answers(self) -> np.ndarray:
-        """Which of its tokens are the answer."""
-        after = len(self.tokens) - np.arange(len(self.tokens)) - 1
-        return (after > 0) & (after <= self.answer)
+    answers: np.ndarray
 
 
-class Stream(NamedTuple):
-    """A stretch of a document, and for each of its pieces what is said between its sentences, in order."""
+class Stretch(NamedTuple):
+    """Part of a document that a stream reads, in pieces; and how far the task had grown when it began."""
 
     document: int
     start: int
-    events: list[list[Event]]
+    pieces: int
+    grown: float
 
 
 class Facts:
@@ -91,92 +86,85 @@ class Facts:
         texts = (self.tokenizer.decode([token]) for token in range(self.tokenizer.vocabulary))
         self.closing = np.array([text.endswith((".", "\n")) for text in texts])
         self.ends: list[list[int]] = [[] for _ in range(batch)]
-        self._streams = lru_cache(2 * batch)(self._draw)
+        self._events = lru_cache(2 * batch)(self._draw)
 
     def locate(self, row: int, number: int) -> tuple[int, int]:
         """Which of its streams a row reads at a step, and which piece of it."""
         ends = self.ends[row]
         while not ends or ends[-1] <= number:
-            ends.append((ends[-1] if ends else 0) + len(self._streams(row, len(ends)).events))
+            ends.append((ends[-1] if ends else 0) + self._stretch(row, len(ends)).pieces)
         stream = bisect_right(ends, number)
         return stream, number - (ends[stream - 1] if stream else 0)
 
-    def _draw(self, row: int, index: int) -> Stream:
-        """One stream: its stretch, and where its facts are stated and asked for."""
+    def _rng(self, row: int, stream: int, what: int) -> np.random.Generator:
         own = self.rank * self.batch + row
-        rng = np.random.Generator(np.random.Philox(key=[self.seed, own * 2**32 + index]))
+        return np.random.Generator(
+            np.random.Philox(key=[self.seed, own * 2**32 + stream], counter=[0, 0, 0, what])
+        )
+
+    def _stretch(self, row: int, stream: int) -> Stretch:
+        rng = self._rng(row, stream, 0)
         room = np.maximum(self.data.lengths // self.length - 1, 0)
         document = int(rng.choice(len(room), p=room / room.sum()))
-        begun = self.ends[row][index - 1] if index else 0
-        grown = self._grown(begun)
+        grown = self._grown(self.ends[row][stream - 1] if stream else 0)
         pieces = min(int(room[document]), int(_log_uniform(rng, 1, PIECES) ** grown))
         start = int(rng.integers(int(self.data.lengths[document]) - pieces * self.length))
-        full, (near, short) = _log_uniform(rng, DENSE, SPARSE), FIRST
-        every = near ** (1 - grown) * full**grown
-        reach = int(short ** (1 - grown) * (HELD * full) ** grown)
-        total = pieces * self.length
+        return Stretch(document, start, pieces, grown)
+
+    def _draw(self, row: int, stream: int) -> list[list[Event]]:
+        """What is said in each piece of a stream, in order."""
+        rng, own = self._rng(row, stream, 1), self._stretch(row, stream)
+        full, (near, short) = float(_log_uniform(rng, DENSE, SPARSE)), FIRST
+        every = near ** (1 - own.grown) * full**own.grown
+        reach = short ** (1 - own.grown) * (HELD * full) ** own.grown
+        total = own.pieces * self.length
         places = np.sort(rng.integers(total, size=max(1, round(total / every))))
+        nearer = rng.random(len(places)) < NEAR
+        distances = np.where(
+            nearer, _log_uniform(rng, NEAREST, FAR, len(places)), _log_uniform(rng, FAR, reach, len(places))
+        )
         # A key comes again long after its fact was asked for.
         keys = cycle(rng.permutation(len(ADJECTIVES) * len(NOUNS)).tolist())
-        events: list[list[Event]] = [[] for _ in range(pieces)]
-        used = np.zeros(pieces, int)
-        for place in places.tolist():
-            near = rng.random() < NEAR
-            asked = place + _log_uniform(rng, *((NEAREST, FAR) if near else (FAR, reach)))
+        events: list[list[Event]] = [[] for _ in range(own.pieces)]
+        left = np.full(own.pieces, SHARE * self.length)
+        for told, asked in zip(places.tolist(), (places + distances).tolist(), strict=True):
             if asked >= total:
                 continue
-            told, question = self._fact(rng, next(keys), place, asked)
-            after = used.copy()
-            for event in (told, question):
-                after[event.place // self.length] += len(event.tokens)
-            if after.max() > SHARE * self.length:
+            pair = self._fact(rng, next(keys), told, asked)
+            for event in pair:
+                left[event.place // self.length] -= len(event.tokens)
+            if min(left[told // self.length], left[asked // self.length]) < 0:
+                for event in pair:
+                    left[event.place // self.length] += len(event.tokens)
                 continue
-            used = after
-            for event in (told, question):
+            for event in pair:
                 events[event.place // self.length].append(event)
-        return Stream(document, start, [sorted(each, key=lambda event: event.place) for each in events])
+        return [sorted(each, key=lambda event: event.place) for each in events]
 
     def _grown(self, step: int) -> float:
         """How far the first steps have grown into the task, from 0 to 1: slowly, then fast."""
         return min(1.0, step / self.ramp) ** 2 if self.ramp else 1.0
 
     def _fact(self, rng: np.random.Generator, key: int, place: int, asked: int) -> tuple[Event, Event]:
-        """A fact and its question, in RULER's words or in plainer ones. No other fact of the stream has its key."""
-        adjective, noun = ADJECTIVES[key // len(NOUNS)], NOUNS[key % len(NOUNS)]
-        digits = int(rng.integers(4, 8))
-        value = str(rng.integers(10 ** (digits - 1), 10**digits))
-        form = int(rng.integers(6))
-        if form < 2:
-            name = f"{adjective}-{noun}"
-            _, question, begun = frame(KINDS["n"], [name])
-            told, question = f" {needle('number', name, value)}", question + begun
-        elif form == 2:
-            name = f"{adjective} {noun}"
-            told, question = f" The number of the {name} is {value}.", f" What is the number of the {name}?"
-        elif form == 3:
-            name = f"{adjective} {noun}".title()
-            told, question = f" {name} has the number {value}.", f" Which number has {name}?"
-        else:  # word by word as it was stated, which is learned first
-            name = f"{adjective} {noun}"
-            question = f" The number of the {name} is"
-            told = f"{question} {value}."
-        answer = self.tokenizer.encode(f" {value}")
-        spoken = [*self.tokenizer.encode(question), *answer, *self.tokenizer.encode(".")]
+        """A fact that is stated at a place, and its question at another."""
+        parts = [np.array(self.tokenizer.encode(text), np.int64) for text in (*_worded(rng, key), ".")]
+        stated, question, answer, stop = parts
+        marks = np.repeat([False, True, False], [len(question), len(answer), len(stop)])
         return (
-            Event(place, np.array(self.tokenizer.encode(told), np.int64), 0),
-            Event(asked, np.array(spoken, np.int64), len(answer)),
+            Event(place, stated, np.zeros(len(stated), bool)),
+            Event(asked, np.concatenate([question, answer, stop]), marks),
         )
 
     def piece(self, row: int, number: int) -> tuple[np.ndarray, np.ndarray, bool]:
         """A row's tokens at a step and one more, which of them are answers, and whether its stream begins."""
-        index, at = self.locate(row, number)
-        stream = self._streams(row, index)
-        events = stream.events[at]
+        stream, at = self.locate(row, number)
+        own, events = self._stretch(row, stream), self._events(row, stream)[at]
         # What is said takes the place of the piece's last tokens.
         room = self.length + 1 - sum(len(event.tokens) for event in events)
-        begin = stream.start + at * self.length
-        hay = self.data.piece(stream.document, begin, begin + room).astype(np.int64)
-        borders = np.append(np.flatnonzero(self.closing[hay]) + 1, room)
+        begin = own.start + at * self.length
+        hay = self.data.piece(own.document, begin, begin + room).astype(np.int64)
+        # The last token is a target alone, so nothing is said there.
+        borders = np.append(np.flatnonzero(self.closing[hay[:-2]]) + 1, room - 1)
         parts, marks, read = [], [], 0
         for event in events:
             wanted = event.place % self.length * room // self.length
@@ -197,6 +185,27 @@ class Facts:
         return Batch(text[:, :-1].contiguous(), targets, None, None, begins, weights)
 
 
-def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
-    """A whole number from low to high, evenly in the logarithm."""
-    return int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
+def _worded(rng: np.random.Generator, key: int) -> tuple[str, str, str]:
+    """A fact, its question and its answer, in RULER's words or in plainer ones."""
+    adjective, noun = ADJECTIVES[key // len(NOUNS)], NOUNS[key % len(NOUNS)]
+    digits = int(rng.integers(4, 8))
+    value = str(rng.integers(10 ** (digits - 1), 10**digits))
+    form = int(rng.integers(6))
+    if form < 2:
+        name = f"{adjective}-{noun}"
+        _, question, begun = frame(KINDS["n"], [name])
+        return f" {needle('number', name, value)}", question + begun, f" {value}"
+    if form == 2:
+        name = f"{adjective} {noun}"
+        return f" The number of the {name} is {value}.", f" What is the number of the {name}?", f" {value}"
+    if form == 3:
+        name = f"{adjective} {noun}".title()
+        return f" {name} has the number {value}.", f" Which number has {name}?", f" {value}"
+    # Word by word as it was stated, which is learned first.
+    said = f" The number of the {adjective} {noun} is"
+    return f"{said} {value}.", said, f" {value}"
+
+
+def _log_uniform(rng: np.random.Generator, low: float, high: float, size: int | None = None) -> Any:
+    """Whole numbers from low to high, evenly in the logarithm."""
+    return np.exp(rng.uniform(np.log(low), np.log(high + 1), size)).astype(np.int64)

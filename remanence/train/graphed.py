@@ -35,8 +35,7 @@ def summed_loss(logits: Tensor, targets: Tensor, weights: Tensor | None = None) 
 
 
 def writing(seen: Trace, threshold: float) -> Tensor:
-    """How far the step gates are from being shut: the mean of log(s / threshold) over all tokens that are written, 0 for
-    the others.
+    """How far the step gates are from being shut: the mean of log(s / threshold), 0 for tokens that are not written.
 
     In the logarithm, since a gate that is nearly shut is then pressed as hard as any other, and one that is wide open
     hardly at all.
