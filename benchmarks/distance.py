@@ -1,8 +1,8 @@
 """Does it remember? Facts stated in a book and asked for after 1K to 1M tokens and more, by models trained on pieces
-of 4K.
+of 2K.
 
     remanence data prepare BOOKS/train --out TOKENS
-    python benchmarks/distance.py TOKENS BOOKS/test --runs mag window --seeds 0 1 2 --models out/distance --out rows.json
+    python benchmarks/distance.py TOKENS BOOKS/test --runs mag window --seeds 0 1 2 --models out/models --out rows.json
 
 Every run is `recipes/facts.py` with another architecture and as many parameters: the same steps on the same texts. The
 models then read held-out books. Each text is read once, and its state is asked at every distance, so that a text that
@@ -39,24 +39,25 @@ from remanence.model import Model, State, matched, parameters
 from remanence.recipes.facts import recipe
 from remanence.tasks.needle import KINDS, frame, needle, unused
 from remanence.train import TrainConfig, fit
-from remanence.train.config import override
+from remanence.train.config import PLAIN, override
 
+SIGMOID: dict[str, Any] = {"memory": {"threshold": 0.0, "forget_bias": -14.0}}
+"""Gates that never shut, and then writing costs nothing; they begin to forget a millionth."""
 RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
-    "hybrid": {},
+    "mag": {},
     "lmm": {"pattern": ("lmm",)},
-    "mag": {"pattern": ("mag",)},
-    "mac": {"pattern": ("mac",)},
     "mal": {"pattern": ("mal",)},
+    "mac": {"pattern": ("mac",)},
+    "hybrid": {"pattern": ("window", "lmm")},
+    "gated_delta": {"pattern": ("gated_delta",), **SIGMOID},
+    "gated_delta-threshold": {"pattern": ("gated_delta",)},
     "window": {"pattern": ("window",)},
-    "gated_delta": {"pattern": ("window", "gated_delta")},
+    "conv_window": {"pattern": ("conv_window",)},
     "attention": {"pattern": ("attention",)},  # trained on pieces by themselves
     "memorizing": {"pattern": memorizing(6), "knn": {"size": 16384, "k": 32}},
-    "hybrid-w256": {"window": 256},
-    "hybrid-delta": {"memory": {"rule": "delta"}},
-    "mag-delta": {"pattern": ("mag",), "memory": {"rule": "delta"}},
-    "hybrid-forget6": {"memory": {"forget_bias": -6.0}},
-    "hybrid-heads64": {"memory": {"head_dim": 64}},
-    "hybrid-matrix": {"memory": {"depth": 1}},
+    "mag-w256": {"window": 256},
+    "mag-sigmoid": SIGMOID,
+    "mag-matrix": {"memory": {"depth": 1}},
 }
 KEYS = {"single": 1, "keys4": 4, "keys16": 16, "keys64": 64}
 LATE = 4096
@@ -65,11 +66,13 @@ LATE = 4096
 def config_of(name: str, seed: int, args: argparse.Namespace) -> TrainConfig:
     base = recipe()
     model = change(base.model, RUNS[name])
-    if name != "hybrid":
+    if RUNS[name]:
         model = matched(model, parameters(base.model))
     data = replace(base.data, path=str(args.tokens))
     carry = "attention" not in model.pattern
-    config = replace(base, model=model, data=data, carry=carry, steps=args.steps or base.steps, seed=seed)
+    cost = base.write_cost if model.memory.threshold and not set(model.blocks) <= PLAIN else 0.0
+    steps = args.steps or base.steps
+    config = replace(base, model=model, data=data, carry=carry, write_cost=cost, steps=steps, seed=seed)
     return override(config, dict(each.removeprefix("--").split("=", 1) for each in args.changes))
 
 
@@ -206,7 +209,7 @@ def main() -> None:
     )
     parser.add_argument("tokens", type=Path, help="training books, made by `remanence data prepare`")
     parser.add_argument("books", type=Path, help="a folder of held-out books, *.txt")
-    parser.add_argument("--runs", nargs="+", default=["hybrid", "window"], choices=list(RUNS))
+    parser.add_argument("--runs", nargs="+", default=["mag", "window"], choices=list(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, help="of training; the recipe's")
     parser.add_argument("--changes", nargs="*", default=[], help="to the recipe: optimizer.lr=1e-3 batch=8")

@@ -1,4 +1,4 @@
-"""benchmarks/language.py and memorizing.py in small: they read as a model reads, and their tables are whole."""
+"""The benchmarks of texts in small: they read as a model reads, and their tables are whole."""
 
 import importlib
 import json

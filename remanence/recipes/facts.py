@@ -5,9 +5,10 @@ remanence train facts --data.path=out/books --out out/facts
 remanence eval out/facts/model niah --niah.data=other-book.txt --niah.kinds=n --niah.lengths=4K,64K --memory on off
 
 Facts are stated between the sentences of the books and asked for later, up to half a million tokens later: a step reads
-2,048 tokens of each row, and the memory is carried from step to step. The forget gates begin almost shut, since a
-memory that lets go of a millionth with every token is empty after some million. The window is short on purpose: with
-one of 256 tokens, models learned to look facts up in the window, and not in the memory.
+2,048 tokens of each row, and the memory is carried from step to step. Writing costs something, and gates have a
+threshold below which they are shut: a memory that writes a ten-thousandth of every token has written over everything
+after a million. The window is short on purpose: with one of 256 tokens, models learned to look facts up in the window,
+and not in the memory.
 """
 
 from remanence.config import preset
@@ -15,7 +16,7 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
-    memory = {"head_dim": 128, "forget_bias": -14.0}
+    memory = {"head_dim": 128, "forget_bias": -10.0, "threshold": 0.05}
     return TrainConfig(
         model=preset("small", "mag", window=128, ffn=320, memory=memory),
         data=DataConfig(kind="facts", length=2048, weight=0.01, ramp=4500),
@@ -23,6 +24,7 @@ def recipe() -> TrainConfig:
         steps=6000,
         batch=16,
         carry=True,
+        write_cost=0.1,
         precision="bfloat16",
         save_every=2000,
     )

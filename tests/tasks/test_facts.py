@@ -1,0 +1,141 @@
+"""Facts planted in books: every question follows its fact, and steps are made again on any number of processes."""
+
+import random
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from remanence.config import preset
+from remanence.data import Tokens, prepare
+from remanence.model import Model, parameters
+from remanence.recipes.facts import recipe
+from remanence.tasks.facts import FIRST, Facts
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
+from remanence.train.engine import make_optimizer, take_step
+
+KEY, NAME = r"([a-z]+)[- ]([a-z]+)", r"([A-Z][a-z]+) ([A-Z][a-z]+)"
+FORMS = (
+    (rf"magic numbers for {KEY} is: (\d+)\.", rf"for {KEY} mentioned in the provided text is (\d+)\."),
+    (rf" The number of the {KEY} is (\d+)\.", rf" What is the number of the {KEY}\? (\d+)\."),
+    (rf" {NAME} has the number (\d+)\.", rf" Which number has {NAME}\? (\d+)\."),
+)
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("books")
+    chance = random.Random(0)
+    words = ["the", "rain", "fell", "on", "a", "hill", "and", "nobody", "came", "by", "until", "evening"]
+    for book in range(3):
+        text = "".join(" ".join(chance.choices(words, k=9)).capitalize() + ". " for _ in range(3000))
+        (folder / f"{book}.txt").write_text(text)
+    prepare(sorted(folder.glob("*.txt")), folder / "tokens")
+    return Tokens(folder / "tokens")
+
+
+def streams(source, row, steps):
+    """The texts of a row's streams, as far as so many steps read them."""
+    found = []
+    for step in range(steps):
+        tokens, _, begins = source.piece(row, step)
+        if begins:
+            found.append("")
+        found[-1] += bytes(tokens[:-1].tolist()).decode()
+    return found
+
+
+@pytest.mark.parametrize(("ramp", "least"), [(0, 10), (100, 100)])
+def test_what_is_asked_was_told_before_in_the_same_stream(books, ramp, least):
+    source, asked = Facts(books, 1024, 2, 0.1, ramp, seed=3), 0
+    for text in streams(source, 1, 200):
+        for stated, question in FORMS:
+            told = [(match[1], match[2], match[3], match.end()) for match in re.finditer(stated, text)]
+            for match in re.finditer(question, text):
+                values = [
+                    value for *key, value, end in told if key == [match[1], match[2]] and end <= match.start()
+                ]
+                assert values and values[-1] == match[3]
+                asked += 1
+    assert asked > least
+
+
+def test_only_answers_count_in_full(books):
+    batch = Facts(books, 2048, 4, 0.25, seed=1).step(0)
+    weights = batch.weights
+    assert set(weights.unique().tolist()) == {0.25, 1.0}
+    for row in range(4):
+        answers = bytes(batch.targets[row][weights[row] == 1].tolist()).decode()
+        assert re.fullmatch(r"( \d{4,7})*", answers)
+    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    alone = Facts(books, 2048, 4, 0.0, seed=1).step(0)
+    assert torch.equal(alone.targets >= 0, weights == 1), "with weight 0, nothing but answers is a target"
+
+
+def test_steps_are_made_again_and_dealt_to_processes(books):
+    one = Facts(books, 1024, 4, 0.1, 20, seed=5)
+    kept = [one.step(number) for number in range(30)]
+    again = Facts(books, 1024, 4, 0.1, 20, seed=5).step(29)  # without the steps before, as after a resumption
+    two = [Facts(books, 1024, 2, 0.1, 20, seed=5, rank=rank, world=2).step(29) for rank in range(2)]
+    for name in ("tokens", "targets", "begins", "weights"):
+        wanted = getattr(kept[29], name)
+        assert torch.equal(wanted, getattr(again, name))
+        assert torch.equal(wanted, torch.cat([getattr(each, name) for each in two]))
+    assert not torch.equal(kept[3].tokens, Facts(books, 1024, 4, 0.1, 20, seed=6).step(3).tokens)
+
+
+def test_a_run_begins_with_many_facts_and_their_questions_near(books):
+    source = Facts(books, 4096, 8, 0.1, 1000, seed=0)
+    first, grown = source.step(0), Facts(books, 4096, 8, 0.1, seed=0).step(0)
+    counts = [int((batch.weights == 1).sum()) for batch in (first, grown)]
+    assert counts[0] > 3 * counts[1]
+    assert first.begins.all() and source.step(1).begins.all(), "streams of one piece"
+    assert counts[0] > first.tokens.numel() / FIRST[0] * 3
+    assert float(first.weights.min()) == 0, "the text does not count yet"
+
+
+def test_a_run_carries_its_memory_through_streams(books, tmp_path):
+    model = preset("tiny", "lmm", dim=32, depth=1, memory={"heads": 1})
+    data = DataConfig(kind="facts", path=str(books.folder), length=512, weight=0.5)
+    config = TrainConfig(
+        model=model, data=data, optimizer=OptimizerConfig(warmup=1), steps=4, batch=2, carry=True, device="cpu",
+        log_every=1, save_every=2,
+    )  # fmt: skip
+    lines = []
+    fit(config, tmp_path / "run", log=lines.append)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and all(line["loss"] > 0 for line in lines)
+
+
+def test_a_weighted_loss_is_the_mean_over_weights(books):
+    batch = Facts(books, 512, 2, 0.3, seed=2).step(0)
+    config = TrainConfig(
+        model=preset("tiny", "lmm", dim=32, depth=1, memory={"heads": 1}), device="cpu", batch=2
+    )
+    torch.manual_seed(0)
+    model = Model(config.model)
+    logits, _ = model(batch.tokens)
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+    loss = (losses * batch.weights.flatten()).sum() / batch.weights.sum()
+    slopes = torch.autograd.grad(loss, list(model.parameters()))
+    norm = torch.linalg.vector_norm(torch.stack([slope.norm() for slope in slopes]))
+    step = take_step(model, make_optimizer(model, config), config, [batch], None, 0)
+    assert step.loss == pytest.approx(float(loss), rel=1e-5)
+    assert step.gradient == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_what_cannot_be_is_refused(books):
+    with pytest.raises(ValueError, match="length: expected at least 512 tokens"):
+        Facts(books, 256, 1, 0.1)
+    with pytest.raises(ValueError, match="data: expected a document of more than 2,000,000 tokens, got none"):
+        Facts(books, 1_000_000, 1, 0.1)
+    with pytest.raises(ValueError, match="weight: expected a number from 0 to 1, got 2"):
+        DataConfig(kind="facts", weight=2.0)
+    with pytest.raises(
+        ValueError, match=r"data.ramp: expected only with data.kind='facts', got it with 'needle'"
+    ):
+        DataConfig(kind="needle", ramp=5)
+
+
+def test_the_recipe_is_small_enough_to_ship():
+    assert 2 * parameters(recipe().model) < 12e6
