@@ -1,17 +1,18 @@
 """Does it remember? Facts stated in a book and asked for after 1K to 1M tokens and more, by models trained on pieces
 of 2K.
 
-    remanence data prepare BOOKS/train --out TOKENS
-    python benchmarks/distance.py TOKENS BOOKS/test --runs mag window --seeds 0 1 2 --models out/models --out rows.json
+    python benchmarks/distance.py BOOKS --runs mag window --seeds 0 1 2 --jobs 6 --work out/distance --out rows.json
+    python benchmarks/distance.py BOOKS --out rows.json --table --plot distance.png
 
-Every run is `recipes/facts.py` with another architecture and as many parameters: the same steps on the same texts. The
-models then read held-out books. Each text is read once, and its state is asked at every distance, so that a text that
-was asked goes on as if it had not been. An answer is right if every token of it is the likeliest one.
+BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. Every run is `recipes/facts.py`
+with another architecture and as many parameters: the same steps on the same texts. The models then read held-out books
+(--split). Each text is read once, and its state is asked at every distance, so that a text that was asked goes on as if
+it had not been. An answer is right if every token of it is the likeliest one.
 
 - *single*: one fact at the text's beginning; *keys4*, *keys16*, *keys64*: as many, of which one is asked for.
 - *late*: a fact stated after so many tokens of the book, and asked for 4,096 tokens later.
 
-Models are kept in --models, rows in --out: what is there already is not made again.
+Models are kept in --work, rows in --out: what is there already is not made again. With --jobs, runs share a device.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from books import Row, Rows, add_arguments, load, machine
 
-from remanence.config import change, memorizing
+from remanence.config import MODES, change, memorizing
 from remanence.core.files import write_json
 from remanence.core.tokens import ByteTokenizer
+from remanence.data.prepare import prepare
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import wilson
 from remanence.inference.reader import read
@@ -61,6 +64,11 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
 }
 KEYS = {"single": 1, "keys4": 4, "keys16": 16, "keys64": 64}
 LATE = 4096
+BRIEF = {2**10 * n: f"{n}K" for n in (1, 4, 16, 64, 256)} | {2**20 * n: f"{n}M" for n in (1, 4, 10)}
+TINY = {"steps": 2, "distances": [1024], "texts": 2, "runs": ["mag", "window"], "changes": [
+    "model.dim=64", "model.depth=1", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
+    "data.length=512", "batch=2", "precision=float32",
+]}  # fmt: skip
 
 
 def config_of(name: str, seed: int, args: argparse.Namespace) -> TrainConfig:
@@ -68,7 +76,7 @@ def config_of(name: str, seed: int, args: argparse.Namespace) -> TrainConfig:
     model = change(base.model, RUNS[name])
     if RUNS[name]:
         model = matched(model, parameters(base.model))
-    data = replace(base.data, path=str(args.tokens))
+    data = replace(base.data, path=str(args.work / "tokens"))
     carry = "attention" not in model.pattern
     cost = base.write_cost if model.memory.threshold and not set(model.blocks) <= PLAIN else 0.0
     steps = args.steps or base.steps
@@ -76,32 +84,32 @@ def config_of(name: str, seed: int, args: argparse.Namespace) -> TrainConfig:
     return override(config, dict(each.removeprefix("--").split("=", 1) for each in args.changes))
 
 
-def trained(
-    name: str, seed: int, args: argparse.Namespace, device: torch.device
-) -> tuple[Model, dict[str, Any]]:
+def trained(name: str, seed: int, args: argparse.Namespace, device: torch.device) -> tuple[Model, Row]:
     """A run's model, which may have been trained before, and how its training went."""
-    folder = args.models / f"{name}-{seed}"
+    folder = args.work / f"{name}-{seed}"
     if not (folder / "model" / "config.json").is_file():
         began = time.monotonic()
         fit(config_of(name, seed, args), folder, resume=(folder / "config.json").is_file())
         write_json(folder / "took.json", {"seconds": round(time.monotonic() - began)})
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    about = {
-        "config": json.loads((folder / "config.json").read_text()),
-        "losses": [line["loss"] for line in lines][:: max(1, len(lines) // 60)],
-        "largest_gradient": max(line["gradient"] or 0 for line in lines),
-        "seconds": json.loads((folder / "took.json").read_text())["seconds"],
-    }
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Model.load(folder / "model", device=device, dtype=dtype).eval(), about
+    model = Model.load(folder / "model", device=device, dtype=dtype).eval()
+    training = {
+        "parameters": parameters(model.config),
+        "seconds": json.loads((folder / "took.json").read_text())["seconds"],
+        "largest_gradient": max(line["gradient"] or 0 for line in lines),
+        "last": {key: lines[-1][key] for key in ("loss", "step_size", "written") if key in lines[-1]},
+        "losses": [round(line["loss"], 4) for line in lines][:: max(1, len(lines) // 60)],
+        "config": json.loads((folder / "config.json").read_text()),
+    }
+    return model, training
 
 
 class Texts:
     """Held-out books, read by every row from a place of its own on, round and round."""
 
-    def __init__(self, folder: Path, rows: int, seed: int) -> None:
-        books = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(folder.glob("*.txt"))]
-        self.text = np.concatenate(books)
+    def __init__(self, books: Sequence[torch.Tensor], rows: int, seed: int) -> None:
+        self.text = np.concatenate([book.numpy() for book in books])
         self.rng = np.random.default_rng(seed)
         self.places = self.rng.integers(len(self.text), size=rows)
 
@@ -154,26 +162,23 @@ def measure(
     model: Model,
     kind: str,
     distances: Sequence[int],
+    books: Sequence[torch.Tensor],
     rows: int,
     seed: int,
-    args: argparse.Namespace,
+    piece: int,
     mode: Any = "on",
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Right answers at every distance, in one reading; for `late` a distance is what was read before the fact."""
-    texts, subject = (
-        Texts(args.books, rows, seed),
-        Subject(model.device, network=model, tokens=ByteTokenizer()),
-    )
+    texts, subject = Texts(books, rows, seed), Subject(model.device, network=model, tokens=ByteTokenizer())
     model.memory = mode if model.has_memory else "on"
     facts = Facts(texts, rows, KEYS.get(kind, 1))
-    size, done = args.piece, 0
-    state = None
+    state, done = None, 0
     if kind != "late":
         begun = facts.stated(texts, max(1024, 128 * KEYS[kind]))
         state = read(model, torch.from_numpy(begun).to(model.device)).state
     for distance in distances:
         while done < distance:
-            count = min(size, distance - done)
+            count = min(piece, distance - done)
             state = read(model, torch.from_numpy(texts.take(count)).to(model.device), state).state
             done += count
         asked, late = state, facts
@@ -187,67 +192,183 @@ def measure(
         right = late.right(subject, asked)
         low, high = wilson(sum(right), rows)
         yield {
-            "kind": kind, "mode": mode, "distance": distance, "right": sum(right), "count": rows,
-            "share": sum(right) / rows, "interval": [round(low, 4), round(high, 4)],
-        }  # fmt: skip
+            "distance": distance,
+            "right": sum(right),
+            "count": rows,
+            "interval": [round(low, 4), round(high, 4)],
+        }
 
 
-def about(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """What a result depends on beside its settings."""
-    if commit is None:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+# What was found
+
+
+Shares = dict[int, tuple[int, int]]
+
+
+def shares(rows: list[Row]) -> dict[tuple[str, str, str], Shares]:
+    """Right answers and questions by distance, of all seeds together, by run, kind and mode."""
+    found: dict[tuple[str, str, str], Shares] = {}
+    order = list(RUNS)
+    for row in sorted(rows, key=lambda row: order.index(row["what"]["run"])):
+        own = found.setdefault(tuple(row["what"][name] for name in ("run", "kind", "mode")), {})
+        for each in row["answers"]:
+            before = own.get(each["distance"], (0, 0))
+            own[each["distance"]] = before[0] + each["right"], before[1] + each["count"]
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """Right answers by distance, with 95 % intervals."""
+    found = shares(rows)
+    distances = sorted({distance for own in found.values() for distance in own})
+    head = ["run", "facts", "memory", *[BRIEF.get(distance, f"{distance:,}") for distance in distances]]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for key, own in found.items():
+        cells = []
+        for distance in distances:
+            right, count = own.get(distance, (0, 0))
+            low, high = wilson(right, count) if count else (0, 0)
+            cells.append(f"{right / count:.1%} ({low:.0%}-{high:.0%})" if count else "")
+        lines.append("| " + " | ".join([*key, *cells]) + " |")
+    return "\n".join([*lines, ""])
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Right answers to single facts by distance, each run with its memory on, and off where that was asked."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axis = figure.subplots()
+    found = {key: own for key, own in shares(rows).items() if key[1] == "single"}
+    for color, ((run, _, mode), own) in enumerate(found.items()):
+        middle = [100 * right / count for right, count in own.values()]
+        bounds = [[100 * bound for bound in wilson(*each)] for each in own.values()]
+        around = [[m - low for m, (low, _) in zip(middle, bounds, strict=True)],
+                  [high - m for m, (_, high) in zip(middle, bounds, strict=True)]]  # fmt: skip
+        places = [distance * 1.03 ** (color - len(found) / 2) for distance in own]  # beside each other
+        label = run if mode == "on" else f"{run}, memory {mode}"
+        axis.errorbar(
+            places,
+            middle,
+            around,
+            marker="o",
+            markersize=4,
+            label=label,
+            linestyle="-" if mode == "on" else ":",
         )
-        commit = found.stdout.strip() or None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {"command": " ".join(sys.argv), "commit": commit, "device": name, "torch": torch.__version__}
+    ticks = sorted({distance for own in found.values() for distance in own})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [BRIEF.get(tick, f"{tick:,}") for tick in ticks])
+    axis.set(xlabel="tokens of a book from a fact to its question", ylabel="right answers, %", ylim=(-2, 103))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+# The command
+
+
+def fan_out(args: argparse.Namespace) -> None:
+    """Every run and seed in a process of its own, so many at a time; then their rows together."""
+    own = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("books", "runs", "seeds", "jobs", "out")
+    }
+    given = [str(args.books)]
+    for name, value in own.items():
+        if value not in (None, False, []):
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            given += [f"--{name.replace('_', '-')}", *map(str, values)]
+    waiting = [(name, seed, args.work / f"{name}-{seed}.json") for seed in args.seeds for name in args.runs]
+    parts, running = [part for *_, part in waiting], []
+    while waiting or running:
+        running = [each for each in running if each.poll() is None]
+        while waiting and len(running) < args.jobs:
+            name, seed, part = waiting.pop(0)
+            command = [
+                sys.executable,
+                __file__,
+                *given,
+                "--runs",
+                name,
+                "--seeds",
+                str(seed),
+                "--out",
+                str(part),
+            ]
+            running.append(subprocess.Popen(command))
+        time.sleep(0.5)
+    Rows(args.out, args.commit, [part for part in parts if part.exists()]).save()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tokens", type=Path, help="training books, made by `remanence data prepare`")
-    parser.add_argument("books", type=Path, help="a folder of held-out books, *.txt")
+    parser.add_argument("books", type=Path, help="a folder of books with an index.json")
     parser.add_argument("--runs", nargs="+", default=["mag", "window"], choices=list(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, help="of training; the recipe's")
     parser.add_argument("--changes", nargs="*", default=[], help="to the recipe: optimizer.lr=1e-3 batch=8")
-    parser.add_argument("--kinds", nargs="+", default=["single", "keys4", "keys16", "late"])
-    parser.add_argument("--modes", nargs="+", default=["on"])
+    parser.add_argument(
+        "--kinds", nargs="+", default=["single", "keys4", "keys16", "late"], choices=[*KEYS, "late"]
+    )
+    parser.add_argument("--modes", nargs="+", default=["on"], choices=MODES)
     parser.add_argument("--distances", nargs="+", type=int, default=[2**n for n in (10, 12, 14, 16)])
-    parser.add_argument("--rows", type=int, default=100, help="texts, each with one question")
+    parser.add_argument("--texts", type=int, default=100, help="each with one question")
     parser.add_argument("--piece", type=int, default=8192, help="tokens read in one call")
-    parser.add_argument("--models", type=Path, default=Path("out/distance"))
-    parser.add_argument("--out", type=Path, default=Path("distance.json"))
-    parser.add_argument("--commit")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after so long")
+    parser.add_argument("--split", default="test", help="of the books that are read")
+    parser.add_argument("--jobs", type=int, default=1, help="runs that share the device")
+    parser.add_argument(
+        "--work", type=Path, default=Path("out/distance"), help="folder for tokens and models"
+    )
+    add_arguments(parser, "distance.json")
+    if "--tiny" in sys.argv:
+        parser.set_defaults(**TINY)
     args = parser.parse_args()
+    rows = Rows(args.out, args.commit, args.merge or ())
+    if args.merge:
+        rows.save()
+    if args.table:
+        print(table(rows.rows))
+    if args.plot:
+        plot(rows.rows, args.plot)
+    if args.merge or args.table or args.plot:
+        return
+    index = json.loads((args.books / "index.json").read_text())
+    prepare([args.books / book["file"] for book in index if book["split"] == "train"], args.work / "tokens")
+    if args.jobs > 1:
+        fan_out(args)
+        return
     device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
-    done = {(row["run"], row["seed"], row["kind"], row["mode"], row["distance"]) for row in rows}
+    books = load(str(args.books), args.split)
+    settings = {name: getattr(args, name) for name in ("steps", "changes", "distances", "texts", "split")}
     for seed in args.seeds:
-        for name in args.runs:
-            if time.monotonic() - began > args.seconds:
+        for run in args.runs:
+            asked = [
+                {"run": run, "seed": seed, "kind": kind, "mode": mode, **settings}
+                for kind in args.kinds
+                for mode in args.modes
+            ]
+            asked = [what for what in asked if not rows.has(what)]
+            if not asked or time.monotonic() - began > args.seconds:
                 continue
-            model, training = trained(name, seed, args, device)
-            for kind in args.kinds:
-                for mode in args.modes:
-                    wanted = [d for d in args.distances if (name, seed, kind, mode, d) not in done]
-                    if not wanted or time.monotonic() - began > args.seconds:
-                        continue
-                    start = time.monotonic()
-                    found = []
-                    for row in measure(model, kind, args.distances, args.rows, seed + 1, args, mode):
-                        found.append({"run": name, "seed": seed, **row})
-                    rows += found
-                    shares = " ".join(f"{row['distance']}:{row['share']:.0%}" for row in found)
-                    took = time.monotonic() - start
-                    print(f"{name} {seed} {kind} {mode}: {shares}   {took:.0f} s", flush=True)
-            trainings = json.loads(args.out.read_text())["training"] if args.out.exists() else {}
-            training |= {"parameters": parameters(model.config)}
-            trainings[f"{name}-{seed}"] = training
-            write_json(args.out, {**about(device, args.commit), "training": trainings, "rows": rows})
+            model, training = trained(run, seed, args, device)
+            for what in asked:
+                if time.monotonic() - began > args.seconds or (what["mode"] != "on" and not model.has_memory):
+                    continue
+                start = time.monotonic()
+                kind, mode = what["kind"], what["mode"]
+                found = list(
+                    measure(model, kind, args.distances, books, args.texts, seed + 1, args.piece, mode)
+                )
+                took = round(time.monotonic() - start, 1)
+                rows.add(
+                    {"what": what, **machine(device), "seconds": took, "answers": found, "training": training}
+                )
+                told = " ".join(f"{each['distance']}:{each['right'] / each['count']:.0%}" for each in found)
+                print(f"{run} {seed} {kind} {mode}: {told}   {took:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
