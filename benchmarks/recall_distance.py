@@ -305,15 +305,19 @@ def plot(rows: list[Row], path: Path) -> None:
             around = [[m - low for m, (low, _) in zip(middle, bounds, strict=True)]]
             around.append([high - m for m, (_, high) in zip(middle, bounds, strict=True)])
             places = [d * 1.06 ** (color - len(runs) / 2) for d in found]  # beside each other
-            axis.errorbar(places, middle, around, marker="o", markersize=4, label=name, color=f"C{color}")
+            style = {"color": f"C{color}", "linestyle": ("-", "--", ":")[color % 3]}
+            axis.errorbar(places, middle, around, marker="o", markersize=4, label=name, **style)
         axis.axhline(100 / KEYS, color="0.6", linestyle=":", linewidth=1)
         ticks = sorted({answer["distance"] for row in rows for answer in row["answers"]})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [brief(tick) for tick in ticks])
         axis.set(xlabel="tokens from the pairs to the question", ylim=(0, 103))
-        axis.set_title("an LMM, by where its gates start" if gates else "by architecture", fontsize=11)
+        axis.set_title(
+            "an LMM, by where its step gate starts, carried or not" if gates else "by architecture",
+            fontsize=11,
+        )
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=9, loc="center left")
+        axis.legend(frameon=False, fontsize=9, loc="center left" if gates else "center right")
     figure.axes[0].set_ylabel("right answers, % (dotted: guessing)")
     figure.savefig(path, dpi=120)
 
