@@ -10,8 +10,10 @@ from remanence.config import Mode, ModelConfig
 from remanence.core.state import TensorTuple, take_back
 from remanence.layers import ShortConv
 from remanence.layers.attention import AttentionState
-from remanence.mixers.attention import AttentionMixer
-from remanence.mixers.base import Context, ForwardDecoder, MixerDecoder, MixerOutput
+from remanence.layers.decoding import StepContext, WindowDecoder
+from remanence.mixers.attention import keys_seen, sliding_window
+from remanence.mixers.base import Context, Mixer, MixerDecoder, MixerOutput
+from remanence.ops.decode import keep
 
 
 class _ConvWindowState(NamedTuple):
@@ -28,30 +30,53 @@ class ConvWindowState(_ConvWindowState, TensorTuple):
         return ConvWindowState(self.attention.crop(tokens), take_back(self.past, tokens))
 
 
-class ConvWindow(AttentionMixer):
+class ConvWindow(Mixer):
     """Attention over a sliding window of x + conv(x), with the memory's kernel.
 
     A memory's keys and values pass a convolution, so that each token knows those just before it. Attention without one
-    needs a layer for that, and thousands of steps to learn it: a baseline of memories is fairer with one.
+    needs a layer for that, and a long training to learn it: a baseline of memories is fairer with one.
     """
 
     State: ClassVar[type] = ConvWindowState
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, sliding=True)
+        super().__init__()
+        self.attention = sliding_window(config)
         self.conv = ShortConv(config.dim, config.memory.conv, config.memory.chunk - 1)
+        self.dim, self.persistent = config.dim, config.persistent
 
     def start(self, rows: int) -> ConvWindowState:
-        return ConvWindowState(
-            super().start(rows), self.conv.start(rows, self.attention.k_proj.weight.detach())
-        )
+        like = self.attention.k_proj.weight.detach()
+        return ConvWindowState(self.attention.start(rows), self.conv.start(rows, like))
 
     def forward(self, x: Tensor, state: ConvWindowState | None, ctx: Context) -> MixerOutput:
         rows = len(x) if ctx.offsets is None else len(ctx.offsets) - 1
         past = self.conv.start(rows, x) if state is None else state.past
         nearby, past = self.conv(x, past, ctx.offsets)
-        y, attention, _ = super().forward(x + nearby, state and state.attention, ctx)
+        y, attention = self.attention(x + nearby, state and state.attention, ctx.offsets)
         return MixerOutput(y, ConvWindowState(attention, past))
 
-    def decoder(self, state: ConvWindowState, mode: Mode) -> MixerDecoder:
-        return ForwardDecoder(self, state, mode)
+    def decoder(self, state: ConvWindowState, mode: Mode) -> ConvWindowDecoder:
+        return ConvWindowDecoder(self, state)
+
+    @property
+    def reach(self) -> int:
+        return self.attention.window or 0
+
+    def flops(self, length: int) -> float:
+        return super().flops(length) + 12.0 * self.dim * keys_seen(self.attention, length, self.persistent)
+
+
+class ConvWindowDecoder(MixerDecoder):
+    def __init__(self, mixer: ConvWindow, state: ConvWindowState) -> None:
+        self.conv, self.past = mixer.conv, state.past.detach().clone()
+        self.window = WindowDecoder(mixer.attention, state.attention)
+        self.room = self.window.room
+
+    def step(self, x: Tensor, now: StepContext) -> Tensor:
+        nearby, past = self.conv(x, self.past)
+        keep([self.past], [past], now.active)
+        return self.window.step(x + nearby, now)
+
+    def state(self, position: Tensor) -> ConvWindowState:
+        return ConvWindowState(self.window.state(position), self.past.clone())
