@@ -4,10 +4,11 @@
     python benchmarks/recall_distance.py --out rows.json --table --plot recall-distance.png
 
 All models have as many parameters and are trained on the same texts (`remanence.tasks.recall`): first rows of 64
-tokens, then of 1,040. Each then reads pairs and noise with its state carried. The state is asked at every distance, and
-the reading goes on as if it had not been; beyond 64K, with fewer texts. *late* are new pairs, stated after so much
-noise and asked for 1,024 tokens later: a memory that keeps must also still learn. Beside the answers, every run gives
-what its memory's gates do with noise and with values. Rows in --out are not made again.
+tokens, then of 1,040, then states that are carried through up to 80K tokens of noise. Each then reads pairs and noise.
+Its state is asked at every distance, and the reading goes on as if it had not been; beyond 64K, with fewer texts.
+*late* are new pairs, stated after so much noise and asked for 1,024 tokens later: a memory that keeps must also still
+learn. Beside the answers, every run gives what its memory's gates do with noise and with values. Rows in --out are not
+made again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from remanence import Model, ModelConfig
 from remanence.config import Mode, change
+from remanence.core.state import where
 from remanence.evaluate.task import wilson
 from remanence.inference.reader import read
 from remanence.model import State, matched, parameters
@@ -38,25 +40,25 @@ STATED = 2 * PAIRS
 LATE = 1024
 HELD_OUT = 2**32
 
-KEEPING = {"conv": 2, "forget_bias": -14.0}
-"""A convolution over a value and the key before it, and a forget gate that starts where 1M tokens leave 42 %."""
+KEEPING = {"conv": 2, "forget_bias": -14.0, "step_bias": -4.0}
+"""A convolution over a value and the key before it; a forget gate that starts where 1M tokens leave 42 %; a step gate
+that starts nearly shut, so that training opens it for what is worth writing, and noise is not written.
+"""
 
 RUNS: dict[str, dict[str, Any]] = {  # what differs from a MAC of one layer
     "lmm": {"pattern": ("lmm",)},
     "mac": {"pattern": ("mac",)},
     "mag": {"pattern": ("mag",)},
-    "gated_delta": {"pattern": ("gated_delta",)},
+    "gated_delta": {"pattern": ("lmm",), "memory": {"net": "linear", "rule": "gated_delta"}},
     "window": {"pattern": ("conv_window",)},
     "window-1K": {"pattern": ("conv_window",), "window": 1040},
     "memorizing": {"pattern": ("conv_window", "knn"), "depth": 2},
     "lmm-forget10": {"pattern": ("lmm",), "memory": {"forget_bias": -10.0}},
     "lmm-forget6": {"pattern": ("lmm",), "memory": {"forget_bias": -6.0}},
+    "lmm-step0": {"pattern": ("lmm",), "memory": {"step_bias": 0.0}},
     "lmm-conv4": {"pattern": ("lmm",), "memory": {"conv": 4}},
-    "lmm-short": {"pattern": ("lmm",)},
 }
-SHORT = "lmm-short"
-"""The run that is trained on rows of 64 tokens alone, for as many steps."""
-TINY = {"steps": [2, 2], "distances": [64, 128], "texts": [2, 1], "late": 32}
+TINY = {"steps": [2, 2, 2], "distances": [64, 128], "texts": [2, 1], "late": 32}
 
 
 def config_of(name: str, args: argparse.Namespace) -> ModelConfig:
@@ -72,18 +74,29 @@ def config_of(name: str, args: argparse.Namespace) -> ModelConfig:
 # Training
 
 
-def train(model: Model, seed: int, args: argparse.Namespace, short: bool = False) -> list[float]:
-    """Rows of 64 tokens with three rounds of the pairs, then fewer and longer ones; the loss of every step."""
+STAGES = ((64, 32, 3), (1040, 4, 2))
+"""Tokens, rows and rounds of the pairs in the texts of the first two stages of training."""
+CARRIED, PIECE, RESTART = 8, 1024, 1 / 64
+"""Rows of the third stage, the noise that each reads in a step, and how often one begins anew with other pairs."""
+
+
+def train(model: Model, seed: int, args: argparse.Namespace) -> list[float]:
+    """Rows of 64 tokens with three rounds of the pairs, longer ones, and states that are carried; every step's loss."""
     rates, losses = OptimizerConfig(lr=args.lr, warmup=30, weight_decay=0.01, final=0.2), []
     optimizer = make_optimizer(model, TrainConfig(model=model.config, optimizer=rates))
-    stages = [
-        Recall(length, rows, PAIRS, rounds, seed, keys=KEYS, noise=NOISE) for length, rows, rounds in STAGES
+    batches = [
+        batch
+        for (length, rows, rounds), steps in zip(STAGES, args.steps, strict=False)
+        for batch in map(Recall(length, rows, PAIRS, rounds, seed, keys=KEYS, noise=NOISE).step, range(steps))
     ]
+    carried = Carried(model, seed)
     for step in range(sum(args.steps)):
-        batch = stages[step >= args.steps[0] and not short].step(step)
-        tokens, asked = batch.tokens.to(model.device), batch.targets.to(model.device) >= 0
-        hidden = model.trace(tokens, keep=False).hidden
-        loss = F.cross_entropy(model.logits(hidden[asked]), batch.targets.to(model.device)[asked])
+        if step < len(batches):
+            tokens, targets = (x.to(model.device) for x in (batches[step].tokens, batches[step].targets))
+            hidden = model.trace(tokens, keep=False).hidden[targets >= 0]
+            loss = F.cross_entropy(model.logits(hidden), targets[targets >= 0])
+        else:
+            loss = carried.loss()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), rates.clip)
@@ -94,8 +107,29 @@ def train(model: Model, seed: int, args: argparse.Namespace, short: bool = False
     return losses
 
 
-STAGES = ((64, 32, 3), (1040, 4, 2))
-"""Tokens, rows and rounds of the pairs in the texts of both stages of training."""
+class Carried:
+    """Rows that read noise from step to step, their states carried without gradients, and are asked at each step's end.
+
+    The questions are not read into what is carried, so a pair is stated once and grows older until its row begins anew.
+    """
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.model, self.texts = model, Texts(CARRIED, seed - HELD_OUT + 2**31)
+        self.pairs, self.state = self.texts.pairs(), model.start(CARRIED)
+        self.new = np.ones(CARRIED, bool)
+
+    def loss(self) -> Tensor:
+        if self.new.any():
+            self.pairs = torch.where(torch.from_numpy(self.new)[:, None], self.texts.pairs(), self.pairs)
+            begun = read(self.model, self.pairs.to(self.model.device)).state
+            self.state = where(self.new.tolist(), begun, self.state)
+        after = self.model.trace(self.texts.noise(PIECE).to(self.model.device), self.state).state
+        order = self.texts.rng.random((CARRIED, PAIRS)).argsort(1)
+        asked = self.pairs.view(CARRIED, PAIRS, 2)[torch.arange(CARRIED)[:, None], torch.from_numpy(order)]
+        asked = asked.flatten(1).to(self.model.device)
+        hidden = self.model.trace(asked, after, keep=False).hidden[:, ::2]
+        self.state, self.new = after.detach(), self.texts.rng.random(CARRIED) < RESTART
+        return F.cross_entropy(self.model.logits(hidden).flatten(0, 1), asked[:, 1::2].flatten())
 
 
 # Asking
@@ -156,12 +190,11 @@ def measure(model: Model, seed: int, mode: Mode, args: argparse.Namespace) -> li
 @torch.no_grad()
 def gates_of(model: Model, seed: int) -> dict[str, list[float]] | None:
     """What a memory does with a token of noise, and with a value: the mean step, and the mean share forgotten."""
-    if not model.has_memory:
-        return None
     texts = Texts(32, seed + 1)
     tokens = torch.cat([texts.pairs(), texts.noise(256)], 1).to(model.device)
     seen = model.trace(tokens).traces[-1]
-    assert seen is not None
+    if seen is None:  # no neural memory
+        return None
     step, keep = seen.gates.log_step.exp(), seen.gates.log_keep
     forget = -torch.expm1(keep) if keep is not None else torch.zeros_like(step)
     noise, value = slice(STATED + 16, None), slice(1, STATED, 2)
@@ -175,7 +208,7 @@ def gates_of(model: Model, seed: int) -> dict[str, list[float]] | None:
 def one(name: str, what: Row, args: argparse.Namespace, device: torch.device) -> Row:
     torch.manual_seed(what["seed"])
     clock, model = Clock(device), Model(config_of(name, args)).to(device)
-    losses = train(model, what["seed"], args, name == SHORT)
+    losses = train(model, what["seed"], args)
     trained = clock()
     print(
         f"  {trained} s, loss {losses[args.steps[0] - 1]} {losses[-1]}",
@@ -208,8 +241,12 @@ def shares(rows: list[Row], kind: str, mode: str) -> dict[int, tuple[int, int]]:
 
 
 def by_run(rows: list[Row]) -> dict[str, list[Row]]:
-    names = dict.fromkeys(row["what"]["run"] for row in rows)
-    return {name: [row for row in rows if row["what"]["run"] == name] for name in RUNS if name in names}
+    """Rows by run, in the order of `RUNS`; those whose training had no third stage are runs of their own."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (list(RUNS).index(row["what"]["run"]), -row["what"]["steps"][2])):
+        name = row["what"]["run"] + ("" if row["what"]["steps"][2] else ", not carried")
+        found.setdefault(name, []).append(row)
+    return found
 
 
 def brief(distance: int) -> str:
@@ -267,15 +304,19 @@ def plot(rows: list[Row], path: Path) -> None:
             around = [[m - low for m, (low, _) in zip(middle, bounds, strict=True)]]
             around.append([high - m for m, (_, high) in zip(middle, bounds, strict=True)])
             places = [d * 1.06 ** (color - len(runs) / 2) for d in found]  # beside each other
-            axis.errorbar(places, middle, around, marker="o", markersize=4, label=name, color=f"C{color}")
+            style = {"color": f"C{color}", "linestyle": ("-", "--", ":")[color % 3]}
+            axis.errorbar(places, middle, around, marker="o", markersize=4, label=name, **style)
         axis.axhline(100 / KEYS, color="0.6", linestyle=":", linewidth=1)
         ticks = sorted({answer["distance"] for row in rows for answer in row["answers"]})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [brief(tick) for tick in ticks])
         axis.set(xlabel="tokens from the pairs to the question", ylim=(0, 103))
-        axis.set_title("an LMM, by where its gates start" if gates else "by architecture", fontsize=11)
+        axis.set_title(
+            "an LMM, by where its step gate starts, carried or not" if gates else "by architecture",
+            fontsize=11,
+        )
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=9, loc="center left")
+        axis.legend(frameon=False, fontsize=9, loc="center left" if gates else "center right")
     figure.axes[0].set_ylabel("right answers, % (dotted: guessing)")
     figure.savefig(path, dpi=120)
 
@@ -286,9 +327,11 @@ def main() -> None:
     )
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", nargs=2, type=int, default=[300, 60], help="of both stages of training")
+    parser.add_argument("--steps", nargs=3, type=int, default=[280, 60, 80], help="of the stages of training")
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--distances", nargs="+", type=int, default=[2**n for n in (10, 12, 14, 16, 18, 20)])
+    parser.add_argument(
+        "--distances", nargs="+", type=int, default=[2**n for n in (5, 10, 12, 14, 16, 18, 20)]
+    )
     parser.add_argument("--reach", type=int, help="ask at the first so many distances alone")
     parser.add_argument("--texts", nargs=2, type=int, default=[52, 13], help="of 8 questions; beyond --many")
     parser.add_argument("--many", type=int, default=2**16)
