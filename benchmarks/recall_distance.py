@@ -30,10 +30,11 @@ from remanence.config import Mode, change
 from remanence.core.state import where
 from remanence.evaluate.task import wilson
 from remanence.inference.reader import read
-from remanence.model import State, matched, parameters
+from remanence.model import State, Trace, matched, parameters
 from remanence.tasks.recall import Recall, vocabulary
 from remanence.train.config import OptimizerConfig, TrainConfig
 from remanence.train.engine import make_optimizer
+from remanence.train.graphed import writing
 
 PAIRS, KEYS, NOISE = 8, 16, 16
 STATED = 2 * PAIRS
@@ -44,6 +45,9 @@ KEEPING = {"conv": 2, "forget_bias": -14.0, "step_bias": -4.0}
 """A convolution over a value and the key before it; a forget gate that starts where 1M tokens leave 42 %; a step gate
 that starts nearly shut, so that training opens it for what is worth writing, and noise is not written.
 """
+
+SHUT = {"threshold": 0.05, "step_bias": 0.0, "forget_bias": -6.0}
+"""Gates that begin where they do by default, and can shut; writing costs something then (--write-cost)."""
 
 RUNS: dict[str, dict[str, Any]] = {  # what differs from a MAC of one layer
     "lmm": {"pattern": ("lmm",)},
@@ -57,6 +61,13 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from a MAC of one layer
     "lmm-forget6": {"pattern": ("lmm",), "memory": {"forget_bias": -6.0}},
     "lmm-step0": {"pattern": ("lmm",), "memory": {"step_bias": 0.0}},
     "lmm-conv4": {"pattern": ("lmm",), "memory": {"conv": 4}},
+    "lmm-threshold": {"pattern": ("lmm",), "memory": SHUT},
+    "gated_delta-threshold": {
+        "pattern": ("lmm",),
+        "memory": {"net": "linear", "rule": "gated_delta", **SHUT},
+    },
+    "mac-threshold": {"pattern": ("mac",), "memory": SHUT},
+    "mag-threshold": {"pattern": ("mag",), "memory": SHUT},
 }
 TINY = {"steps": [2, 2, 2], "distances": [64, 128], "texts": [2, 1], "late": 32}
 
@@ -89,16 +100,17 @@ def train(model: Model, seed: int, args: argparse.Namespace) -> list[float]:
         for (length, rows, rounds), steps in zip(STAGES, args.steps, strict=False)
         for batch in map(Recall(length, rows, PAIRS, rounds, seed, keys=KEYS, noise=NOISE).step, range(steps))
     ]
-    carried = Carried(model, seed)
+    carried, threshold = Carried(model, seed), model.config.memory.threshold if model.has_memory else 0.0
     for step in range(sum(args.steps)):
         if step < len(batches):
             tokens, targets = (x.to(model.device) for x in (batches[step].tokens, batches[step].targets))
-            hidden = model.trace(tokens, keep=False).hidden[targets >= 0]
-            loss = F.cross_entropy(model.logits(hidden), targets[targets >= 0])
+            seen = model.trace(tokens, keep=False)
+            loss = F.cross_entropy(model.logits(seen.hidden[targets >= 0]), targets[targets >= 0])
         else:
-            loss = carried.loss()
+            loss, seen = carried.loss()
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        cost = args.write_cost * (step + 1) / sum(args.steps)
+        (loss + cost * writing(seen, threshold) if threshold else loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), rates.clip)
         for group in optimizer.param_groups:
             group["lr"] = rates.rate(step, sum(args.steps))
@@ -118,18 +130,18 @@ class Carried:
         self.pairs, self.state = self.texts.pairs(), model.start(CARRIED)
         self.new = np.ones(CARRIED, bool)
 
-    def loss(self) -> Tensor:
+    def loss(self) -> tuple[Tensor, Trace]:
         if self.new.any():
             self.pairs = torch.where(torch.from_numpy(self.new)[:, None], self.texts.pairs(), self.pairs)
             begun = read(self.model, self.pairs.to(self.model.device)).state
             self.state = where(self.new.tolist(), begun, self.state)
-        after = self.model.trace(self.texts.noise(PIECE).to(self.model.device), self.state).state
+        seen = self.model.trace(self.texts.noise(PIECE).to(self.model.device), self.state)
         order = self.texts.rng.random((CARRIED, PAIRS)).argsort(1)
         asked = self.pairs.view(CARRIED, PAIRS, 2)[torch.arange(CARRIED)[:, None], torch.from_numpy(order)]
         asked = asked.flatten(1).to(self.model.device)
-        hidden = self.model.trace(asked, after, keep=False).hidden[:, ::2]
-        self.state, self.new = after.detach(), self.texts.rng.random(CARRIED) < RESTART
-        return F.cross_entropy(self.model.logits(hidden).flatten(0, 1), asked[:, 1::2].flatten())
+        hidden = self.model.trace(asked, seen.state, keep=False).hidden[:, ::2]
+        self.state, self.new = seen.state.detach(), self.texts.rng.random(CARRIED) < RESTART
+        return F.cross_entropy(self.model.logits(hidden).flatten(0, 1), asked[:, 1::2].flatten()), seen
 
 
 # Asking
@@ -329,6 +341,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", nargs=3, type=int, default=[280, 60, 80], help="of the stages of training")
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--write-cost", type=float, default=0.03, help="where gates have a threshold")
     parser.add_argument(
         "--distances", nargs="+", type=int, default=[2**n for n in (5, 10, 12, 14, 16, 18, 20)]
     )
@@ -356,6 +369,8 @@ def main() -> None:
     for seed in args.seeds:
         for name in args.runs:
             what = {"run": name, "seed": seed, **settings}
+            if "threshold" in name:
+                what["write_cost"] = args.write_cost
             if not rows.has(what) and time.time() - began < args.seconds:
                 print(name, seed, flush=True)
                 rows.add(one(name, what, args, device))

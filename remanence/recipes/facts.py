@@ -24,7 +24,7 @@ def recipe() -> TrainConfig:
         steps=6000,
         batch=16,
         carry=True,
-        write_cost=0.1,
+        write_cost=0.03,
         precision="bfloat16",
         save_every=2000,
     )
