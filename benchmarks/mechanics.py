@@ -1,16 +1,18 @@
 """Which part of a memory does what? State tracking, the ablations of the paper's table 5, chunks, precision and gates.
 
+    python benchmarks/mechanics.py construct --out mechanics.json
     python benchmarks/mechanics.py track --seeds 0 1 --out mechanics.json
     python benchmarks/mechanics.py recall --seeds 0 1 2 --out mechanics.json
     python benchmarks/mechanics.py language --books BOOKS --seeds 0 1 2 --out mechanics.json
     python benchmarks/mechanics.py --out mechanics.json --table --plot mechanics.png
 
 **track**: the running parity of bits, and the running product of permutations of five (the word problem of S5, over its
-four swaps of neighbours), trained on short texts and asked on longer ones. **recall**: pairs shown once and asked for
-at the end. **language**: bytes of books (``*.txt.xz`` with an ``index.json`` that names each book's split), the state
-carried from piece to piece. The last two train the full memory and the same without one of its parts, all with as many
-parameters and the same texts for a seed, and read with them once more with another chunk and with a state that is
-rounded to bfloat16. A run that is in the file already is not run again.
+four swaps of neighbours), trained on short texts and asked on longer ones. **construct**: the same by a matrix whose
+keys, values and gates are set by hand, which says what a rule can do, training aside. **recall**: pairs shown once and
+asked for at the end. **language**: bytes of books (``*.txt.xz`` with an ``index.json`` that names each book's split),
+the state carried from piece to piece. The last two train the full memory and the same without one of its parts, all
+with as many parameters and the same texts for a seed, and read with them once more with another chunk and with a state
+that is rounded to bfloat16. A run that is in the file already is not run again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -47,7 +51,7 @@ from remanence.config import change
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers import LMM, MIXERS
 from remanence.model import matched
-from remanence.ops import Gates
+from remanence.ops import NETS, RULES, Gates, memorize, settle, start
 from remanence.tasks.recall import Recall
 
 
@@ -90,6 +94,16 @@ TRACK: dict[str, Row] = {
 }
 """Memories by name: net, layers, and what differs. Titans' take a step per token, but for those of chunk 16."""
 
+HAND: dict[str, Row] = {
+    # along the key a write multiplies by keep - step, across it by keep: -1 and 0, or -1/2 and 1/2
+    "paper": {"rule": "no_momentum", "parity": (1.0, 0.0, 1.0), "s5": (1.0, 0.5, 0.0)},
+    # by keep (1 - step) and keep: -1 and 1
+    "wide": {"rule": "gated_delta", "parity": (2.0, 1.0, 0.5), "s5": (2.0, 1.0, 0.0)},
+}
+"""Rules that can track a state, with the step gate, the kept share and the value that do it. The paper's gates are at
+most 1, but it takes its gradient at weights that have not been decayed.
+"""
+
 RUNS: dict[str, Row] = {
     "titans": {"memory": TITANS},
     "titans-no-momentum": {"memory": {**TITANS, "rule": "no_momentum"}},
@@ -123,6 +137,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 PAIRS, KEYS = 8, 16
 
 DEFAULTS: dict[str, Row] = {
+    "construct": {"length": 32, "texts": 64, "farthest": 65536},
     "track": {
         "dim": 64, "depth": 1, "head_dim": 32, "lr": 5e-3, "steps": 300, "rows": 64, "length": 32, "texts": 64,
     },
@@ -150,15 +165,22 @@ def tracked(task: str, rows: int, length: int, seed: int) -> tuple[Tensor, Tenso
     swaps = torch.arange(5).repeat(4, 1)
     for i in range(4):
         swaps[i, [i, i + 1]] = swaps[i, [i + 1, i]]
-    digits = 5 ** torch.arange(5)
-    number = torch.zeros(5**5, dtype=torch.long)
-    number[(torch.tensor(list(permutations(range(5)))) * digits).sum(1)] = torch.arange(120)
     tokens = torch.randint(4, (rows, length), generator=draw)
     product, states = torch.arange(5).expand(rows, 5), []
     for swap in tokens.T:
         product = swaps[swap].gather(1, product)  # first what came before, then the swap
-        states.append(number[(product * digits).sum(1)])
+        states.append(numbered(product))
     return tokens, torch.stack(states, 1)
+
+
+_DIGITS = 5 ** torch.arange(5)
+_NUMBERS = torch.zeros(5**5, dtype=torch.long)
+_NUMBERS[(torch.tensor(list(permutations(range(5)))) * _DIGITS).sum(1)] = torch.arange(120)
+
+
+def numbered(product: Tensor) -> Tensor:
+    """Permutations ``[... 5]`` by number, in the order of `itertools.permutations`; 0 for what is none."""
+    return _NUMBERS[(product * _DIGITS).sum(-1)]
 
 
 def base_of(name: str) -> str:
@@ -249,6 +271,35 @@ def gates_of(model: Model, tokens: Tensor) -> list[dict[str, list[float]]]:
 
 
 # Parts
+
+
+@torch.no_grad()
+def construct(what: Row, device: torch.device) -> Row:
+    """Texts written into a matrix of one head by hand: whether it holds their last state."""
+    own, parity, clock = HAND[what["run"]], what["task"] == "parity", Clock(device)
+    net, rule = NETS["linear"], replace(RULES[own["rule"]], anchor="token")
+    opened, kept, written = own[what["task"]]
+    found, length = {}, what["length"]
+    while length <= what["farthest"]:
+        tokens, states = tracked(what["task"], what["texts"], length, 2**40 + what["seed"])
+        if parity:  # bits of 0 leave the memory alone
+            first, keys, acts = torch.zeros(1, 1), torch.ones(*tokens.shape, 1), tokens == 1
+        else:
+            apart = torch.eye(5)[:4] - torch.eye(5)[1:]
+            first, keys, acts = torch.eye(5), apart[tokens] / math.sqrt(2), tokens >= 0
+        keys = keys.unsqueeze(2).to(device)
+        step, keep = torch.where(acts, opened, 0.0).log(), torch.where(acts, kept, 1.0).log()
+        log_gates = Gates(step.unsqueeze(-1).to(device), None, keep.unsqueeze(-1).to(device))
+        state = start((first.unsqueeze(0).to(device),), rows=len(tokens), rule=rule, chunk=16)
+        values = torch.full_like(keys, written)
+        _, state, _ = memorize(
+            keys, keys, values, log_gates, state, net=net, rule=rule, chunk=16, check=False
+        )
+        weights = settle(state, net=net, rule=rule)[0].squeeze(1).cpu()
+        last = (weights.flatten() > 0.5).long() if parity else numbered(weights.argmax(-2))
+        found[length] = round((last == states[:, -1]).float().mean().item(), 4)
+        length *= 2
+    return {"parameters": 0, "seconds": clock(), "train": None, "right": found, **machine(device)}
 
 
 def track(what: Row, device: torch.device) -> Row:
@@ -357,7 +408,7 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
 def names(rows: Sequence[Row]) -> list[str]:
     """The runs, in the order in which they are listed above."""
     present = {row["what"]["run"] for row in rows}
-    return [name for name in (*TRACK, *RUNS) if name in present]
+    return [name for name in (*HAND, *TRACK, *RUNS) if name in present]
 
 
 def figure_of(row: Row) -> float:
@@ -393,18 +444,19 @@ def table(rows: Sequence[Row]) -> str:
     what = {name: value for name, value in rows[0]["what"].items() if name not in ("run", "seed", "task")}
     lines = ["", f"{rows[0]['device']}: {', '.join(f'{name} {value}' for name, value in what.items())}"]
     part = what["part"]
-    if part != "track":
+    if part in ("recall", "language"):
         lines += ablations(part, rows) + chunks(part, rows) + precision(part, rows) + gates(part, rows)
     for task in TASKS:
         if mine := of(rows, task=task):
             lengths = list(mine[0]["right"])
-            lines += ["", f"**{task}**, share right in a text's second half, a figure for each seed", ""]
+            where = "after the last token" if part == "construct" else "in a text's second half"
+            lines += ["", f"**{part}: {task}**, share right {where}, a figure for each seed", ""]
             lines += _head("memory", "parameters", *lengths, "loss", "seconds")
             for name in names(mine):
                 runs = of(mine, run=name)
                 shares = [_all([row["right"][length] for row in runs]) for length in lengths]
                 loss, seconds = (
-                    _all([row["train"] for row in runs]),
+                    _all([row["train"] for row in runs if row["train"] is not None]),
                     _all([row["seconds"] for row in runs], 0),
                 )
                 lines.append(_row(name, runs[0]["parameters"], *shares, loss, seconds))
@@ -563,8 +615,10 @@ def main() -> None:
     )
     parser.add_argument("part", nargs="?", choices=list(DEFAULTS))
     parser.add_argument("--books", help="a folder, for language")
-    parser.add_argument("--runs", nargs="+", choices=[*TRACK, *RUNS])
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="of track")
+    parser.add_argument("--runs", nargs="+", choices=[*HAND, *TRACK, *RUNS])
+    parser.add_argument(
+        "--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="of the first two parts"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     meanings = {
         "dim": "width of the model", "depth": "its layers", "head_dim": "width of a memory's heads",
@@ -590,23 +644,26 @@ def main() -> None:
     if args.part is None or (args.part == "language" and args.books is None):
         sys.exit("expected a part to run (and --books FOLDER for language), or --table, --plot or --merge")
     given = {name: value for name, value in vars(args).items() if name in meanings and value is not None}
-    own = DEFAULTS[args.part]
-    settings = {**own, **(TINY if args.tiny else {}), **{name: given[name] for name in given if name in own}}
+    chosen = {**DEFAULTS[args.part], **(TINY if args.tiny else {}), **given}
+    settings = {name: chosen[name] for name in DEFAULTS[args.part]}
     device, began, texts = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.time(), {}
     if args.part == "language":
         texts["train"] = load(args.books, "train")
         texts["held out"] = streams(load(args.books, "validation"), settings["farthest"], settings["texts"])
-    known = TRACK if args.part == "track" else RUNS
-    for task in args.tasks if args.part == "track" else [args.part]:
+    parts = {
+        "construct": construct,
+        "track": track,
+        "recall": recall,
+        "language": partial(language, texts=texts),
+    }
+    known = {"construct": HAND, "track": TRACK}.get(args.part, RUNS)
+    for task in args.tasks if args.part in ("construct", "track") else [args.part]:
         for seed in args.seeds:
             for name in args.runs or known:
                 what = {"part": args.part, "task": task, "run": name, "seed": seed, **settings}
                 if name not in known or rows.has(what) or time.time() - began > args.seconds:
                     continue
-                if args.part == "language":
-                    row = language(what, device, texts)
-                else:
-                    row = (track if args.part == "track" else recall)(what, device)
+                row = parts[args.part](what, device)
                 rows.add({"what": what, **row})
                 shown = row.get("right") or {k: round(sum(v) / len(v), 4) for k, v in row["bits"].items()}
                 print(

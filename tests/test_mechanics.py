@@ -60,6 +60,13 @@ def test_a_wide_step_is_twice_the_gate(mechanics):
     torch.testing.assert_close(2 * steps[0], steps[1])
 
 
+def test_a_matrix_set_by_hand_tracks_states(mechanics):
+    what = {"seed": 0, "length": 32, "texts": 4, "farthest": 64}
+    for run, task in itertools.product(mechanics.HAND, mechanics.TASKS):
+        found = mechanics.construct({**what, "run": run, "task": task}, torch.device("cpu"))["right"]
+        assert found == {32: 1.0, 64: 1.0}, (run, task)
+
+
 @torch.no_grad()
 def test_the_chunk_is_a_detail_for_deep_and_none_for_titans(mechanics):
     what = {
@@ -81,6 +88,7 @@ def test_the_chunk_is_a_detail_for_deep_and_none_for_titans(mechanics):
 @pytest.mark.slow
 def test_all_parts_save_and_print(books, tmp_path):
     out = ["--tiny", "--out", tmp_path / "a.json"]
+    called("construct", *out, "--farthest", 128)
     called("track", *out, "--runs", "deep1", "deep1-wide", "titans2", "attention")
     called("recall", *out, "--runs", "deep", "deep-depth1", "titans", "titans-no-momentum", "--farthest", 256)
     settings = ["--farthest", 512, "--length", 64]
@@ -88,8 +96,12 @@ def test_all_parts_save_and_print(books, tmp_path):
     again = called("track", *out, "--runs", "deep1")
     assert again == ""  # nothing is run twice
     printed = called(*out, "--table", "--plot", tmp_path / "plot.png")
-    assert "**s5**" in printed and "| titans-no-momentum | 1 |" in printed and "| titans | 16 |" in printed
+    assert (
+        "**track: s5**" in printed
+        and "| titans-no-momentum | 1 |" in printed
+        and "| titans | 16 |" in printed
+    )
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert len(rows) == 8 + 4 + 3 and (tmp_path / "plot.png").exists()
+    assert len(rows) == 4 + 8 + 4 + 3 and (tmp_path / "plot.png").exists()
     assert list(rows[-2]["chunks"]) == ["1", "4", "16", "64", "256"]
     assert set(rows[-2]["gates"][0]) == {"step", "momentum", "forget"}
