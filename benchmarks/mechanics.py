@@ -85,6 +85,8 @@ TRACK: dict[str, Row] = {
     "deep1-wide-chunk1": {"pattern": ("wide",), "memory": {**_PLAIN, "depth": 1, "chunk": 1}},
     # gradient before forgetting: along a key the factor is 1 - alpha - theta, which open gates bring to -1
     "deep1-undecayed": {"memory": {**_PLAIN, "depth": 1, "rule": "no_momentum", "forget_bias": 0.0}},
+    # the same with a learned initial memory, which a product of reflections can be applied to
+    "linear-undecayed": {"memory": {**_PLAIN, "net": "linear", "rule": "no_momentum", "forget_bias": 0.0}},
     "deep1-momentum": {"memory": {**_PLAIN, "depth": 1, "rule": "titans", "step_bias": 0.0}},
     **{f"titans{n}": {"memory": {**_TOKEN, "depth": n}} for n in (1, 2, 3)},
     "titans2-large": {"memory": {**_TOKEN, "depth": 2, "step_bias": 0.0}},
@@ -119,6 +121,7 @@ RUNS: dict[str, Row] = {
     "titans-mag-no-persistent": {"pattern": ("mag",), "memory": TITANS, "persistent": 0},
     "deep": {},
     "deep-momentum": {"memory": {"rule": "titans"}},
+    "deep-undecayed": {"memory": {"rule": "no_momentum"}},
     "deep-no-forgetting": {"memory": {"rule": "delta"}},
     "deep-no-conv": {"memory": {"conv": 0}},
     "deep-depth1": {"memory": {"depth": 1}},
