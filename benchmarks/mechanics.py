@@ -554,18 +554,17 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes = figure.subplots(3, 2)
     for panel, task in zip(axes[0], TASKS, strict=True):
         mine = of(rows, part="track", task=task)
-        for i, name in enumerate(names(mine)):
-            runs = of(mine, run=name)
-            lengths = [int(length) for length in runs[0]["right"]]
-            best = [max(row["right"][str(length)] for row in runs) for length in lengths]
-            style = {"color": f"C{i % 10}", "ls": "-" if i < 10 else ":", "marker": "o", "label": name}
-            panel.plot(lengths, best, **style)
-        panel.set(
-            xscale="log", xlabel="length", ylabel="share right, best seed", title=task, ylim=(-0.03, 1.03)
-        )
-        if mine:
-            panel.set_xticks(lengths, [str(length) for length in lengths], minor=False)
-            panel.legend(fontsize="x-small", frameon=False, ncols=2)
+        lengths = list(mine[0]["right"]) if mine else []
+        best = [[max(row["right"][n] for row in of(mine, run=name)) for n in lengths] for name in names(mine)]
+        if best:
+            panel.imshow(best, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        for i, shares in enumerate(best):
+            for j, share in enumerate(shares):
+                color = "w" if share > 0.6 else "k"
+                panel.text(j, i, f"{share:.2f}", ha="center", va="center", color=color, fontsize="small")
+        panel.set_xticks(range(len(lengths)), lengths)
+        panel.set_yticks(range(len(best)), names(mine), fontsize="small")
+        panel.set(xlabel="length", title=f"{task}: share right, best seed")
     labels = {
         "recall": "share recalled, less the full memory's",
         "language": "bits per byte, less the full memory's",
@@ -591,8 +590,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         xscale="log", xlabel="chunk at test", ylabel="bits per byte" if part == "language" else "share"
     )
     axes[2, 0].set_xticks(CHUNKS, [str(chunk) for chunk in CHUNKS], minor=False)
+    axes[2, 0].minorticks_off()
     axes[2, 0].set_title(f"{part}, by the chunk that is read with")
-    axes[2, 0].legend(fontsize="x-small", frameon=False)
+    if mine:
+        axes[2, 0].legend(fontsize="x-small", frameon=False)
     bars = [
         (f"{name} {layer} {gate}", levels)
         for name in ("titans", "deep")
