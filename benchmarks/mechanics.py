@@ -469,13 +469,16 @@ def table(rows: Sequence[Row]) -> str:
 def ablations(part: str, rows: Sequence[Row]) -> list[str]:
     digits = 3 if part == "language" else 2
     columns = list(rows[0]["right"]) if part == "recall" else ["bits", "fresh"]
+    also = ["kept"] if part == "recall" else []  # the last column's share of the first, of each seed
     title = "share recalled by length" if part == "recall" else "bits per byte"
     lines = [
         "",
         f"**{part}**, {title}, a mean over seeds; the full memory's subtracted, ± standard error",
         "",
     ]
-    lines += _head("run", "seeds", "parameters", *columns, "difference", "of each seed", "norm", "seconds")
+    lines += _head(
+        "run", "seeds", "parameters", *columns, *also, "difference", "of each seed", "norm", "seconds"
+    )
     for name in names(rows):
         mine = of(rows, run=name)
         if part == "recall":
@@ -492,6 +495,10 @@ def ablations(part: str, rows: Sequence[Row]) -> list[str]:
             )
         largest, seconds = max(row["norm"] for row in mine), sum(row["seconds"] for row in mine) / len(mine)
         cells = [f"{value:.{digits}f}" for value in means]
+        if also:
+            cells.append(
+                _all([row["right"][columns[-1]] / max(row["right"][columns[0]], 1e-9) for row in mine])
+            )
         lines.append(
             _row(name, len(mine), mine[0]["parameters"], *cells, *shown, f"{largest:.3g}", f"{seconds:.0f}")
         )
