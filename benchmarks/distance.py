@@ -281,23 +281,18 @@ def fan_out(args: argparse.Namespace) -> None:
             values = [] if value is True else value if isinstance(value, list) else [value]
             given += [f"--{name.replace('_', '-')}", *map(str, values)]
     waiting = [(name, seed, args.work / f"{name}-{seed}.json") for seed in args.seeds for name in args.runs]
-    parts, running = [part for *_, part in waiting], []
+    parts, running = [part for *_, part in waiting], dict[str, subprocess.Popen[bytes]]()
     while waiting or running:
-        running = [each for each in running if each.poll() is None]
+        for name, process in [*running.items()]:
+            if process.poll() is not None:
+                del running[name]
+                if process.returncode:
+                    print(f"{name}: ended with exit code {process.returncode}", file=sys.stderr)
         while waiting and len(running) < args.jobs:
             name, seed, part = waiting.pop(0)
-            command = [
-                sys.executable,
-                __file__,
-                *given,
-                "--runs",
-                name,
-                "--seeds",
-                str(seed),
-                "--out",
-                str(part),
-            ]
-            running.append(subprocess.Popen(command))
+            own_arguments = ["--runs", name, "--seeds", str(seed), "--out", str(part)]
+            command = [sys.executable, sys.argv[0], *given, *own_arguments]
+            running[f"{name} {seed}"] = subprocess.Popen(command)
         time.sleep(0.5)
     Rows(args.out, args.commit, [part for part in parts if part.exists()]).save()
 

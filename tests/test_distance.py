@@ -1,0 +1,102 @@
+"""benchmarks/distance.py in small: what it trains, what it asks, and that asking does not disturb the reading."""
+
+import importlib
+import json
+import lzma
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from remanence import Model, preset
+from remanence.model import parameters
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ARGS = Namespace(work=Path("nowhere"), steps=None, changes=[])
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("distance")
+
+
+@pytest.fixture
+def books():
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, rng.integers(2, 8)).tolist()) for _ in range(300)]
+    text = b" ".join(words[int(index)] for index in rng.integers(300, size=3000)) + b".\n"
+    return [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+
+
+def test_all_runs_have_as_many_parameters_and_plain_ones_pay_nothing(bench):
+    configs = {name: bench.config_of(name, 0, ARGS) for name in bench.RUNS}
+    counts = [parameters(config.model) for config in configs.values()]
+    assert max(counts) < 1.02 * min(counts)
+    assert configs["mag"].write_cost > 0 and configs["mag"].carry
+    assert configs["window"].write_cost == configs["mag-sigmoid"].write_cost == 0
+    assert not configs["attention"].carry
+
+
+def test_facts_are_in_the_text_and_the_asked_one_is_told_apart(bench, books):
+    texts = bench.Texts(books, 3, 0)
+    facts = bench.Facts(texts, 3, 4)
+    said = facts.stated(texts, 1024)
+    assert said.shape == (3, 1024)
+    for row, names, values in zip(said, facts.names, facts.values, strict=True):
+        text = bytes(row.tolist()).decode()
+        assert len(set(names)) == 4
+        assert all(
+            text.count(name) == 1 and text.count(value) == 1
+            for name, value in zip(names, values, strict=True)
+        )
+
+
+@pytest.mark.parametrize("kind", ["single", "late"])
+def test_a_text_that_was_asked_goes_on_as_if_it_had_not_been(bench, books, kind, monkeypatch):
+    """The states that are asked at the last distance are those of a reading that was asked nowhere before."""
+    asked = []
+
+    def right(self, subject, state):
+        asked.append(state)
+        return [True] * len(self.names)
+
+    monkeypatch.setattr(bench.Facts, "right", right)
+    model = Model(preset("tiny", "mag", window=16)).eval()
+    if kind == "late":  # facts are drawn anew at each distance: the text's own reading is what counts
+        monkeypatch.setattr(bench.Facts, "stated", lambda self, texts, length: texts.take(length))
+    both = list(bench.measure(model, kind, [64, 200], books, 2, 1, 64))
+    alone = list(bench.measure(model, kind, [200], books, 2, 1, 64))
+    assert [each["distance"] for each in both] == [64, 200] and alone[0]["count"] == 2
+    _, last, other = asked
+    for a, b in zip(last.tensors(), other.tensors(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_it_trains_asks_and_prints(tmp_path, books):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    index = []
+    for split in ("train", "test"):
+        (folder / f"{split}.txt.xz").write_bytes(lzma.compress(bytes(books[0].tolist())))
+        index.append({"file": f"{split}.txt.xz", "split": split})
+    (folder / "index.json").write_text(json.dumps(index))
+
+    def called(*arguments):
+        command = [sys.executable, str(BENCHMARKS / "distance.py"), str(folder), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    out = ["--out", tmp_path / "rows.json"]
+    called(
+        "--tiny", "--jobs", 2, "--work", tmp_path / "work", "--kinds", "single", "--modes", "on", "off", *out
+    )
+    printed = called(*out, "--table", "--plot", tmp_path / "plot.png")
+    assert [line.split(" | ")[:3] for line in printed.strip().splitlines()[2:]] == [
+        ["| mag", "single", "on"], ["| mag", "single", "off"], ["| window", "single", "on"],
+    ]  # fmt: skip
+    assert (tmp_path / "plot.png").exists()
