@@ -41,9 +41,10 @@ from remanence.evaluate.task import wilson
 from remanence.model import matched, parameters
 from remanence.tasks.babilong import ALL, PROMPT, find_file, read_stories
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
+from remanence.train.config import PLAIN
 
 Row = dict[str, Any]
-TRAINING = ("tasks", "dim", "depth", "window", "tokens", "curriculum", "steps", "lr", "memory")
+TRAINING = ("tasks", "dim", "depth", "window", "tokens", "curriculum", "steps", "lr", "memory", "write_cost")
 """The arguments that a trained model depends on, beside its pattern and seed."""
 CHANCE = {"qa1": 6, "qa2": 6, "qa3": 6, "qa4": 6, "qa5": 7}
 """The number of answers of each task, all about as frequent."""
@@ -96,6 +97,7 @@ def config_of(name: str, seed: int, args: argparse.Namespace, data: dict[str, st
         ),
         optimizer=OptimizerConfig(lr=args.lr, warmup=min(100, args.steps // 10), schedule="wsd"),
         steps=args.steps,
+        write_cost=0.0 if set(base.blocks) <= PLAIN or not base.memory.threshold else args.write_cost,
         batch=1,
         precision="bfloat16" if on_gpu else "float32",
         seed=seed,
@@ -278,7 +280,10 @@ def main() -> None:
         help="lengths of texts and rows, each for an equal part of the steps",
     )
     # A start that hardly forgets: what is to be kept for 16K tokens must not fade within hundreds.
-    parser.add_argument("--memory", type=json.loads, default={"forget_bias": -10.0}, help="fields, as JSON")
+    parser.add_argument(
+        "--memory", type=json.loads, default={"forget_bias": -10.0, "threshold": 0.05}, help="fields, as JSON"
+    )
+    parser.add_argument("--write-cost", type=float, default=0.03, help="where gates have a threshold")
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument(
