@@ -281,7 +281,7 @@ def main() -> None:
     )
     # A start that hardly forgets: what is to be kept for 16K tokens must not fade within hundreds.
     parser.add_argument(
-        "--memory", type=json.loads, default={"forget_bias": -10.0, "threshold": 0.05}, help="fields, as JSON"
+        "--memory", type=json.loads, default={"forget_bias": -10.0, "threshold": 0.01}, help="fields, as JSON"
     )
     parser.add_argument("--write-cost", type=float, default=0.03, help="where gates have a threshold")
     parser.add_argument("--steps", type=int, default=5000)

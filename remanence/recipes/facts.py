@@ -16,7 +16,7 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
-    memory = {"head_dim": 128, "forget_bias": -10.0, "threshold": 0.05}
+    memory = {"head_dim": 128, "forget_bias": -10.0, "threshold": 0.01}
     return TrainConfig(
         model=preset("small", "mag", window=128, ffn=320, memory=memory),
         data=DataConfig(kind="facts", length=2048, weight=0.01, ramp=4500),

@@ -212,8 +212,8 @@ class TrainConfig:
             row after the step before; "noise", normal random numbers as large as memories are after a step.
         begin_share: the share of the documents that begin so; the others begin fresh.
         write_cost: what writing costs, in nats: it is added to the loss times the mean of log(s / threshold) over the
-            tokens whose step gate s is above ``model.memory.threshold``, and grows evenly from 0 over the run. A memory
-            then writes what it needs, and passes over the rest.
+            tokens whose step gate s is above ``model.memory.threshold``. It grows evenly from 0 over the second half of
+            the run, when the memory is of use, which then writes what it needs and passes over the rest.
         precision: "float32", or "bfloat16" by autocast; parameters and memories stay float32.
         checkpointing: recompute activations in backward.
         compile: torch.compile of the feed-forward nets.

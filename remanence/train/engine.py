@@ -66,7 +66,7 @@ def take_step(
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
     count, tokens = world.total(targets_here, tokens_here)
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
-    cost = config.write_cost * (number + 1) / config.steps
+    cost = config.write_cost * max(0.0, 2 * (number + 1) / config.steps - 1) if config.write_cost else None
     optimizer.zero_grad(set_to_none=True)
     loss_here: Any = 0.0
     for part, batch in enumerate(batches):
@@ -83,7 +83,7 @@ def take_step(
             loss, trace = _forward(model, batch, state, world.device, keep=keep, dense=dense)
             loss = loss / max(1, count)
             wanted = loss * world.size  # FSDP takes the mean over processes, of what is a share of the sum
-            if cost:
+            if cost is not None:
                 wanted = wanted + cost / len(batches) * writing(trace, config.model.memory.threshold)
         wanted.backward()
         loss_here = loss_here + loss.detach()

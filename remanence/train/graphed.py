@@ -82,7 +82,7 @@ class Graphed:
         anew: Tensor | None = None,
         count: float | None = None,
         weights: Tensor | None = None,
-        cost: float = 0.0,
+        cost: float | None = None,
     ) -> tuple[Tensor, Trace]:
         """The sum over all targets (-100 is none), each times its weight, divided by how many there are or by `count`.
         The gradients are of that and of `cost` times `writing`.
@@ -94,19 +94,19 @@ class Graphed:
         whole = (
             state is not None and not any(begins or ()) and min(positions_of(state.position)) >= self.window
         )
-        key = (*tokens.shape, state is None, whole, weights is None, cost > 0)
+        key = (*tokens.shape, state is None, whole, weights is None, cost is None)
         if key not in self.held:
             reason = unsupported(self.model, tokens.shape[1], state is not None)
             if reason is not None:
                 raise ValueError(f"model: expected one whose step can be captured, but {reason}")
-            self.held[key] = self._capture(tokens, targets, weights, state, whole, cost > 0)
+            self.held[key] = self._capture(tokens, targets, weights, state, whole, cost is not None)
         held = self.held[key]
         held.tokens.copy_(tokens, non_blocking=True)
         held.targets.copy_(targets, non_blocking=True)
         if held.weights is not None and weights is not None:
             held.weights.copy_(weights, non_blocking=True)
         held.asked.copy_((targets >= 0).sum()) if count is None else held.asked.fill_(count)
-        held.cost.fill_(cost)
+        held.cost.fill_(cost or 0.0)
         if held.state is not None and state is not None:
             copy_all(held.state.tensors(), state.tensors())
             held.anew.zero_() if anew is None else held.anew.copy_(anew, non_blocking=True)

@@ -36,16 +36,28 @@ def test_gradients_are_those_of_the_written_loss(parts):
     seen = model.trace(whole.tokens)
     asked = whole.targets >= 0
     loss = F.cross_entropy(model.logits(seen.hidden[asked]), whole.targets[asked])
-    # The third of ten steps.
+    # The eighth of ten steps: the cost grows over the last five.
     steps = torch.stack([each.gates.log_step for each in seen.traces]).exp() * 0.9 + 0.1
-    wanted = torch.autograd.grad(loss + 0.5 * 0.3 * (steps / 0.1).log().mean(), list(model.parameters()))
+    wanted = torch.autograd.grad(loss + 0.5 * 0.6 * (steps / 0.1).log().mean(), list(model.parameters()))
     config = replace(CONFIG, accumulate=parts, optimizer=replace(CONFIG.optimizer, clip=1e9))
-    step = take_step(model, make_optimizer(model, config), config, batches(parts), None, 2)
+    step = take_step(model, make_optimizer(model, config), config, batches(parts), None, 7)
     assert step.loss == pytest.approx(float(loss.detach()), rel=1e-5), (
         "the cost is not part of the loss that is told"
     )
     for parameter, grad in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_first_half_is_free():
+    grads = []
+    for cost in (0.0, 0.5):
+        torch.manual_seed(0)
+        model = Model(MODEL)
+        config = replace(CONFIG, write_cost=cost)
+        take_step(model, make_optimizer(model, config), config, batches(), None, 4)
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_what_is_not_needed_is_passed_over(tmp_path):
