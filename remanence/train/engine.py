@@ -13,7 +13,7 @@ from remanence.model import Model, State, Trace
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full
-from remanence.train.graphed import Graphed, summed_loss, writing
+from remanence.train.graphed import Graphed, cost_at, summed_loss, writing
 
 
 class Step(NamedTuple):
@@ -66,7 +66,7 @@ def take_step(
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
     count, tokens = world.total(targets_here, tokens_here)
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
-    cost = config.write_cost * max(0.0, 2 * (number + 1) / config.steps - 1) if config.write_cost else None
+    cost = cost_at(config.write_cost, number, config.steps) if config.write_cost else None
     optimizer.zero_grad(set_to_none=True)
     loss_here: Any = 0.0
     for part, batch in enumerate(batches):

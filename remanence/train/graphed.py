@@ -44,6 +44,15 @@ def writing(seen: Trace, threshold: float) -> Tensor:
     return torch.stack([torch.log1p(step * ((1 - threshold) / threshold)).mean() for step in steps]).mean()
 
 
+def cost_at(most: float, number: int, steps: int) -> float:
+    """What writing costs at a step, counted from 0: nothing in the first half of a run, then more and more.
+
+    Before a memory is of use, no gradient but the cost's has a direction, and an optimizer would follow the smallest
+    until all gates are shut, which then have none.
+    """
+    return most * max(0.0, 2 * (number + 1) / steps - 1)
+
+
 class _Held(NamedTuple):
     """A captured step, and the tensors that it reads and writes."""
 
