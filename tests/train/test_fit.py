@@ -348,7 +348,7 @@ class TestConfigs:
                 "expected one of cosine, wsd, constant, got 'cosin'; did you mean 'cosine'",
             ),
             ("accumulate", "3", "accumulate: expected a divisor of batch=4, got 3"),
-            ("carry", "yes", r"carry: expected data\.kind='documents' and accumulate=1"),
+            ("carry", "yes", r"carry: expected data\.kind='documents' or 'facts' and accumulate=1"),
         ],
     )
     def test_wrong_overrides(self, name, text, message):
@@ -381,7 +381,7 @@ class TestConfigs:
             fit(None, tmp_path / "nowhere", resume=True)
         with pytest.raises(
             ValueError,
-            match=r"data\.kind: expected one of packed, documents, recall, needle, babilong, got 'recal'; did you",
+            match=r"data\.kind: expected one of packed, documents, facts, recall, needle, babilong, got 'recal'; did you",
         ):
             fit(config(data=DataConfig(kind="recal")), tmp_path / "new")
         with pytest.raises(ValueError, match="length: expected at least 16 for 2 rounds of 4 pairs, got 10"):
