@@ -302,7 +302,7 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Right answers by distance: the architectures, and the same LMM with other gates at the start of training."""
+    """Right answers by distance: the architectures, and the same LMM with other gates."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")
@@ -324,7 +324,7 @@ def plot(rows: list[Row], path: Path) -> None:
         axis.set_xticks(ticks, [brief(tick) for tick in ticks])
         axis.set(xlabel="tokens from the pairs to the question", ylim=(0, 103))
         axis.set_title(
-            "an LMM, by where its step gate starts, carried or not" if gates else "by architecture",
+            "an LMM, by its gates, carried or not" if gates else "by architecture",
             fontsize=11,
         )
         axis.spines[["top", "right"]].set_visible(False)
