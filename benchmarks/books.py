@@ -254,6 +254,21 @@ class Rows:
         self._take({"rows": [json.loads(json.dumps(row))], **{k: [v] for k, v in self.note.items()}})
         self.save()
 
+    def shown(
+        self,
+        args: argparse.Namespace,
+        table: Callable[[list[Row]], str],
+        plot: Callable[[list[Row], Path], None],
+    ) -> bool:
+        """Merge, print and draw what is asked for (`add_arguments`); whether any of it was, and nothing is to run."""
+        if args.merge:
+            self.save()
+        if args.table:
+            print(table(self.rows))
+        if args.plot:
+            plot(self.rows, args.plot)
+        return bool(args.merge or args.table or args.plot)
+
     def save(self) -> None:
         with replacing(self.path) as temporary:
             temporary.write_text(json.dumps(self.data) + "\n")

@@ -323,13 +323,7 @@ def main() -> None:
         parser.set_defaults(**TINY)
     args = parser.parse_args()
     rows = Rows(args.out, args.commit, args.merge or ())
-    if args.merge:
-        rows.save()
-    if args.table:
-        print(table(rows.rows))
-    if args.plot:
-        plot(rows.rows, args.plot)
-    if args.merge or args.table or args.plot:
+    if rows.shown(args, table, plot):
         return
     index = json.loads((args.books / "index.json").read_text())
     prepare([args.books / book["file"] for book in index if book["split"] == "train"], args.work / "tokens")

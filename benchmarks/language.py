@@ -327,13 +327,11 @@ def main() -> None:
         parser.set_defaults(**TINY)
     args = parser.parse_args()
     rows = Rows(args.out, args.commit, args.merge or ())
-    if args.merge:
-        rows.save()
-    if args.table:
-        print("\n".join(map(table, groups(rows.rows))))
-    if args.plot:
-        plot(groups(rows.rows)[-1], args.plot)
-    if args.merge or args.table or args.plot:
+    if rows.shown(
+        args,
+        lambda found: "\n".join(map(table, groups(found))),
+        lambda found, path: plot(groups(found)[-1], path),
+    ):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     began = time.time()

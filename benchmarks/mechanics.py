@@ -620,6 +620,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
+def plot_last(rows: list[Row], path: Path) -> None:
+    """The newest settings of each part."""
+    last = {group[0]["what"]["part"]: group for group in groups(rows)}
+    plot([row for group in last.values() for row in group], path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -643,14 +649,7 @@ def main() -> None:
     add_arguments(parser, "mechanics.json")
     args = parser.parse_args()
     rows = Rows(args.out, args.commit, args.merge or ())
-    if args.merge:
-        rows.save()
-    if args.table:
-        print("\n".join(map(table, groups(rows.rows))))
-    if args.plot:
-        last = {group[0]["what"]["part"]: group for group in groups(rows.rows)}
-        plot([row for group in last.values() for row in group], args.plot)
-    if args.merge or args.table or args.plot:
+    if rows.shown(args, lambda found: "\n".join(map(table, groups(found))), plot_last):
         return
     if args.part is None or (args.part == "language" and args.books is None):
         sys.exit("expected a part to run (and --books FOLDER for language), or --table, --plot or --merge")

@@ -452,13 +452,7 @@ def main() -> None:
         parser.set_defaults(**TINY)
     args = parser.parse_args()
     rows = Rows(args.out, args.commit, args.merge or ())
-    if args.merge:
-        rows.save()
-    if args.table:
-        print("\n".join(map(table, groups(rows.rows))))
-    if args.plot:
-        plot(rows.rows, args.plot)
-    if args.merge or args.table or args.plot:
+    if rows.shown(args, lambda found: "\n".join(map(table, groups(found))), plot):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     began = time.time()

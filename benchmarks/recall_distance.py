@@ -356,13 +356,7 @@ def main() -> None:
         parser.set_defaults(**TINY)
     args = parser.parse_args()
     rows = Rows(args.out, args.commit, args.merge or ())
-    if args.merge:
-        rows.save()
-    if args.table:
-        print(table(rows.rows))
-    if args.plot:
-        plot(rows.rows, args.plot)
-    if args.merge or args.table or args.plot:
+    if rows.shown(args, table, plot):
         return
     device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.time()
     settings = {name: getattr(args, name) for name in ("steps", "lr", "distances", "texts", "late", "store")}
