@@ -274,6 +274,23 @@ class Rows:
             temporary.write_text(json.dumps(self.data) + "\n")
 
 
+def comparable(rows: Iterable[Row], *differ: str) -> list[list[Row]]:
+    """Groups of rows of one device in which all that was asked for is the same, but for what is named."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        same = sorted((name, value) for name, value in row["what"].items() if name not in differ)
+        found.setdefault(str([row["device"], *same]), []).append(row)
+    return list(found.values())
+
+
+def table_row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def table_rule(count: int) -> str:
+    return "|" + "---|" * count
+
+
 def _commit() -> str:
     root = Path(__file__).parent
     found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)

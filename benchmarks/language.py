@@ -28,6 +28,7 @@ from books import (
     add_arguments,
     bits_of,
     by_octave,
+    comparable,
     load,
     machine,
     mean_and_error,
@@ -37,6 +38,8 @@ from books import (
     release,
     rounded,
     streams,
+    table_row,
+    table_rule,
 )
 from torch import Tensor
 
@@ -193,11 +196,7 @@ def chosen(rows: list[Row]) -> dict[str, list[Row]]:
 
 def groups(rows: list[Row]) -> list[list[Row]]:
     """Rows that may be compared: all but the run, its learning rate and its seed is the same."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        same = {name: value for name, value in row["what"].items() if name not in ("run", "lr", "seed")}
-        found.setdefault(str(sorted(same.items())), []).append(row)
-    return list(found.values())
+    return comparable(rows, "run", "lr", "seed")
 
 
 def table(rows: list[Row]) -> str:
@@ -208,7 +207,7 @@ def table(rows: list[Row]) -> str:
     for split in what["splits"]:
         lines += [f"**{split}**, bits per byte, {len(first['bits'][split]['on'])} streams", ""]
         head = ("run", "lr", "seeds", "parameters", *places, "all", "less the window's")
-        lines += [_row(*head), _rule(len(head))]
+        lines += [table_row(*head), table_rule(len(head))]
         for name, some in runs.items():
             seeds = {row["what"]["seed"] for row in some}
             base = [row for row in runs.get("window", []) if row["what"]["seed"] in seeds]
@@ -218,38 +217,30 @@ def table(rows: list[Row]) -> str:
                     gap = _signed(*mean_and_error((bits - per_stream(base, split, "on"))[:, -1]))
                 title = name if mode == "on" else f"{name}, {mode}"
                 about = (f"{some[0]['what']['lr']:g}", len(some), f"{some[0]['parameters']:,}")
-                lines.append(_row(title, *about, *[f"{v:.3f}" for v in bits.mean(0).tolist()], gap))
+                lines.append(table_row(title, *about, *[f"{v:.3f}" for v in bits.mean(0).tolist()], gap))
         lines += [
             "",
             f"**{split}**, bits with the memory on less those without, ± standard error over streams",
             "",
         ]
-        lines += [_row("run", "on less", *places, "all"), _rule(len(places) + 3)]
+        lines += [table_row("run", "on less", *places, "all"), table_rule(len(places) + 3)]
         for name, some in runs.items():
             on = per_stream(some, split, "on")
             for mode in [m for m in some[0]["bits"][split] if m != "on"]:
                 gaps = on - per_stream(some, split, mode)
-                lines.append(_row(name, mode, *[_signed(*mean_and_error(gap)) for gap in gaps.T]))
+                lines.append(table_row(name, mode, *[_signed(*mean_and_error(gap)) for gap in gaps.T]))
         lines.append("")
     lines += [
         "Every run, whole streams",
         "",
-        _row("run", "lr", "seed", "train", *what["splits"], "s"),
-        _rule(5 + len(what["splits"])),
+        table_row("run", "lr", "seed", "train", *what["splits"], "s"),
+        table_rule(5 + len(what["splits"])),
     ]
     for row in rows:
         bits = [f"{per_stream([row], split, 'on')[:, -1].mean().item():.4f}" for split in what["splits"]]
         about = (row["what"]["run"], f"{row['what']['lr']:g}", row["what"]["seed"], row["train"])
-        lines.append(_row(*about, *bits, row["seconds"]["train"]))
+        lines.append(table_row(*about, *bits, row["seconds"]["train"]))
     return "\n".join([*lines, ""])
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _rule(count: int) -> str:
-    return "|" + "---|" * count
 
 
 def _signed(mean: float, error: float) -> str:

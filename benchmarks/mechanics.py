@@ -37,12 +37,14 @@ from books import (
     Training,
     add_arguments,
     bits_of,
+    comparable,
     load,
     machine,
     mean_and_error,
     release,
     rounded,
     streams,
+    table_row,
 )
 from torch import Tensor
 
@@ -401,11 +403,7 @@ def of(rows: Sequence[Row], **what: Any) -> list[Row]:
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one part that may be compared: all but the run, its seed and its task is the same."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        same = {name: value for name, value in row["what"].items() if name not in ("run", "seed", "task")}
-        found.setdefault(str([row["device"], *sorted(same.items())]), []).append(row)
-    return list(found.values())
+    return comparable(rows, "run", "seed", "task")
 
 
 def names(rows: Sequence[Row]) -> list[str]:
@@ -429,12 +427,8 @@ def differences(rows: Sequence[Row], name: str) -> Tensor:
     return torch.tensor([mine[seed] - base[seed] for seed in mine if seed in base], dtype=torch.float64)
 
 
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
 def _head(*cells: object) -> list[str]:
-    return [_row(*cells), "|" + "---|" * len(cells)]
+    return [table_row(*cells), "|" + "---|" * len(cells)]
 
 
 def _all(values: Sequence[float], digits: int = 2) -> str:
@@ -462,7 +456,7 @@ def table(rows: Sequence[Row]) -> str:
                     _all([row["train"] for row in runs if row["train"] is not None]),
                     _all([row["seconds"] for row in runs], 0),
                 )
-                lines.append(_row(name, runs[0]["parameters"], *shares, loss, seconds))
+                lines.append(table_row(name, runs[0]["parameters"], *shares, loss, seconds))
     return "\n".join([*lines, ""])
 
 
@@ -500,7 +494,9 @@ def ablations(part: str, rows: Sequence[Row]) -> list[str]:
                 _all([row["right"][columns[-1]] / max(row["right"][columns[0]], 1e-9) for row in mine])
             )
         lines.append(
-            _row(name, len(mine), mine[0]["parameters"], *cells, *shown, f"{largest:.3g}", f"{seconds:.0f}")
+            table_row(
+                name, len(mine), mine[0]["parameters"], *cells, *shown, f"{largest:.3g}", f"{seconds:.0f}"
+            )
         )
     return lines
 
@@ -517,7 +513,7 @@ def chunks(part: str, rows: Sequence[Row]) -> list[str]:
     for name in names(rows):
         mine = of(rows, run=name)
         shown = [f"{x:.3f}" for x in chunk_means(mine)]
-        lines.append(_row(name, mine[0]["config"]["memory"]["chunk"], *shown))
+        lines.append(table_row(name, mine[0]["config"]["memory"]["chunk"], *shown))
     return lines
 
 
@@ -529,13 +525,13 @@ def precision(part: str, rows: Sequence[Row]) -> list[str]:
         for name in names(rows):
             mine = of(rows, run=name)
             gaps = [sum(r["bfloat16"][c] - r["right"][c] for r in mine) / len(mine) for c in columns]
-            lines.append(_row(name, *[f"{x:+.3f}" for x in gaps]))
+            lines.append(table_row(name, *[f"{x:+.3f}" for x in gaps]))
         return lines
     lines += _head("run", "bits")
     for name in names(rows):
         bits = [row["bits"] for row in of(rows, run=name)]
         gap = torch.tensor([each["bfloat16"] for each in bits]) - torch.tensor([each["on"] for each in bits])
-        lines.append(_row(name, f"{gap.mean().item():+.4f}"))
+        lines.append(table_row(name, f"{gap.mean().item():+.4f}"))
     return lines
 
 
@@ -549,7 +545,7 @@ def gates(part: str, rows: Sequence[Row]) -> list[str]:
                 ", ".join(f"{found[gate][i]:.2g}" for i in (0, 2, 4)) if gate in found else ""
                 for gate in ("step", "momentum", "forget")
             ]
-            lines.append(_row(name, layer, *cells))
+            lines.append(table_row(name, layer, *cells))
     return lines
 
 

@@ -32,6 +32,7 @@ from books import (
     Training,
     add_arguments,
     by_octave,
+    comparable,
     load,
     machine,
     mean_and_error,
@@ -40,6 +41,8 @@ from books import (
     release,
     rounded,
     streams,
+    table_row,
+    table_rule,
 )
 from torch import Tensor
 
@@ -262,11 +265,7 @@ def named(rows: list[Row]) -> dict[tuple[int, int | None], list[Row]]:
 
 def groups(rows: list[Row]) -> list[list[Row]]:
     """Rows that may be compared: all but the store and the seed is the same."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        same = {k: v for k, v in row["what"].items() if k not in ("trained", "tuned", "seed")}
-        found.setdefault(str(sorted(same.items())), []).append(row)
-    return list(found.values())
+    return comparable(rows, "trained", "tuned", "seed")
 
 
 def table(rows: list[Row]) -> str:
@@ -279,27 +278,29 @@ def table(rows: list[Row]) -> str:
         f"{what['steps']:,} steps of {what['rows']} x {what['piece']:,} bytes, tuned for {what['tune_steps']:,}; "
         f"{rows[0]['device']}",
         "",
-        _row("trained with", "seeds", *[_size(store) for store in stores], "gate"),
-        _rule(len(stores) + 3),
+        table_row("trained with", "seeds", *[_size(store) for store in stores], "gate"),
+        table_rule(len(stores) + 3),
     ]
     for (trained, tuned), some in runs.items():
         bits = [f"{mean_bits(some, store).mean().item():.4f}" for store in stores]
         gates = torch.tensor([row["gates"] for row in some]).mean().item() if some[0]["gates"] else math.nan
-        lines.append(_row(_title(trained, tuned), len(some), *bits, f"{gates:.2f}"))
-    lines += ["", _row("claim", "the paper", f"here ({what['corpus']})", "same sign"), _rule(4)]
-    lines += [_row(*cells) for cells in claims(runs, what["corpus"], stores)]
+        lines.append(table_row(_title(trained, tuned), len(some), *bits, f"{gates:.2f}"))
+    lines += ["", table_row("claim", "the paper", f"here ({what['corpus']})", "same sign"), table_rule(4)]
+    lines += [table_row(*cells) for cells in claims(runs, what["corpus"], stores)]
     for title, some, store, others, other in comparisons(runs, stores):
         lines += ["", f"Bits per byte less, {title} (± standard error over streams; thousands of bytes)", ""]
         lines += [
-            _row("the word in the training texts", *BEFORE, "all"),
-            _rule(5),
+            table_row("the word in the training texts", *BEFORE, "all"),
+            table_rule(5),
         ]
         for i, rarity in enumerate((*RARITY, "no word")):
             classes = [3 * i + j for j in range(3)] if i < len(RARITY) else [3 * i]
             parts = [[c] for c in classes] if i < len(RARITY) else [[]] * 3
             cells = [gain(some, store, others, other, each) for each in (*parts, classes)]
             lines.append(
-                _row(rarity, *["" if not n else f"{m:+.3f} ± {e:.3f} ({n // 1000})" for m, e, n in cells])
+                table_row(
+                    rarity, *["" if not n else f"{m:+.3f} ± {e:.3f} ({n // 1000})" for m, e, n in cells]
+                )
             )
     return "\n".join([*lines, ""])
 
@@ -378,14 +379,6 @@ def _title(trained: int, tuned: int | None) -> str:
 
 def _size(store: int) -> str:
     return f"{store / 1024:g}K" if store else "none"
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _rule(count: int) -> str:
-    return "|" + "---|" * count
 
 
 def plot(rows: list[Row], path: Path) -> None:

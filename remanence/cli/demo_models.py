@@ -144,9 +144,8 @@ def accuracies(model: Model, distances: Sequence[int], seed: int) -> list[float]
 @torch.no_grad()
 def _accuracy(model: Model, distance: int, seed: int) -> float:
     tokens = task(distance + READ, seed).step(0).tokens
-    tokens[:, distance:] = tokens[
-        :, :READ
-    ]  # in the order in which they were stated: all from the same distance
+    # Asked in the order in which they were stated: all from the same distance.
+    tokens[:, distance:] = tokens[:, :READ]
     hidden = model.trace(tokens.to(model.device)).hidden[:, distance::2]
     return float((model.logits(hidden).argmax(-1).cpu() == tokens[:, 1:READ:2]).float().mean())
 
