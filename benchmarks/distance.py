@@ -12,6 +12,8 @@ it had not been. An answer is right if every token of it is the likeliest one.
 - *single*: one fact at the text's beginning; *keys4*, *keys16*, *keys64*: as many, of which one is asked for.
 - *late*: a fact stated after so many tokens of the book, and asked for 4,096 tokens later.
 
+Facts are worded as RULER's are, or as --wording says (`remanence.tasks.facts.WORDINGS`).
+
 Models are kept in --work, rows in --out: what is there already is not made again. With --jobs, runs share a device.
 """
 
@@ -40,13 +42,14 @@ from remanence.evaluate.task import wilson
 from remanence.inference.reader import read
 from remanence.model import Model, State, matched, parameters
 from remanence.recipes.facts import recipe
-from remanence.tasks.needle import KINDS, frame, needle, unused
+from remanence.tasks.facts import WORDINGS
+from remanence.tasks.needle import unused
 from remanence.train import TrainConfig, fit
 from remanence.train.config import PLAIN, override
 
 SIGMOID: dict[str, Any] = {"memory": {"threshold": 0.0, "forget_bias": -14.0}}
 """Gates that never shut, and then writing costs nothing; they begin to forget a millionth."""
-RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
+RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model, and from its cost of writing
     "mag": {},
     "lmm": {"pattern": ("lmm",)},
     "mal": {"pattern": ("mal",)},
@@ -59,6 +62,9 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
     "attention": {"pattern": ("attention",)},  # trained on pieces by themselves
     "memorizing": {"pattern": memorizing(6), "knn": {"size": 16384, "k": 32}},
     "mag-w256": {"window": 256},
+    "mag-cost.1": {"write_cost": 0.1},
+    "mag-conv4": {"memory": {"conv": 4}},
+    "mag-unrelated": {"memory": {"induction": False}},  # queries and keys
     "mag-sigmoid": SIGMOID,
     "mag-matrix": {"memory": {"depth": 1}},
 }
@@ -73,12 +79,17 @@ TINY = {"steps": 2, "distances": [1024], "texts": 2, "runs": ["mag", "window"], 
 
 def config_of(name: str, seed: int, args: argparse.Namespace) -> TrainConfig:
     base = recipe()
-    model = change(base.model, RUNS[name])
-    if RUNS[name]:
+    own = {key: value for key, value in RUNS[name].items() if key != "write_cost"}
+    model = change(base.model, own)
+    if own:
         model = matched(model, parameters(base.model))
     data = replace(base.data, path=str(args.work / "tokens"))
     carry = "attention" not in model.pattern
-    cost = base.write_cost if model.memory.threshold and not set(model.blocks) <= PLAIN else 0.0
+    cost = (
+        RUNS[name].get("write_cost", base.write_cost)
+        if model.memory.threshold and not set(model.blocks) <= PLAIN
+        else 0.0
+    )
     steps = args.steps or base.steps
     config = replace(base, model=model, data=data, carry=carry, write_cost=cost, steps=steps, seed=seed)
     return override(config, dict(each.removeprefix("--").split("=", 1) for each in args.changes))
@@ -123,8 +134,9 @@ class Texts:
 class Facts:
     """Facts for every row, of which one is asked for."""
 
-    def __init__(self, texts: Texts, rows: int, keys: int) -> None:
+    def __init__(self, texts: Texts, rows: int, keys: int, wording: str = "ruler") -> None:
         draw, book = texts.rng, ""
+        self.wording = WORDINGS[wording]
         self.names = [unused(book, draw, "key", keys, []) for _ in range(rows)]
         self.values = [unused(book, draw, "number", keys, []) for _ in range(rows)]
         self.asked = draw.integers(keys, size=rows)
@@ -134,8 +146,7 @@ class Facts:
         made = []
         for row, (names, values) in enumerate(zip(self.names, self.values, strict=True)):
             told = [
-                f" {needle('number', name, value)} ".encode()
-                for name, value in zip(names, values, strict=True)
+                f"{self.worded(name, value)[0]} ".encode() for name, value in zip(names, values, strict=True)
             ]
             room = length - sum(map(len, told))
             cuts = [room * (index + 1) // (len(told) + 1) for index in range(len(told))]
@@ -147,12 +158,15 @@ class Facts:
             made.append(np.frombuffer(b"".join([*parts, hay[before:]]), np.uint8))
         return np.stack(made).astype(np.int64)
 
+    def worded(self, name: str, value: str) -> tuple[str, str]:
+        adjective, noun = name.split("-")
+        return self.wording(adjective, noun, value)
+
     def right(self, subject: Subject, state: State) -> list[bool]:
         """Which rows answer: every token of the value is the likeliest."""
         contexts, answers = [], []
         for names, values, asked in zip(self.names, self.values, self.asked, strict=True):
-            _, question, begun = frame(KINDS["n"], [names[asked]])
-            contexts.append(subject.tokenizer.encode(question + begun))
+            contexts.append(subject.tokenizer.encode(self.worded(names[asked], values[asked])[1]))
             answers.append(subject.tokenizer.encode(f" {values[asked]}"))
         return [each.greedy for each in subject.likelihoods(contexts, answers, state)]
 
@@ -167,11 +181,12 @@ def measure(
     seed: int,
     piece: int,
     mode: Any = "on",
+    wording: str = "ruler",
 ) -> Iterator[Row]:
     """Right answers at every distance, in one reading; for `late` a distance is what was read before the fact."""
     texts, subject = Texts(books, rows, seed), Subject(model.device, network=model, tokens=ByteTokenizer())
     model.memory = mode if model.has_memory else "on"
-    facts = Facts(texts, rows, KEYS.get(kind, 1))
+    facts = Facts(texts, rows, KEYS.get(kind, 1), wording)
     state, done = None, 0
     if kind != "late":
         begun = facts.stated(texts, max(1024, 128 * KEYS[kind]))
@@ -183,7 +198,7 @@ def measure(
             done += count
         asked, late = state, facts
         if kind == "late":
-            late = Facts(texts, rows, 1)
+            late = Facts(texts, rows, 1, wording)
             places = texts.places.copy()
             said = np.concatenate([late.stated(texts, 512), texts.take(LATE)], 1)
             texts.places = places
@@ -205,12 +220,12 @@ def measure(
 Shares = dict[int, tuple[int, int]]
 
 
-def shares(rows: list[Row]) -> dict[tuple[str, str, str], Shares]:
-    """Right answers and questions by distance, of all seeds together, by run, kind and mode."""
-    found: dict[tuple[str, str, str], Shares] = {}
+def shares(rows: list[Row]) -> dict[tuple[str, ...], Shares]:
+    """Right answers and questions by distance, of all seeds together, by run, kind, wording and mode."""
+    found: dict[tuple[str, ...], Shares] = {}
     order = list(RUNS)
     for row in sorted(rows, key=lambda row: order.index(row["what"]["run"])):
-        own = found.setdefault(tuple(row["what"][name] for name in ("run", "kind", "mode")), {})
+        own = found.setdefault(tuple(row["what"][name] for name in ("run", "kind", "wording", "mode")), {})
         for each in row["answers"]:
             before = own.get(each["distance"], (0, 0))
             own[each["distance"]] = before[0] + each["right"], before[1] + each["count"]
@@ -221,7 +236,13 @@ def table(rows: list[Row]) -> str:
     """Right answers by distance, with 95 % intervals."""
     found = shares(rows)
     distances = sorted({distance for own in found.values() for distance in own})
-    head = ["run", "facts", "memory", *[BRIEF.get(distance, f"{distance:,}") for distance in distances]]
+    head = [
+        "run",
+        "facts",
+        "wording",
+        "memory",
+        *[BRIEF.get(distance, f"{distance:,}") for distance in distances],
+    ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for key, own in found.items():
         cells = []
@@ -239,8 +260,8 @@ def plot(rows: list[Row], path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axis = figure.subplots()
-    found = {key: own for key, own in shares(rows).items() if key[1] == "single"}
-    for color, ((run, _, mode), own) in enumerate(found.items()):
+    found = {key: own for key, own in shares(rows).items() if key[1:3] == ("single", "ruler")}
+    for color, ((run, *_, mode), own) in enumerate(found.items()):
         middle = [100 * right / count for right, count in own.values()]
         bounds = [[100 * bound for bound in wilson(*each)] for each in own.values()]
         around = [[m - low for m, (low, _) in zip(middle, bounds, strict=True)],
@@ -310,6 +331,7 @@ def main() -> None:
         "--kinds", nargs="+", default=["single", "keys4", "keys16", "late"], choices=[*KEYS, "late"]
     )
     parser.add_argument("--modes", nargs="+", default=["on"], choices=MODES)
+    parser.add_argument("--wording", default="ruler", choices=list(WORDINGS))
     parser.add_argument("--distances", nargs="+", type=int, default=[2**n for n in (10, 12, 14, 16)])
     parser.add_argument("--texts", type=int, default=100, help="each with one question")
     parser.add_argument("--piece", type=int, default=8192, help="tokens read in one call")
@@ -332,7 +354,9 @@ def main() -> None:
         return
     device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()
     books = load(str(args.books), args.split)
-    settings = {name: getattr(args, name) for name in ("steps", "changes", "distances", "texts", "split")}
+    settings = {
+        name: getattr(args, name) for name in ("steps", "changes", "wording", "distances", "texts", "split")
+    }
     for seed in args.seeds:
         for run in args.runs:
             asked = [
@@ -350,7 +374,17 @@ def main() -> None:
                 start = time.monotonic()
                 kind, mode = what["kind"], what["mode"]
                 found = list(
-                    measure(model, kind, args.distances, books, args.texts, seed + 1, args.piece, mode)
+                    measure(
+                        model,
+                        kind,
+                        args.distances,
+                        books,
+                        args.texts,
+                        seed + 1,
+                        args.piece,
+                        mode,
+                        args.wording,
+                    )
                 )
                 took = round(time.monotonic() - start, 1)
                 rows.add(

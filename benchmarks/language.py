@@ -89,6 +89,9 @@ RUNS: dict[str, dict[str, Any]] = {
     # attention has no convolutions, memories do: what of their gain is those
     "mag-noconv": {"pattern": ("mag",), "memory": {"conv": 0}},
     "lmm-noconv": {"pattern": ("lmm",), "memory": {"conv": 0}},
+    # keys that begin as the query of the token before, and convolutions that hold a word or two
+    "mag-induction": {"pattern": ("mag",), "memory": {"conv": 16, "induction": True}},
+    "lmm-induction": {"pattern": ("lmm",), "memory": {"conv": 16, "induction": True}},
 }
 """What differs from the others, in a model's configuration."""
 

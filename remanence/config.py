@@ -102,6 +102,9 @@ class MemoryConfig:
         chunk: tokens that share the gradient's anchor, or, where the rule is token-exact, tokens that are computed
             together. Default: 64 for the net "deep", else 16.
         conv: kernel of the causal depthwise convolution on q, k and v; 0 for none.
+        induction: whether keys begin as the query of the token before. What a token writes is then found at once where
+            the tokens in front of it come again, and training goes on from there. Otherwise queries and keys begin
+            unrelated, and a memory has to find both before either is of use (docs/results/facts.md).
         step_bias, momentum_bias, forget_bias: where the gates start, before the sigmoid. Default of the first: a
             step of about 1 / (10 depth), as every layer of the net adds its own, and of a half for the net "deep";
             of the last -10 and -6.
@@ -122,6 +125,7 @@ class MemoryConfig:
     anchor: Literal["chunk", "token"] | None = None
     chunk: int = None  # type: ignore[assignment]
     conv: int = 4
+    induction: bool = False
     step_bias: float | None = None
     momentum_bias: float = 0.0
     forget_bias: float = None  # type: ignore[assignment]
@@ -153,6 +157,12 @@ class MemoryConfig:
             value = getattr(self, name)
             if not (_is_number(value, -LARGE, LARGE) or (name == "step_bias" and value is None)):
                 raise ValueError(f"{name}: expected a finite number, got {brief(value)}")
+        if not isinstance(self.induction, bool):
+            raise ValueError(f"induction: expected True or False, got {brief(self.induction)}")
+        if self.induction and self.conv < 2:
+            raise ValueError(
+                f"induction: expected conv of at least 2, which reaches the token before, got {self.conv}"
+            )
         if not (_is_number(self.threshold, 0, 1) and self.threshold < 1):
             raise ValueError(f"threshold: expected at least 0 and below 1, got {brief(self.threshold)}")
 

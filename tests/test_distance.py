@@ -96,7 +96,7 @@ def test_it_trains_asks_and_prints(tmp_path, books):
         "--tiny", "--jobs", 2, "--work", tmp_path / "work", "--kinds", "single", "--modes", "on", "off", *out
     )
     printed = called(*out, "--table", "--plot", tmp_path / "plot.png")
-    assert [line.split(" | ")[:3] for line in printed.strip().splitlines()[2:]] == [
-        ["| mag", "single", "on"], ["| mag", "single", "off"], ["| window", "single", "on"],
+    assert [line.split(" | ")[:4] for line in printed.strip().splitlines()[2:]] == [
+        ["| mag", "single", "ruler", "on"], ["| mag", "single", "ruler", "off"], ["| window", "single", "ruler", "on"],
     ]  # fmt: skip
     assert (tmp_path / "plot.png").exists()

@@ -174,6 +174,19 @@ class NeuralMemory(nn.Module):
             None  # shown every call's values and answers; see remanence.lens
         )
 
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """What begins alike in several parts, once each of them has been reset: with `induction`, the keys."""
+        if self.config.induction:
+            queries, keys = self.q_conv.weight, self.k_conv.weight
+            assert queries is not None and keys is not None
+            self.k_proj.weight.copy_(self.q_proj.weight)
+            queries[:, 0] = 0
+            keys[:, :-1] = queries[:, 1:]
+            keys[:, -1] = 0
+
     def extra_repr(self) -> str:
         return f"net={net_of(self.config)}, rule={self.rule}, chunk={self.config.chunk}"
 

@@ -16,7 +16,7 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
-    memory = {"head_dim": 128, "forget_bias": -10.0, "threshold": 0.01}
+    memory = {"head_dim": 128, "conv": 16, "induction": True, "forget_bias": -10.0, "threshold": 0.01}
     return TrainConfig(
         model=preset("small", "mag", window=128, ffn=320, memory=memory),
         data=DataConfig(kind="facts", length=2048, weight=0.01, ramp=4500),
@@ -24,7 +24,7 @@ def recipe() -> TrainConfig:
         steps=6000,
         batch=16,
         carry=True,
-        write_cost=0.03,
+        write_cost=0.3,
         precision="bfloat16",
         save_every=2000,
     )

@@ -24,8 +24,10 @@ PIECES = 512
 """The longest stream, in steps."""
 SPARSE, DENSE = 32768, 340
 """Tokens for each fact: a stream's own number is drawn between them, evenly in the logarithm."""
-FIRST = 140, 2048
+FIRST = 64, 2048
 """Tokens for each fact, and the greatest distance of its question, in the streams that a run begins with."""
+WORDED = 0.2
+"""The share of the ramp in which the wordings come in, one after the other."""
 HELD = 16
 """Facts that a memory should have to hold at a time: a question comes after at most so many others were stated."""
 NEAREST, FAR = 48, 256
@@ -125,12 +127,13 @@ class Facts:
         )
         # A key comes again long after its fact was asked for.
         keys = cycle(rng.permutation(len(ADJECTIVES) * len(NOUNS)).tolist())
+        known = min(len(WORDINGS), 1 + int(len(WORDINGS) * own.grown**0.5 / WORDED))
         events: list[list[Event]] = [[] for _ in range(own.pieces)]
         left = np.full(own.pieces, SHARE * self.length)
         for told, asked in zip(places.tolist(), (places + distances).tolist(), strict=True):
             if asked >= total:
                 continue
-            pair = self._fact(rng, next(keys), told, asked)
+            pair = self._fact(rng, next(keys), known, told, asked)
             for event in pair:
                 left[event.place // self.length] -= len(event.tokens)
             if min(left[told // self.length], left[asked // self.length]) < 0:
@@ -145,9 +148,12 @@ class Facts:
         """How far the first steps have grown into the task, from 0 to 1: slowly, then fast."""
         return min(1.0, step / self.ramp) ** 2 if self.ramp else 1.0
 
-    def _fact(self, rng: np.random.Generator, key: int, place: int, asked: int) -> tuple[Event, Event]:
+    def _fact(
+        self, rng: np.random.Generator, key: int, known: int, place: int, asked: int
+    ) -> tuple[Event, Event]:
         """A fact that is stated at a place, and its question at another."""
-        parts = [np.array(self.tokenizer.encode(text), np.int64) for text in (*_worded(rng, key), ".")]
+        texts = (*_worded(rng, key, known), ".")
+        parts = [np.array(self.tokenizer.encode(text), np.int64) for text in texts]
         stated, question, answer, stop = parts
         marks = np.repeat([False, True, False], [len(question), len(answer), len(stop)])
         return (
@@ -185,25 +191,44 @@ class Facts:
         return Batch(text[:, :-1].contiguous(), targets, None, None, begins, weights)
 
 
-def _worded(rng: np.random.Generator, key: int) -> tuple[str, str, str]:
-    """A fact, its question and its answer, in RULER's words or in plainer ones."""
-    adjective, noun = ADJECTIVES[key // len(NOUNS)], NOUNS[key % len(NOUNS)]
-    digits = int(rng.integers(4, 8))
+def _direct(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    return f" The {adjective} {noun}: {value}.", f" The {adjective} {noun}:"
+
+
+def _repeated(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    return f" The number of the {adjective} {noun} is {value}.", f" The number of the {adjective} {noun} is"
+
+
+def _asked(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    stated = f" The number of the {adjective} {noun} is {value}."
+    return stated, f" What is the number of the {adjective} {noun}?"
+
+
+def _turned(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    name = f"{adjective} {noun}".title()
+    return f" {name} has the number {value}.", f" Which number has {name}?"
+
+
+def _ruler(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    name = f"{adjective}-{noun}"
+    _, question, begun = frame(KINDS["n"], [name])
+    return f" {needle('number', name, value)}", question + begun
+
+
+WORDINGS = {"direct": _direct, "repeated": _repeated, "asked": _asked, "turned": _turned, "ruler": _ruler}
+"""How a fact and its question are worded, the easiest to look up first: the name right in front of the value, then the
+same words farther apart, then other words in the question.
+"""
+
+
+def _worded(rng: np.random.Generator, key: int, known: int) -> tuple[str, str, str]:
+    """A fact, its question and its answer, in one of the first `known` wordings."""
+    # Short values too: all that is learned from a digit is where to look, if no other one goes before it.
+    digits = int(rng.integers(1, 8))
     value = str(rng.integers(10 ** (digits - 1), 10**digits))
-    form = int(rng.integers(6))
-    if form < 2:
-        name = f"{adjective}-{noun}"
-        _, question, begun = frame(KINDS["n"], [name])
-        return f" {needle('number', name, value)}", question + begun, f" {value}"
-    if form == 2:
-        name = f"{adjective} {noun}"
-        return f" The number of the {name} is {value}.", f" What is the number of the {name}?", f" {value}"
-    if form == 3:
-        name = f"{adjective} {noun}".title()
-        return f" {name} has the number {value}.", f" Which number has {name}?", f" {value}"
-    # Word by word as it was stated, which is learned first.
-    said = f" The number of the {adjective} {noun} is"
-    return f"{said} {value}.", said, f" {value}"
+    wording = list(WORDINGS.values())[int(rng.integers(known))]
+    stated, question = wording(ADJECTIVES[key // len(NOUNS)], NOUNS[key % len(NOUNS)], value)
+    return stated, question, f" {value}"
 
 
 def _log_uniform(rng: np.random.Generator, low: float, high: float, size: int | None = None) -> Any:

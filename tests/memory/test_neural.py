@@ -251,6 +251,45 @@ def test_initialisation_from_the_meta_device():
     assert made(torch.randn(1, 5, 12))[0].isfinite().all()
 
 
+@pytest.mark.parametrize("conv", [2, 4, 16])
+def test_with_induction_keys_begin_as_the_query_of_the_token_before(conv):
+    memory = NeuralMemory(dim=24, heads=2, conv=conv, induction=True)
+    x = torch.randn(2, 40, 24)
+    q, k, *_ = memory.prepare(x, memory.start(2).conv)
+    torch.testing.assert_close(k[:, 1:], q[:, :-1])
+    _resets_parts_first(memory)
+    q, k, *_ = memory.prepare(x, memory.start(2).conv)
+    torch.testing.assert_close(k[:, 1:], q[:, :-1])
+
+
+def test_with_induction_an_untrained_memory_knows_what_followed():
+    """Where a text comes again, the nearest of its values to an answer is that of the token that followed."""
+    torch.manual_seed(0)
+    x, shares, seen = torch.randn(1, 24, 64), {}, {}
+    for induction in (True, False):
+        gates = {"step_bias": 9.0, "forget_bias": -20.0}
+        memory = NeuralMemory(dim=64, heads=1, induction=induction, **gates)
+        memory.watch = lambda values, answers: seen.update(values=values, answers=answers)
+        memory(torch.cat([x, x], 1))
+        answers, values = seen["answers"][0, 27:47, 0], seen["values"][0, :24, 0]
+        nearest = torch.cosine_similarity(answers[:, None], values[None], -1).argmax(-1)
+        shares[induction] = float((nearest == torch.arange(4, 24)).float().mean())
+    assert shares[True] == 1 and shares[False] < 0.3
+
+
+def test_induction_needs_a_convolution():
+    with pytest.raises(ValueError, match="induction: expected conv of at least 2"):
+        NeuralMemory(dim=8, conv=1, induction=True)
+    with pytest.raises(ValueError, match="induction: expected True or False, got 'yes'"):
+        NeuralMemory(dim=8, induction="yes")
+
+
+def _resets_parts_first(module):
+    for part in reversed(list(module.modules())):
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+
+
 def test_gate_biases_survive_hugging_face_initialisation():
     transformers = pytest.importorskip("transformers")
 

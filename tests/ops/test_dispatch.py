@@ -75,11 +75,13 @@ def test_memories_that_have_none(changes, reason):
 
 @needs_triton
 def test_parts_of_a_layer():
-    assert dispatch.layer_reason(on_cuda(), width=256, taps=8, gates=128, features=512, channels=8192) is None
+    assert (
+        dispatch.layer_reason(on_cuda(), width=256, taps=16, gates=128, features=512, channels=8192) is None
+    )
     assert "CUDA" in dispatch.layer_reason(torch.zeros(1, device="cpu"))
     assert "float32 and bfloat16" in dispatch.layer_reason(on_cuda(torch.float64))
     assert "no tokens" in dispatch.layer_reason(on_cuda(count=0))
-    for size, most in (("width", 256), ("taps", 8), ("gates", 128), ("features", 512), ("channels", 8192)):
+    for size, most in (("width", 256), ("taps", 16), ("gates", 128), ("features", 512), ("channels", 8192)):
         assert f"got {most + 1}" in dispatch.layer_reason(on_cuda(), **{size: most + 1})
 
 

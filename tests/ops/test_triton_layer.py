@@ -83,6 +83,7 @@ CONVS = {  # rows, tokens, heads, width, taps, history, unit
     "shorter than its taps": (2, 3, 1, 5, 8, 7, True),
     "one tap": (2, 9, 2, 16, 1, 0, True),
     "eight taps": (1, 40, 1, 16, 8, 10, False),
+    "sixteen taps": (2, 40, 2, 16, 16, 20, True),
     "wide": (1, 7, 1, 200, 4, 3, False),
     "not at length 1": (2, 19, 2, 24, 2, 4, False),
 }
@@ -184,7 +185,7 @@ def cases():
         yield f"join, {groups} layers", torch_join, layer.join, leaves, (1e-6,)
 
 
-NUMBER = 52
+NUMBER = 53
 """Of `cases`."""
 
 
@@ -397,6 +398,6 @@ def test_what_they_cannot_run_stays_with_torch():
         assert layer.fits(x)
         for refused in (x.double(), x[:0]):
             assert not layer.fits(refused)
-        assert not layer.fits(x, width=512) and not layer.fits(x, taps=9) and not layer.fits(x, gates=200)
+        assert not layer.fits(x, width=512) and not layer.fits(x, taps=17) and not layer.fits(x, gates=200)
         assert layer.fits(x, width=256, features=512)
         assert not layer.fits(x, width=257, features=1) and not layer.fits(x, features=513)

@@ -22,7 +22,7 @@ log = logging.getLogger("remanence")
 KERNELS: tuple[str, ...] = ("layer", "memory", "decode", "search")
 """The kernels that may run, by what they do; the rest is left to torch. Tests set it to compare the two."""
 
-LAYER_WIDTH, LAYER_TAPS, LAYER_GATES, LAYER_FEATURES, LAYER_CHANNELS = 256, 8, 128, 512, 8192
+LAYER_WIDTH, LAYER_TAPS, LAYER_GATES, LAYER_FEATURES, LAYER_CHANNELS = 256, 16, 128, 512, 8192
 """The most that the kernels of layer.py can take, of a head's width and so on."""
 
 LAYER_DTYPES = (torch.float32, torch.bfloat16)

@@ -158,11 +158,14 @@ def _split(tiles: Any, parts: int) -> tuple[Any, Any]:
 
 def _conv_tiles(name: str, weight: Tensor, heads: int) -> dict[str, Any]:
     width, taps = weight.shape[-2] // heads, weight.shape[-1]
+    elements = TILE[name]
+    if name == "short_conv_slopes" and taps > 4:  # a tile for every tap is held in registers
+        elements = elements * 4 // _power(taps)
     return {
         "HEADS": heads,
         "D": width,
         "BD": _power(width),
-        "BT": max(1, TILE[name] // _power(width)),
+        "BT": max(1, elements // _power(width)),
         "TAPS": taps,
     }
 
