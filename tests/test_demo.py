@@ -1,6 +1,7 @@
 """The demo: what it says is what it writes, whole or not at all, and an earlier one stays until then."""
 
 import json
+import lzma
 import multiprocessing
 import os
 import signal
@@ -13,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from remanence import Model
-from remanence.cli import demo, demo_models
+from remanence import Model, Session
+from remanence.cli import demo, demo_book, demo_models
 from remanence.inference import memfile
 from remanence.model import parameters
 
@@ -45,13 +46,15 @@ def run(*arguments):
 
 def test_it_writes_what_it_says(tmp_path):
     folder = tmp_path / "deep" / "er"
-    out, err = run("--out", folder, "--steps", 2)
+    out, err = run("--out", folder, "--steps", 2, "--tokens", 2048)
     assert "[/]" not in out, "markup is not for readers"
+    assert "has read Mary Shelley's Frankenstein" in out and "2,048 tokens after the facts" in out
     assert "right answers" in out and "tokens of noise" in out and "recall.png" in out
     assert sorted(line.split(", ")[0] for line in err.splitlines()) == [
         f"{name}: step 2 of 2" for name in ("lmm", "mac", "window")
     ]
     assert sorted(path.name for path in folder.iterdir()) == [
+        "book.mem",
         "lmm",
         "mac",
         "pairs.mem",
@@ -71,6 +74,12 @@ def test_it_writes_what_it_says(tmp_path):
     state = memfile.load(folder / "pairs.mem", models["mac"])
     assert state.position.tolist() == [16 + facts["memory_file"]["noise"]]
     assert len(facts["memory_file"]["asked"]) == 8
+    book = facts["book"]
+    assert all(book["told"].count(answer) == 1 for answer in book["on"]) and len(book["on"]) == 4
+    assert book["on"] == book["told"] and not {*book["off"], *book["frozen"]} & {*book["told"]}
+    memory = Session(book["model"]).load(folder / "book.mem")
+    assert memory.tokens == book["tokens"]
+    assert memory.generate(f" {book['asked'][0]}", max_tokens=8).strip() == book["told"][0]
     told = dict(pair.split("=") for pair in facts["memory_file"]["read"])
     assert [told[key] for key in facts["memory_file"]["asked"]] == facts["memory_file"]["told"]
 
@@ -94,6 +103,18 @@ def test_the_models_are_of_one_size():
     assert max(counts) < 1.03 * min(counts)
 
 
+def test_the_book_is_as_it_was_but_for_the_facts():
+    facts = demo_book.draw_facts(3)
+    book = lzma.decompress(demo_book.BOOK.read_bytes()).decode()
+    beginning, rest = demo_book.with_facts(book, [stated for stated, *_ in facts])
+    for stated, question, value in facts:
+        assert (
+            beginning.count(stated) == 1 and value in stated and value not in question and value not in book
+        )
+        beginning = beginning.replace(stated, "")
+    assert beginning + rest == book
+
+
 @pytest.mark.slow
 def test_memories_win_beyond_the_window(tmp_path):
     run("--out", tmp_path / "demo")
@@ -105,6 +126,8 @@ def test_memories_win_beyond_the_window(tmp_path):
         assert share["window"] >= 0.95 if near else share["window"] < 0.15, "guessing is 1 in 16"
         assert share["lmm"] >= 0.95 and share["mac"] >= 0.95
     recalled = facts["memory_file"]
+    book = facts["book"]
+    assert book["distance"] > 1000 * book["window"] and book["on"] == book["told"]
     right = [
         sum(map(str.__eq__, recalled[name], recalled["told"])) for name in ("from_the_file", "without_it")
     ]
@@ -112,7 +135,7 @@ def test_memories_win_beyond_the_window(tmp_path):
 
 
 def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
-    process = start("--out", tmp_path / "demo")
+    process = start("--out", tmp_path / "demo", "--tokens", 1024)
     while not list(tmp_path.glob(".demo.*.new/*/config.json")):
         assert process.poll() is None
         time.sleep(0.05)
@@ -162,7 +185,12 @@ def test_a_model_that_cannot_be_trained_ends_the_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--steps", "0"], "steps: expected"), (["--seed", "-1"], "seed: expected")]
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "steps: expected"),
+        (["--seed", "-1"], "seed: expected"),
+        (["--tokens", "0"], "tokens: expected"),
+    ],
 )
 def test_wrong_arguments_are_one_line(tmp_path, arguments, message):
     process = start("--out", tmp_path / "demo", *arguments)

@@ -54,3 +54,25 @@ def test_a_folder_of_that_name_comes_first(run, tmp_path):
 def test_a_name_that_there_is_not(run):
     said = run("read", "raeder", "book.txt", "--save", "book.mem", code=2)
     assert "config.json and model.safetensors, or the name reader, got raeder" in said
+
+
+def test_the_small_reader_is_in_the_package(tmp_path, command, monkeypatch):
+    """Opened by its name alone it keeps a fact beyond its window, at the command line and after a file."""
+    assert shipped.shipped_models() == ["remanence-small"]
+    folder = shipped.FOLDER / "remanence-small"
+    assert (folder / "model.safetensors").stat().st_size <= 12e6
+    card = (folder / "README.md").read_text()
+    assert all(f"## {part}" in card for part in ("Use", "Training", "What it does", "Limits", "Licence"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text(f" The number of the silent harbor is 4170283. {TEXT}")
+    command("read", "remanence-small", "book.txt", "--save", "book.mem", "--device", "cpu")
+    asked = (
+        "generate",
+        "remanence-small",
+        "--prompt",
+        " What is the number of the silent harbor?",
+        "--max-tokens",
+        8,
+    )
+    assert command(*asked, "--memory", "book.mem").strip() == "4170283"
+    assert "4170283" not in command(*asked)

@@ -1,8 +1,9 @@
-"""The demo: three tiny models learn to recall pairs and are asked from further and further away.
+"""The demo: a model that comes with the package reads a book and is asked for facts in it. Then three tiny models learn
+to recall pairs and are asked from further and further away.
 
 A window forgets what has left it; a memory that was trained for 64 tokens still answers after 2,000. Then a memory is
 saved and restored. Everything is made in a folder beside `out`, which takes its place when it is complete.
-`demo_models.py` trains the models and asks them.
+`demo_book.py` reads the book, `demo_models.py` trains the models and asks them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a sliding-window Transformer, an LMM and a MAC to recall pairs, in a minute or two, and ask them from afar.
+    """Read a book with the model that comes with the package, and ask it for facts in it; then train a sliding-window
+    Transformer, an LMM and a MAC to recall pairs, and ask them from afar. Two or three minutes in all.
 
     Prints and plots right answers against distance; then a memory is saved, restored in a fresh model, and asked.
     """
@@ -64,11 +66,13 @@ class Demo:
     """Of the models and of the texts."""
     steps: int | None = None
     """Training steps of each model, for a quick look. Default: as many as each needs."""
+    tokens: int = 131_072
+    """Bytes of the book between the facts and their questions."""
 
     def run(self) -> None:
         import torch
 
-        from remanence.cli import demo_models
+        from remanence.cli import demo_book, demo_models
         from remanence.core.console import Console
         from remanence.core.device import resolve
         from remanence.model import Model, parameters
@@ -76,9 +80,16 @@ class Demo:
         out, device, seed = self.out, resolve(self.device), self.seed
         if seed < 0:
             raise ValueError(f"seed: expected a whole number of at least 0, got {seed}")
+        if self.tokens < 1024:
+            raise ValueError(f"tokens: expected a whole number of at least 1024, got {self.tokens}")
         console, begun = Console(), time.monotonic()
         configs = {name: demo_models.recipe_config(name, self.device, seed, self.steps) for name in RECIPES}
         with replaced(out) as folder:
+            book = demo_book.read_book(folder, device, seed, self.tokens)
+            say(f"{book['model']}, whose window is {book['window']} tokens wide, has read {book['book']}.")
+            say(f"Asked {book['distance']:,} tokens after the facts in it, from {out / 'book.mem'}:")
+            titles = {"on": "with its memory", "frozen": "memory never written", "off": "memory off"}
+            console.print(answers_table(book, titles))
             seconds = demo_models.train(configs, folder)
             torch.set_num_threads(1)
             models = {name: Model.load(folder / name / "model", device=device).eval() for name in RECIPES}
@@ -90,7 +101,8 @@ class Demo:
             say(f"MAC read {pairs}, then {recalled['noise']} tokens of noise.")
             size = f"{recalled['bytes'] / 1000:,.0f} KB"
             say(f"Its memory: {out / 'pairs.mem'}, {size}. A model loaded anew is asked:")
-            console.print(memory_table(recalled))
+            titles = {"from_the_file": "from the file", "without_it": "without it"}
+            console.print(answers_table(recalled, titles))
             facts = {
                 **MARK,
                 "seed": seed,
@@ -102,6 +114,7 @@ class Demo:
                 "distances": DISTANCES,
                 "accuracy": accuracy,
                 "memory_file": recalled,
+                "book": book,
             }
             write_json(folder / "recall.json", facts)
         folders = f"{out}/{{{','.join(RECIPES)}}}/model"
@@ -187,17 +200,18 @@ def plot(accuracy: dict[str, list[float]], path: Path) -> None:
     plt.close(figure)
 
 
-def memory_table(recalled: dict[str, Any]) -> Table:
+def answers_table(recalled: dict[str, Any], titles: dict[str, str]) -> Table:
+    """Questions, and the answers to each that `recalled` has under the names that are given titles here."""
     from rich.table import Table
 
     from remanence.core.console import coloured
 
-    table = Table("asked", "from the file", "without it")
-    columns = [recalled[name] for name in ("asked", "told", "from_the_file", "without_it")]
-    for key, value, *answers in zip(*columns, strict=True):
+    table = Table("asked", *titles.values())
+    for key, value, *answers in zip(*(recalled[name] for name in ("asked", "told", *titles)), strict=True):
         verdicts = [("right", "green") if answer == value else ("wrong", "red") for answer in answers]
         told = zip(answers, verdicts, strict=True)
         table.add_row(
-            f"{key}?", *(coloured(f"{answer:>2} {word}", colour) for answer, (word, colour) in told)
+            key if key.endswith("?") else f"{key}?",
+            *(coloured(f"{answer:>2} {word}", colour) for answer, (word, colour) in told),
         )
     return table

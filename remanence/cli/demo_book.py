@@ -1,0 +1,101 @@
+"""The demo's first part: the model that comes with the package reads a book with facts in it and is asked for them."""
+
+from __future__ import annotations
+
+import lzma
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from remanence.core.progress import Progress
+from remanence.core.shipped import FOLDER
+from remanence.core.tokens import load_tokenizer
+from remanence.inference.session import Session
+from remanence.model import Model
+from remanence.tasks.facts import WORDINGS
+from remanence.tasks.needle import ADJECTIVES, NOUNS
+
+MODEL, BOOK = "remanence-small", FOLDER / "frankenstein.txt.xz"
+TITLE = "Mary Shelley's Frankenstein"
+FACTS, DIGITS = 4, 7
+TOLD = 512
+"""Bytes of the book from one fact to the next; all that follows lies between the last one and the questions."""
+REACH = 8
+"""Windows per layer that a model without a memory is given: what it sees through windows alone ends after one."""
+
+
+def draw_facts(seed: int) -> list[tuple[str, str, str]]:
+    """What is stated, how it is asked, and the answer."""
+    rng = np.random.default_rng(seed)
+    keys = rng.permutation(len(ADJECTIVES) * len(NOUNS))[:FACTS].tolist()
+    found = []
+    for key in keys:
+        value = str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))
+        found.append(
+            (*WORDINGS["asked"](ADJECTIVES[key // len(NOUNS)], NOUNS[key % len(NOUNS)], value), value)
+        )
+    return found
+
+
+def with_facts(book: str, told: list[str]) -> tuple[str, str]:
+    """The book's beginning with a fact after each `TOLD` characters or so, where a sentence ends; and the rest."""
+    parts, start = [], 0
+    for each in told:
+        end = book.index(". ", start + TOLD) + 1
+        parts += [book[start:end], each]
+        start = end
+    return "".join(parts), book[start:]
+
+
+def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dict[str, Any]:
+    """Read so many bytes of the book, save the memory, and ask a model loaded anew; then those whose memory is never
+    written (frozen) or absent (off).
+    """
+    began, facts = time.monotonic(), draw_facts(seed)
+    beginning, rest = with_facts(
+        lzma.decompress(BOOK.read_bytes()).decode(), [stated for stated, *_ in facts]
+    )
+    rest = rest.encode()[:tokens].decode(errors="ignore")
+    path = folder / "book.mem"
+    session = _session(device)
+    session.read(beginning)
+    with Progress(keep=True) as progress:
+        bar = progress.add("reading", tokens, TITLE)
+        before = session.tokens
+        for _ in session.reading(rest):
+            bar.update(session.tokens - before)
+    session.save(path)
+    read = time.monotonic() - began
+    window = session.model.config.window * session.model.config.depth
+    remembered, others = _session(device).load(path), {}
+    for mode in ("frozen", "off"):
+        others[mode] = _session(device)
+        others[mode].model.memory = mode
+        # Through windows alone nothing farther back can be seen, so nothing farther back is read.
+        others[mode].read((beginning + rest)[-REACH * window :])
+    return {
+        "model": MODEL,
+        "book": TITLE,
+        "tokens": session.tokens,
+        "window": session.model.config.window,
+        "distance": session.tokens - before,
+        "bytes": path.stat().st_size,
+        "seconds": round(read, 1),
+        "facts": [stated.strip() for stated, *_ in facts],
+        "asked": [question.strip() for _, question, _ in facts],
+        "told": [value for *_, value in facts],
+        "on": [_answer(remembered, question) for _, question, _ in facts],
+        **{mode: [_answer(other, question) for _, question, _ in facts] for mode, other in others.items()},
+    }
+
+
+def _session(device: torch.device) -> Session:
+    return Session(Model.load(MODEL, device=device).eval(), load_tokenizer(MODEL))
+
+
+def _answer(session: Session, question: str) -> str:
+    """What follows a question, each asked by itself from the same memory."""
+    return session.fork().generate(question, max_tokens=DIGITS + 1, stop=(".", "\n")).strip()
