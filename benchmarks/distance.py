@@ -68,6 +68,16 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model, and
     "mag-sigmoid": SIGMOID,
     "mag-matrix": {"memory": {"depth": 1}},
 }
+TITLES = {
+    "mag": "MAG",
+    "mag-cost.1": "MAG, writing costs a third",
+    "lmm": "LMM",
+    "gated_delta-threshold": "Gated DeltaNet's matrix, gates that shut",
+    "conv_window": "window of 128",
+    "window": "window of 128, no convolution",
+    "attention": "full attention, trained on 2K",
+}
+"""Of runs in a plot; others have their names."""
 KEYS = {"single": 1, "keys4": 4, "keys16": 16, "keys64": 64}
 LATE = 4096
 BRIEF = {2**10 * n: f"{n}K" for n in (1, 4, 16, 64, 256)} | {2**20 * n: f"{n}M" for n in (1, 4, 10)}
@@ -255,19 +265,21 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Right answers to single facts by distance, each run with its memory on, and off where that was asked."""
+    """Right answers to single facts by distance, each run with its memory on, the first one also without."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axis = figure.subplots()
     found = {key: own for key, own in shares(rows).items() if key[1:3] == ("single", "ruler")}
+    first = next(iter(found), ("",))[0]
+    found = {key: own for key, own in found.items() if key[-1] == "on" or key[0] == first}
     for color, ((run, *_, mode), own) in enumerate(found.items()):
         middle = [100 * right / count for right, count in own.values()]
         bounds = [[100 * bound for bound in wilson(*each)] for each in own.values()]
         around = [[m - low for m, (low, _) in zip(middle, bounds, strict=True)],
                   [high - m for m, (_, high) in zip(middle, bounds, strict=True)]]  # fmt: skip
         places = [distance * 1.03 ** (color - len(found) / 2) for distance in own]  # beside each other
-        label = run if mode == "on" else f"{run}, memory {mode}"
+        label = TITLES.get(run, run) + ("" if mode == "on" else f", memory {mode}")
         axis.errorbar(
             places,
             middle,
@@ -282,7 +294,7 @@ def plot(rows: list[Row], path: Path) -> None:
     axis.set_xticks(ticks, [BRIEF.get(tick, f"{tick:,}") for tick in ticks])
     axis.set(xlabel="tokens of a book from a fact to its question", ylabel="right answers, %", ylim=(-2, 103))
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=9, loc="center")
     figure.savefig(path, dpi=130)
 
 

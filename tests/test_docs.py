@@ -51,12 +51,12 @@ class TestReadme:
 
     def test_it_opens_with_a_picture_two_commands_and_fifteen_lines(self):
         opening = README.split("\n## ")[0]
-        assert re.search(r"!\[[^\]]+\]\(docs/results/recall\.png\)", opening)
+        assert re.search(r"!\[[^\]]+\]\(docs/results/facts\.png\)", opening)
         commands = re.findall(r"```bash\n(.*?)```", opening, re.S)
         assert len(commands) == 1 and len(commands[0].splitlines()) == 2
         code = re.findall(r"```python\n(.*?)```", opening, re.S)
         assert len(code) == 1 and 10 <= len([line for line in code[0].splitlines() if line]) <= 15
-        assert (ROOT / "docs/results/recall.png").stat().st_size < 100_000
+        assert (ROOT / "docs/results/facts.png").stat().st_size < 100_000
 
     def test_its_commands_exist(self):
         """The shell blocks name only targets, extras and subcommands that are there."""
