@@ -113,3 +113,12 @@ def test_memorizing_saves_and_prints(home, tmp_path):
     assert len(rows) == 7 and len({row["parameters"] for row in rows}) == 1
     for row in rows:  # every byte is in one class
         assert torch.tensor(row["counts"]).sum(1).tolist() == [2048] * len(row["counts"])
+
+
+@pytest.mark.slow
+def test_addressing_saves_and_prints(home, tmp_path):
+    out = ["--out", tmp_path / "a.json"]
+    called("addressing.py", home, "--tiny", "--runs", "lmm, conv 4", "mag, conv 16, induction", *out)
+    printed = called("addressing.py", home, *out, "--table")
+    assert "| mag, conv 16, induction | 0 |" in printed
+    assert [len(row["curve"]) for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == [2, 2]

@@ -8,7 +8,7 @@ Facts are stated between the sentences of the books and asked for later, up to h
 2,048 tokens of each row, and the memory is carried from step to step. Writing costs something, and gates have a
 threshold below which they are shut: a memory that writes a ten-thousandth of every token has written over everything
 after a million. Keys begin as the query of the token before (`induction`), and convolutions are long enough to hold a
-name: without both, models learned to recall a fact but not to look at its name. The window is short on purpose: with
+name: begun at random, models learned to recall a fact but not to look at its name. The window is short on purpose: with
 one of 256 tokens, models learned to look facts up in the window, and not in the memory.
 
 This made `remanence-small` (with 3,021 steps, 2,114 of them the ramp): docs/results/facts.md.
