@@ -1,4 +1,4 @@
-"""A small reader of books that keeps facts: bytes, MAG with windows of 128 tokens, 5.9M parameters.
+"""A small reader of books that keeps facts: bytes, MAG with windows of 128 tokens, 6.0M parameters.
 
 remanence data prepare books/ --out out/books
 remanence train facts --data.path=out/books --out out/facts
