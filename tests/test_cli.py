@@ -171,7 +171,7 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
     [
         (
             ["read", "nowhere", "t.txt", "--save", "x.mem"],
-            "model: expected a folder with config.json and model.safetensors, got nowhere",
+            "model: expected a folder with config.json and model.safetensors, or the name remanence-small, got nowhere",
         ),
         (["read", "m", "nowhere.txt", "--save", "x.mem"], "nowhere.txt: no such file"),
         (

@@ -53,7 +53,7 @@ RECIPES = {
 @dataclass(frozen=True)
 class Demo:
     """Read a book with the model that comes with the package, and ask it for facts in it; then train a sliding-window
-    Transformer, an LMM and a MAC to recall pairs, and ask them from afar. Two or three minutes in all.
+    Transformer, an LMM and a MAC to recall pairs, and ask them from afar. A minute or two in all.
 
     Prints and plots right answers against distance; then a memory is saved, restored in a fresh model, and asked.
     """
