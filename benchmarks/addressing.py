@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from books import Row, Rows, add_arguments, load, machine, table_row, table_rule
+from books import Row, Rows, load, machine, table_row, table_rule
 from distance import Facts, Texts
 
 from remanence.config import change
@@ -113,11 +113,14 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100, help="steps between two looks")
     parser.add_argument("--rows", type=int, default=2, help="of a batch, 2,048 bytes each")
     parser.add_argument("--texts", type=int, default=48, help="that are asked, one question each")
-    add_arguments(parser, "addressing.json")
+    parser.add_argument("--out", type=Path, default=Path("addressing.json"), help="rows; not run again")
+    parser.add_argument("--commit", help="of the code, where there is no repository to ask")
+    parser.add_argument("--table", action="store_true", help="print what --out holds, and run nothing")
+    parser.add_argument("--tiny", action="store_true", help="two steps, to try the script")
     args = parser.parse_args()
     if args.tiny:
         args.steps, args.every, args.rows, args.texts = 2, 1, 1, 2
-    rows = Rows(args.out, args.commit, args.merge or ())
+    rows = Rows(args.out, args.commit)
     if args.table:
         print(table(rows.rows))
         return

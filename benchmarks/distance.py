@@ -49,7 +49,7 @@ from remanence.train.config import PLAIN, override
 
 SIGMOID: dict[str, Any] = {"memory": {"threshold": 0.0, "forget_bias": -14.0}}
 """Gates that never shut, and then writing costs nothing; they begin to forget a millionth."""
-RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model, and from its cost of writing
+RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
     "mag": {},
     "lmm": {"pattern": ("lmm",)},
     "mal": {"pattern": ("mal",)},
@@ -62,7 +62,6 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model, and
     "attention": {"pattern": ("attention",)},  # trained on pieces by themselves
     "memorizing": {"pattern": memorizing(6), "knn": {"size": 16384, "k": 32}},
     "mag-w256": {"window": 256},
-    "mag-cost.1": {"write_cost": 0.1},
     "mag-conv4": {"memory": {"conv": 4}},
     "mag-unrelated": {"memory": {"induction": False}},  # queries and keys
     "mag-sigmoid": SIGMOID,
@@ -70,14 +69,13 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model, and
 }
 TITLES = {
     "mag": "MAG",
-    "mag-cost.1": "MAG, writing costs a third",
     "lmm": "LMM",
     "gated_delta-threshold": "Gated DeltaNet's matrix, gates that shut",
     "conv_window": "window of 128",
     "window": "window of 128, no convolution",
     "attention": "full attention, trained on 2K",
 }
-"""Of runs in a plot; others have their names."""
+"""Of runs in a plot; others have their names, and all of them their changes."""
 KEYS = {"single": 1, "keys4": 4, "keys16": 16, "keys64": 64}
 LATE = 4096
 BRIEF = {2**10 * n: f"{n}K" for n in (1, 4, 16, 64, 256)} | {2**20 * n: f"{n}M" for n in (1, 4, 10)}
@@ -89,17 +87,12 @@ TINY = {"steps": 2, "distances": [1024], "texts": 2, "runs": ["mag", "window"], 
 
 def config_of(name: str, seed: int, args: argparse.Namespace) -> TrainConfig:
     base = recipe()
-    own = {key: value for key, value in RUNS[name].items() if key != "write_cost"}
-    model = change(base.model, own)
-    if own:
+    model = change(base.model, RUNS[name])
+    if RUNS[name]:
         model = matched(model, parameters(base.model))
     data = replace(base.data, path=str(args.work / "tokens"))
     carry = "attention" not in model.pattern
-    cost = (
-        RUNS[name].get("write_cost", base.write_cost)
-        if model.memory.threshold and not set(model.blocks) <= PLAIN
-        else 0.0
-    )
+    cost = base.write_cost if model.memory.threshold and not set(model.blocks) <= PLAIN else 0.0
     steps = args.steps or base.steps
     config = replace(base, model=model, data=data, carry=carry, write_cost=cost, steps=steps, seed=seed)
     return override(config, dict(each.removeprefix("--").split("=", 1) for each in args.changes))
@@ -107,7 +100,7 @@ def config_of(name: str, seed: int, args: argparse.Namespace) -> TrainConfig:
 
 def trained(name: str, seed: int, args: argparse.Namespace, device: torch.device) -> tuple[Model, Row]:
     """A run's model, which may have been trained before, and how its training went."""
-    folder = args.work / f"{name}-{seed}"
+    folder = args.work / "-".join([name, *args.changes, str(seed)]).replace("/", "_")
     if not (folder / "model" / "config.json").is_file():
         began = time.monotonic()
         fit(config_of(name, seed, args), folder, resume=(folder / "config.json").is_file())
@@ -231,11 +224,13 @@ Shares = dict[int, tuple[int, int]]
 
 
 def shares(rows: list[Row]) -> dict[tuple[str, ...], Shares]:
-    """Right answers and questions by distance, of all seeds together, by run, kind, wording and mode."""
+    """Right answers and questions by distance, of all seeds together, by run with its changes, kind, wording, mode."""
     found: dict[tuple[str, ...], Shares] = {}
     order = list(RUNS)
     for row in sorted(rows, key=lambda row: order.index(row["what"]["run"])):
-        own = found.setdefault(tuple(row["what"][name] for name in ("run", "kind", "wording", "mode")), {})
+        what = row["what"]
+        key = " ".join([what["run"], *what["changes"]]), what["kind"], what["wording"], what["mode"]
+        own = found.setdefault(key, {})
         for each in row["answers"]:
             before = own.get(each["distance"], (0, 0))
             own[each["distance"]] = before[0] + each["right"], before[1] + each["count"]
@@ -279,7 +274,8 @@ def plot(rows: list[Row], path: Path) -> None:
         around = [[m - low for m, (low, _) in zip(middle, bounds, strict=True)],
                   [high - m for m, (_, high) in zip(middle, bounds, strict=True)]]  # fmt: skip
         places = [distance * 1.03 ** (color - len(found) / 2) for distance in own]  # beside each other
-        label = TITLES.get(run, run) + ("" if mode == "on" else f", memory {mode}")
+        name, *changes = run.split(" ")
+        label = ", ".join([TITLES.get(name, name), *changes]) + ("" if mode == "on" else f", memory {mode}")
         axis.errorbar(
             places,
             middle,

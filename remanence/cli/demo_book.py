@@ -16,28 +16,26 @@ from remanence.core.tokens import load_tokenizer
 from remanence.inference.session import Session
 from remanence.model import Model
 from remanence.tasks.facts import WORDINGS
-from remanence.tasks.needle import ADJECTIVES, NOUNS
+from remanence.tasks.needle import unused
 
 MODEL, BOOK = "remanence-small", FOLDER / "frankenstein.txt.xz"
 TITLE = "Mary Shelley's Frankenstein"
-FACTS, DIGITS = 4, 7
+FACTS = 4
 TOLD = 512
 """Bytes of the book from one fact to the next; all that follows lies between the last one and the questions."""
 REACH = 8
 """Windows per layer that a model without a memory is given: what it sees through windows alone ends after one."""
 
 
-def draw_facts(seed: int) -> list[tuple[str, str, str]]:
-    """What is stated, how it is asked, and the answer."""
+def draw_facts(book: str, seed: int) -> list[tuple[str, str, str]]:
+    """What is stated, how it is asked, and the answer, which the book does not have."""
     rng = np.random.default_rng(seed)
-    keys = rng.permutation(len(ADJECTIVES) * len(NOUNS))[:FACTS].tolist()
-    found = []
-    for key in keys:
-        value = str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))
-        found.append(
-            (*WORDINGS["asked"](ADJECTIVES[key // len(NOUNS)], NOUNS[key % len(NOUNS)], value), value)
-        )
-    return found
+    names, values = (unused(book, rng, what, FACTS, []) for what in ("key", "number"))
+    facts = []
+    for name, value in zip(names, values, strict=True):
+        adjective, noun = name.split("-")
+        facts.append((*WORDINGS["asked"](adjective, noun, value), value))
+    return facts
 
 
 def with_facts(book: str, told: list[str]) -> tuple[str, str]:
@@ -54,10 +52,9 @@ def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dic
     """Read so many bytes of the book, save the memory, and ask a model loaded anew; then those whose memory is never
     written (frozen) or absent (off).
     """
-    began, facts = time.monotonic(), draw_facts(seed)
-    beginning, rest = with_facts(
-        lzma.decompress(BOOK.read_bytes()).decode(), [stated for stated, *_ in facts]
-    )
+    began, book = time.monotonic(), lzma.decompress(BOOK.read_bytes()).decode()
+    facts = draw_facts(book, seed)
+    beginning, rest = with_facts(book, [stated for stated, *_ in facts])
     rest = rest.encode()[:tokens].decode(errors="ignore")
     path = folder / "book.mem"
     session = _session(device)
@@ -98,4 +95,4 @@ def _session(device: torch.device) -> Session:
 
 def _answer(session: Session, question: str) -> str:
     """What follows a question, each asked by itself from the same memory."""
-    return session.fork().generate(question, max_tokens=DIGITS + 1, stop=(".", "\n")).strip()
+    return session.fork().generate(question, max_tokens=8, stop=(".", "\n")).strip()
