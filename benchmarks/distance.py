@@ -11,6 +11,7 @@ it had not been. An answer is right if every token of it is the likeliest one.
 
 - *single*: one fact at the text's beginning; *keys4*, *keys16*, *keys64*: as many, of which one is asked for.
 - *late*: a fact stated after so many tokens of the book, and asked for 4,096 tokens later.
+- *numbers*: one fact, then as many tokens of the books' places with digits, one behind the other: what wears facts.
 
 Facts are worded as RULER's are, or as --wording says (`remanence.tasks.facts.WORDINGS`).
 
@@ -54,11 +55,16 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
     "lmm": {"pattern": ("lmm",)},
     "mal": {"pattern": ("mal",)},
     "mac": {"pattern": ("mac",)},
+    # gates that see more than a byte: the memory's layers stand behind one that mixes bytes
+    "mag-context": {"pattern": ("conv_window", *["mag"] * 5)},
+    "lmm-context": {"pattern": ("conv_window", *["lmm"] * 5)},
+    "matrix-context": {"pattern": ("conv_window", *["gated_delta"] * 5)},
     "hybrid": {"pattern": ("window", "lmm")},
     "gated_delta": {"pattern": ("gated_delta",), **SIGMOID},
     "gated_delta-threshold": {"pattern": ("gated_delta",)},
     "window": {"pattern": ("window",)},
     "conv_window": {"pattern": ("conv_window",)},
+    "conv_window-2k": {"pattern": ("conv_window",), "window": 2048},  # sees all that it is trained on
     "attention": {"pattern": ("attention",)},  # trained on pieces by themselves
     "memorizing": {"pattern": memorizing(6), "knn": {"size": 16384, "k": 32}},
     "mag-w256": {"window": 256},
@@ -77,7 +83,7 @@ TITLES = {
 }
 """Of runs in a plot; others have their names, and all of them their changes."""
 KEYS = {"single": 1, "keys4": 4, "keys16": 16, "keys64": 64}
-LATE = 4096
+LATE, AROUND = 4096, 24
 BRIEF = {2**10 * n: f"{n}K" for n in (1, 4, 16, 64, 256)} | {2**20 * n: f"{n}M" for n in (1, 4, 10)}
 TINY = {"steps": 2, "distances": [1024], "texts": 2, "runs": ["mag", "window"], "changes": [
     "model.dim=64", "model.depth=1", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
@@ -132,6 +138,16 @@ class Texts:
         places = self.places[rows]
         self.places[rows] = (places + count) % len(self.text)
         return self.text[(places[:, None] + np.arange(count)) % len(self.text)].astype(np.int64)
+
+
+def around_digits(books: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All places of the books that have digits, with AROUND bytes on both sides, one behind the other."""
+    parts = []
+    for book in books:
+        digits = ((book >= ord("0")) & (book <= ord("9"))).float()
+        near = torch.nn.functional.max_pool1d(digits[None, None], 2 * AROUND + 1, 1, AROUND)[0, 0]
+        parts.append(book[near > 0])
+    return torch.cat(parts)
 
 
 class Facts:
@@ -192,8 +208,10 @@ def measure(
     facts = Facts(texts, rows, KEYS.get(kind, 1), wording)
     state, done = None, 0
     if kind != "late":
-        begun = facts.stated(texts, max(1024, 128 * KEYS[kind]))
+        begun = facts.stated(texts, max(1024, 128 * KEYS.get(kind, 1)))
         state = read(model, torch.from_numpy(begun).to(model.device)).state
+    if kind == "numbers":
+        texts = Texts([around_digits(books)], rows, seed)
     for distance in distances:
         while done < distance:
             count = min(piece, distance - done)
@@ -336,7 +354,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of training; the recipe's")
     parser.add_argument("--changes", nargs="*", default=[], help="to the recipe: optimizer.lr=1e-3 batch=8")
     parser.add_argument(
-        "--kinds", nargs="+", default=["single", "keys4", "keys16", "late"], choices=[*KEYS, "late"]
+        "--kinds",
+        nargs="+",
+        default=["single", "keys4", "keys16", "late"],
+        choices=[*KEYS, "late", "numbers"],
     )
     parser.add_argument("--modes", nargs="+", default=["on"], choices=MODES)
     parser.add_argument("--wording", default="ruler", choices=list(WORDINGS))

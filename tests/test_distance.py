@@ -56,6 +56,13 @@ def test_facts_are_in_the_text_and_the_asked_one_is_told_apart(bench, books):
         )
 
 
+def test_numbers_are_all_that_stands_around_the_digits_of_books(bench):
+    book = b"a" * 100 + b"12" + b"b" * 10 + b"3" + b"c" * 100 + b"7"
+    found = bench.around_digits([torch.frombuffer(bytearray(book), dtype=torch.uint8)])
+    expected = b"a" * 24 + b"12" + b"b" * 10 + b"3" + b"c" * 48 + b"7"
+    assert bytes(found.tolist()) == expected
+
+
 @pytest.mark.parametrize("kind", ["single", "late"])
 def test_a_text_that_was_asked_goes_on_as_if_it_had_not_been(bench, books, kind, monkeypatch):
     """The states that are asked at the last distance are those of a reading that was asked nowhere before."""

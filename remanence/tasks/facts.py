@@ -38,6 +38,8 @@ model learns to answer with the last one and never to look at the key.
 """
 SHARE = 0.9
 """Of a step's tokens, what facts and questions may take."""
+BARE = 4096
+"""Tokens for each number that belongs to no fact, at most; where facts are denser, there are as many as facts."""
 
 
 class Event(NamedTuple):
@@ -142,6 +144,11 @@ class Facts:
                 continue
             for event in pair:
                 events[event.place // self.length].append(event)
+        for place in rng.integers(total, size=max(len(places), total // BARE)).tolist():
+            tokens = np.array(self.tokenizer.encode(_bare(rng)), np.int64)
+            if left[place // self.length] >= len(tokens):
+                left[place // self.length] -= len(tokens)
+                events[place // self.length].append(Event(place, tokens, np.zeros(len(tokens), bool)))
         return [sorted(each, key=lambda event: event.place) for each in events]
 
     def _grown(self, step: int) -> float:
@@ -229,6 +236,21 @@ def _worded(rng: np.random.Generator, key: int, known: int) -> tuple[str, str, s
     wording = list(WORDINGS.values())[int(rng.integers(known))]
     stated, question = wording(ADJECTIVES[key // len(NOUNS)], NOUNS[key % len(NOUNS)], value)
     return stated, question, f" {value}"
+
+
+NUMBERS = (
+    " CHAPTER {n}.", " In {n}.", " No. {n}.", " [{n}]", " ({n})", " It was {n}.", " {n} miles.", " {n} men.",
+    " At {n} o'clock.", " Page {n}.", " {n},{m} pounds.", " {n}.", " {n}:{m}.", " The {n}th.", " Vol. {n}, p. {m}.",
+    " {n} and {m} years.", " House {n}, Room {m}.", " January {n}, {m}.",
+)  # fmt: skip
+"""How a number stands in a text that is no fact's. A book has few of them, so that a memory that was trained on facts
+and books alone writes every digit it meets, and in a million tokens its facts are written over.
+"""
+
+
+def _bare(rng: np.random.Generator) -> str:
+    n, m = (int(10 ** rng.uniform(0, 5)) for _ in range(2))
+    return NUMBERS[int(rng.integers(len(NUMBERS)))].format(n=n, m=m)
 
 
 def _log_uniform(rng: np.random.Generator, low: float, high: float, size: int | None = None) -> Any:

@@ -11,7 +11,7 @@ from remanence.config import preset
 from remanence.data import Tokens, prepare
 from remanence.model import Model, parameters
 from remanence.recipes.facts import recipe
-from remanence.tasks.facts import FIRST, Facts
+from remanence.tasks.facts import BARE, FIRST, Facts
 from remanence.tasks.needle import ADJECTIVES, NOUNS
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
 from remanence.train.engine import make_optimizer, take_step
@@ -91,6 +91,18 @@ def test_steps_are_made_again_and_dealt_to_processes(books):
         assert torch.equal(wanted, getattr(again, name))
         assert torch.equal(wanted, torch.cat([getattr(each, name) for each in two]))
     assert not torch.equal(kept[3].tokens, Facts(books, 1024, 4, 0.1, 20, seed=6).step(3).tokens)
+
+
+def test_texts_have_numbers_that_belong_to_no_fact(books):
+    """As many as facts, and in a sparse stream some all the same; none of them under a name."""
+    source, bare, facts, read = Facts(books, 2048, 4, 0.1, seed=7), 0, 0, 0
+    for row in range(4):
+        for text, _ in streams(source, row, 100):
+            numbers = re.findall(r"\d[\d,:]*", text)
+            facts += len(re.findall(rf"(?i){NAME}(?:: | is:? | has the number )\d+\.", text))
+            under = len(re.findall(rf"(?i){NAME}\D{{0,80}}?\d", text))
+            bare, read = bare + len(numbers) - under, read + len(text)
+    assert bare > max(0.8 * facts, 0.8 * read / BARE)
 
 
 def test_a_run_begins_with_many_facts_and_their_questions_near(books):
