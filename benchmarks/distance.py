@@ -1,7 +1,7 @@
 """Does it remember? Facts stated in a book and asked for after 1K to 1M tokens and more, by models trained on pieces
 of 2K.
 
-    python benchmarks/distance.py BOOKS --runs mag window --seeds 0 1 2 --jobs 6 --work out/distance --out rows.json
+    python benchmarks/distance.py BOOKS --seeds 0 1 2 --jobs 6 --work out/distance --out rows.json
     python benchmarks/distance.py BOOKS --out rows.json --table --plot distance.png
 
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. Every run is `recipes/facts.py`
@@ -16,6 +16,7 @@ it had not been. An answer is right if every token of it is the likeliest one.
 Facts are worded as RULER's are, or as --wording says (`remanence.tasks.facts.WORDINGS`).
 
 Models are kept in --work, rows in --out: what is there already is not made again. With --jobs, runs share a device.
+With --model, a model of bytes that is there already is asked, by its folder or by the name of one in the package.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from remanence.train.config import PLAIN, override
 SIGMOID: dict[str, Any] = {"memory": {"threshold": 0.0, "forget_bias": -14.0}}
 """Gates that never shut, and then writing costs nothing; they begin to forget a millionth."""
 RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
-    "mag": {},
+    # gates that see more than a byte: the memories stand behind a layer that mixes bytes
+    "mag-context": {},
+    "lmm-context": {"pattern": ("conv_window", *["lmm"] * 5)},
+    "matrix-context": {"pattern": ("conv_window", *["gated_delta"] * 5)},
+    "mag": {"pattern": ("mag",)},
     "lmm": {"pattern": ("lmm",)},
     "mal": {"pattern": ("mal",)},
     "mac": {"pattern": ("mac",)},
-    # gates that see more than a byte: the memory's layers stand behind one that mixes bytes
-    "mag-context": {"pattern": ("conv_window", *["mag"] * 5)},
-    "lmm-context": {"pattern": ("conv_window", *["lmm"] * 5)},
-    "matrix-context": {"pattern": ("conv_window", *["gated_delta"] * 5)},
     "hybrid": {"pattern": ("window", "lmm")},
     "gated_delta": {"pattern": ("gated_delta",), **SIGMOID},
     "gated_delta-threshold": {"pattern": ("gated_delta",)},
@@ -67,17 +68,19 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
     "conv_window-2k": {"pattern": ("conv_window",), "window": 2048},  # sees all that it is trained on
     "attention": {"pattern": ("attention",)},  # trained on pieces by themselves
     "memorizing": {"pattern": memorizing(6), "knn": {"size": 16384, "k": 32}},
-    "mag-w256": {"window": 256},
-    "mag-conv4": {"memory": {"conv": 4}},
-    "mag-unrelated": {"memory": {"induction": False}},  # queries and keys
-    "mag-sigmoid": SIGMOID,
-    "mag-matrix": {"memory": {"depth": 1}},
+    "mag-w256": {"pattern": ("mag",), "window": 256},
+    "mag-conv4": {"pattern": ("mag",), "memory": {"conv": 4}},
+    "mag-unrelated": {"pattern": ("mag",), "memory": {"induction": False}},  # queries and keys
+    "mag-sigmoid": {"pattern": ("mag",), **SIGMOID},
+    "mag-matrix": {"pattern": ("mag",), "memory": {"depth": 1}},
 }
 TITLES = {
-    "mag": "MAG",
+    "mag-context": "MAG",
+    "mag": "MAG, also as the first layer",
     "lmm": "LMM",
     "gated_delta-threshold": "Gated DeltaNet's matrix, gates that shut",
     "conv_window": "window of 128",
+    "conv_window-2k": "window of 2K",
     "window": "window of 128, no convolution",
     "attention": "full attention, trained on 2K",
 }
@@ -85,8 +88,8 @@ TITLES = {
 KEYS = {"single": 1, "keys4": 4, "keys16": 16, "keys64": 64}
 LATE, AROUND = 4096, 24
 BRIEF = {2**10 * n: f"{n}K" for n in (1, 4, 16, 64, 256)} | {2**20 * n: f"{n}M" for n in (1, 4, 10)}
-TINY = {"steps": 2, "distances": [1024], "texts": 2, "runs": ["mag", "window"], "changes": [
-    "model.dim=64", "model.depth=1", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
+TINY = {"steps": 2, "distances": [1024], "texts": 2, "runs": ["mag-context", "window"], "changes": [
+    "model.dim=64", "model.depth=2", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
     "data.length=512", "batch=2", "precision=float32",
 ]}  # fmt: skip
 
@@ -123,6 +126,13 @@ def trained(name: str, seed: int, args: argparse.Namespace, device: torch.device
         "config": json.loads((folder / "config.json").read_text()),
     }
     return model, training
+
+
+def opened(name: str, device: torch.device) -> tuple[Model, Row]:
+    """A model that is there already."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = Model.load(name, device=device, dtype=dtype).eval()
+    return model, {"parameters": parameters(model.config)}
 
 
 class Texts:
@@ -244,8 +254,8 @@ Shares = dict[int, tuple[int, int]]
 def shares(rows: list[Row]) -> dict[tuple[str, ...], Shares]:
     """Right answers and questions by distance, of all seeds together, by run with its changes, kind, wording, mode."""
     found: dict[tuple[str, ...], Shares] = {}
-    order = list(RUNS)
-    for row in sorted(rows, key=lambda row: order.index(row["what"]["run"])):
+    order = {name: place for place, name in enumerate(RUNS)}
+    for row in sorted(rows, key=lambda row: order.get(row["what"]["run"], len(order))):
         what = row["what"]
         key = " ".join([what["run"], *what["changes"]]), what["kind"], what["wording"], what["mode"]
         own = found.setdefault(key, {})
@@ -349,7 +359,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("books", type=Path, help="a folder of books with an index.json")
-    parser.add_argument("--runs", nargs="+", default=["mag", "window"], choices=list(RUNS))
+    parser.add_argument("--runs", nargs="+", default=["mag-context", "conv_window-2k"], choices=list(RUNS))
+    parser.add_argument("--model", help="ask this one, and train none")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, help="of training; the recipe's")
     parser.add_argument("--changes", nargs="*", default=[], help="to the recipe: optimizer.lr=1e-3 batch=8")
@@ -376,8 +387,12 @@ def main() -> None:
     rows = Rows(args.out, args.commit, args.merge or ())
     if rows.shown(args, table, plot):
         return
-    index = json.loads((args.books / "index.json").read_text())
-    prepare([args.books / book["file"] for book in index if book["split"] == "train"], args.work / "tokens")
+    if args.model:
+        args.runs = [args.model]
+    elif not (args.work / "tokens" / "tokens.json").is_file():  # of --jobs, the processes share it
+        index = json.loads((args.books / "index.json").read_text())
+        trained_on = [args.books / book["file"] for book in index if book["split"] == "train"]
+        prepare(trained_on, args.work / "tokens")
     if args.jobs > 1:
         fan_out(args)
         return
@@ -396,7 +411,7 @@ def main() -> None:
             asked = [what for what in asked if not rows.has(what)]
             if not asked or time.monotonic() - began > args.seconds:
                 continue
-            model, training = trained(run, seed, args, device)
+            model, training = opened(run, device) if args.model else trained(run, seed, args, device)
             for what in asked:
                 if time.monotonic() - began > args.seconds or (what["mode"] != "on" and not model.has_memory):
                     continue

@@ -102,8 +102,24 @@ def test_it_trains_asks_and_prints(tmp_path, books):
     called(
         "--tiny", "--jobs", 2, "--work", tmp_path / "work", "--kinds", "single", "--modes", "on", "off", *out
     )
+    called(
+        "--model",
+        "remanence-small",
+        "--texts",
+        2,
+        "--kinds",
+        "single",
+        "--distances",
+        1024,
+        "--out",
+        tmp_path / "own.json",
+    )
+    (own,) = json.loads((tmp_path / "own.json").read_text())["rows"]
+    assert own["what"]["run"] == "remanence-small" and own["answers"][0]["right"] == 2
     printed = called(*out, "--table", "--plot", tmp_path / "plot.png")
-    assert [line.split(" | ")[:4] for line in printed.strip().splitlines()[2:]] == [
-        ["| mag", "single", "ruler", "on"], ["| mag", "single", "ruler", "off"], ["| window", "single", "ruler", "on"],
+    cells = [line.split(" | ")[:4] for line in printed.strip().splitlines()[2:]]
+    assert [(run.split()[1], *others) for run, *others in cells] == [
+        ("mag-context", "single", "ruler", "on"), ("mag-context", "single", "ruler", "off"),
+        ("window", "single", "ruler", "on"),
     ]  # fmt: skip
     assert (tmp_path / "plot.png").exists()

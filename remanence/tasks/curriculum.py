@@ -43,9 +43,10 @@ class Curriculum:
         self.tokenizer, self.curriculum, self.tokens, self.steps = tokenizer, curriculum, tokens, steps
         self.seed, self.rank = seed, rank
         self.shortest = min((length for length in curriculum if length), default=tokens)
-        if tokens % max(curriculum):
+        longest = max(self.shortest, *curriculum)
+        if tokens % longest:
             wanted = f"divisors of a step's {tokens} tokens (batch x data.length of a process)"
-            raise ValueError(f"data.curriculum: expected {wanted}, got {max(curriculum)}")
+            raise ValueError(f"data.curriculum: expected {wanted}, got {longest}")
         self.fact = cache(lambda text: np.array(tokenizer.encode(f" {text}"), np.int32))
         self.question = cache(self._question)
         self.told = {task: _with_earlier(own) for task, own in stories.items()}
@@ -57,8 +58,7 @@ class Curriculum:
                     wanted = f"at least {own.min()}, for the shortest story of {task}"
                     raise ValueError(f"data.curriculum: expected {wanted}, got {room}")
             self.fitting[room] = [(task, np.flatnonzero(own <= room)) for task, own in sizes.items()]
-        least = max(self.shortest, *curriculum)
-        self.hay = Haystack.of("data.books", sentences, tokenizer, least, HAYSTACK_ROWS)
+        self.hay = Haystack.of("data.books", sentences, tokenizer, longest, HAYSTACK_ROWS)
 
     def step(self, number: int) -> Batch:
         stage = min(number * len(self.curriculum) // self.steps, len(self.curriculum) - 1)

@@ -54,7 +54,7 @@ def answers_are_told(text):
     return len(found)
 
 
-@pytest.mark.parametrize("lengths", [(0, 256), (256,), (512,), (0, 256, 512)])
+@pytest.mark.parametrize("lengths", [(0,), (0, 256), (256,), (512,), (0, 256, 512)])
 def test_every_question_is_answered_as_it_was_told_and_only_answers_are_targets(lengths):
     for number in (0, 25, 59):
         batch = source(lengths).step(number)
