@@ -207,14 +207,25 @@ def table(rows: list[Row]) -> str:
     head = ["model", "task", *map(format_length, lengths)]
     lines = [head, ["---"] * len(head)]
     for qa in [*dict.fromkeys(qa for row in found for qa in row["count"]), "mean"]:
-        for run, seed, mode in dict.fromkeys((row["run"], row["seed"], row["memory"]) for row in found):
-            mine = {r["length"]: r for r in found if (r["run"], r["seed"], r["memory"]) == (run, seed, mode)}
+        for run, seed, mode in dict.fromkeys((run_title(row), row["seed"], row["memory"]) for row in found):
+            mine = {
+                r["length"]: r for r in found if (run_title(r), r["seed"], r["memory"]) == (run, seed, mode)
+            }
+            if not any(r["count"].get(qa) for r in mine.values()) and qa != "mean":
+                continue
             cells = [cell(mine.get(length, {"count": {}}), qa) for length in lengths]
             lines.append([f"{run}, {mode}, seed {seed}", qa, *cells])
     for name, points in {**published.figure6("fine-tuned"), **published.babilong()}.items():
         at = dict(points)
         lines.append([f"{name} (published)", "mean", *[f"{at[n]:.0f}" if n in at else "" for n in lengths]])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def run_title(row: Row) -> str:
+    """A run by its blocks, each once, and the tasks that it was trained on."""
+    tasks = row["settings"]["tasks"]
+    told = tasks[0] if len(tasks) == 1 else f"{tasks[0]} to {tasks[-1]}"
+    return f"{'+'.join(dict.fromkeys(row['run'].split(',')))} on {told}"
 
 
 def mean(row: Row) -> float:
@@ -238,10 +249,10 @@ def plot(rows: list[Row], path: Path) -> None:
     lengths = sorted({*[row["length"] for row in found], *published.BABILONG_LENGTHS} - {0, 10_485_760})
     none = lengths[0] / 2
     lines = {}
-    for run, mode in dict.fromkeys((row["run"], row["memory"]) for row in found):
+    for run, mode in dict.fromkeys((run_title(row), row["memory"]) for row in found):
         points = []
         for length in sorted({row["length"] for row in found}):
-            mine = [r for r in found if (r["run"], r["memory"], r["length"]) == (run, mode, length)]
+            mine = [r for r in found if (run_title(r), r["memory"], r["length"]) == (run, mode, length)]
             if mine:
                 points.append((length or none, 100 * sum(map(mean, mine)) / len(mine)))
         lines[f"{run}, {mode}"] = points

@@ -76,15 +76,10 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model
 }
 TITLES = {
     "mag-context": "MAG",
-    "mag": "MAG, also as the first layer",
-    "lmm": "LMM",
-    "gated_delta-threshold": "Gated DeltaNet's matrix, gates that shut",
-    "conv_window": "window of 128",
+    "remanence-small": "remanence-small",
     "conv_window-2k": "window of 2K",
-    "window": "window of 128, no convolution",
-    "attention": "full attention, trained on 2K",
 }
-"""Of runs in a plot; others have their names, and all of them their changes."""
+"""Of the runs in a plot, which has those without changes."""
 KEYS = {"single": 1, "keys4": 4, "keys16": 16, "keys64": 64}
 LATE, AROUND = 4096, 24
 BRIEF = {2**10 * n: f"{n}K" for n in (1, 4, 16, 64, 256)} | {2**20 * n: f"{n}M" for n in (1, 4, 10)}
@@ -288,22 +283,21 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Right answers to single facts by distance, each run with its memory on, the first one also without."""
+    """Right answers to single facts by distance, of the runs in TITLES if there are any."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axis = figure.subplots()
-    found = {key: own for key, own in shares(rows).items() if key[1:3] == ("single", "ruler")}
-    first = next(iter(found), ("",))[0]
-    found = {key: own for key, own in found.items() if key[-1] == "on" or key[0] == first}
+    every = shares(rows)
+    shown = {run for run, *_ in every} & set(TITLES) or {run for run, *_ in every}
+    found = {key: own for key, own in every.items() if key[0] in shown and key[1:3] == ("single", "ruler")}
     for color, ((run, *_, mode), own) in enumerate(found.items()):
         middle = [100 * right / count for right, count in own.values()]
         bounds = [[100 * bound for bound in wilson(*each)] for each in own.values()]
         around = [[m - low for m, (low, _) in zip(middle, bounds, strict=True)],
                   [high - m for m, (_, high) in zip(middle, bounds, strict=True)]]  # fmt: skip
         places = [distance * 1.03 ** (color - len(found) / 2) for distance in own]  # beside each other
-        name, *changes = run.split(" ")
-        label = ", ".join([TITLES.get(name, name), *changes]) + ("" if mode == "on" else f", memory {mode}")
+        label = TITLES.get(run, run) + ("" if mode == "on" else f", memory {mode}")
         axis.errorbar(
             places,
             middle,
