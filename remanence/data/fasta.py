@@ -89,10 +89,9 @@ def _parts(path: Path, size: int) -> Iterator[_Header | bytes]:
         cleaned = clean(raw)
         if header is None and cleaned:
             before = raw[: len(raw) - len(raw.lstrip())].count(b"\n")
-            start = brief(raw.strip()[:20].decode("utf-8", "replace"))
-            raise ValueError(
-                f"{path}: line {line + before}: expected a header that begins with '>', got {start}"
-            )
+            start = brief(raw.strip()[:1].decode("latin-1"))
+            wanted = "expected a header that begins with '>'"
+            raise ValueError(f"{path}: line {line + before}: {wanted}, got a line that begins with {start}")
         if b"\0" in cleaned:
             at = wrong_at(raw)
             where = line + raw[:at].count(b"\n")
