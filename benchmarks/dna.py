@@ -10,7 +10,8 @@ single tables (``*.test.csv.xz``). Models of equal size are trained on the first
   the memory on, off, frozen and fresh. Only the last 20 % are held out. Markov models read the same.
 - *classes*: fine-tuned (`dna/classify`) from that model and from scratch, on GUE's tasks and on the tables, of which
   80 / 10 / 10 % become train, dev and test: those are not comparable to anyone's numbers. The model of the best step on
-  dev, by Matthews' correlation, is the one that is tested, with the memory on, off and frozen.
+  dev, by Matthews' correlation, is the one that is tested, with the memory on, off and frozen. Rows are trained on
+  either strand by chance; at last come runs on one strand alone, and with the next base in the loss.
 
 Workers (--jobs) share a device and take runs from one list, whose order is that of importance; with --seconds no run
 begins later. Rows that --out has are not made again.
@@ -178,7 +179,8 @@ def classifying(name: str, path: Path, count: int, what: Row, args: argparse.Nam
     return replace(
         config, steps=steps, batch=batch, seed=what["seed"],
         init_from=str(args.work / f"genome-{name}" / "model") if what["begin"] == "genome" else None,
-        data=DataConfig(kind="dna", path=str(path), length=1024, weight=what["weight"], reverse_complement=True),
+        data=DataConfig(kind="dna", path=str(path), length=1024, weight=what["weight"],
+                        reverse_complement=what["strands"] == 2),
         optimizer=OptimizerConfig(lr=what["lr"], warmup=max(1, steps // 20)),
     )  # fmt: skip
 
@@ -224,7 +226,9 @@ def classes(what: Row, args: argparse.Namespace) -> Row:
     folder = (
         args.work
         / "runs"
-        / "-".join(str(what[key]) for key in ("task", "run", "begin", "seed")).replace("/", "_")
+        / "-".join(str(what[key]) for key in ("task", "run", "begin", "seed", "strands", "weight")).replace(
+            "/", "_"
+        )
     )
     shutil.rmtree(folder, ignore_errors=True)
     best, chosen, looks, losses, began = -2.0, dict[str, Any](), [], [], time.monotonic()
@@ -330,7 +334,7 @@ def _class_table(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         what = row["what"]
         if what["kind"] == "classes":
-            found.setdefault((what["task"], what["run"], what["begin"]), []).append(row)
+            found.setdefault((what["task"], named(what), what["begin"]), []).append(row)
     yield table_row("task", "model", "begun from", "seeds", "MCC, test", "both strands", "memory off", "frozen",
                     "accuracy, test", "MCC, dev", *BESIDE)  # fmt: skip
     yield table_rule(12)
@@ -343,7 +347,14 @@ def _class_table(rows: list[Row]) -> Iterator[str]:
         beside = PUBLISHED.get(task, {})
         published = [f"{beside[name]:.2f}" if name in beside else "not comparable" for name in BESIDE]
         dev = f"{100 * statistics.fmean(row['dev'] for row in own):.1f}"
-        yield table_row(task, TITLES[run], begin, len(own), *cells, accuracy, dev, *published)
+        yield table_row(task, run, begin, len(own), *cells, accuracy, dev, *published)
+
+
+def named(what: Row) -> str:
+    """An architecture, and how it was fine-tuned if not as the others."""
+    other = [", trained on one strand"] * (what["strands"] == 1)
+    other += [f", bases count {what['weight']:g}"] * (what["weight"] > 0)
+    return TITLES[what["run"]] + "".join(other)
 
 
 def _mcc(rows: list[Row], kind: str) -> str:
@@ -375,8 +386,9 @@ def plot(rows: list[Row], path: Path) -> None:
         above.axvline(SHARE * len(curve) * every / 1e6, color="#888888", linewidth=0.8)
     above.set(xlabel="million bases read before (trained on those left of the line)", ylabel="bits per base")
     found: dict[str, dict[str, list[float]]] = {}
-    for row in (row for row in rows if row["what"]["kind"] == "classes"):
-        what = row["what"]
+    for what, row in ((row["what"], row) for row in rows if row["what"]["kind"] == "classes"):
+        if named(what) != TITLES[what["run"]]:
+            continue
         name = f"{TITLES[what['run']]}, from {what['begin']}"
         found.setdefault(name, {}).setdefault(what["task"], []).append(100 * row["test"]["on"]["mcc"])
     tasks = sorted({task for own in found.values() for task in own})
@@ -409,7 +421,7 @@ def work_of(args: argparse.Namespace) -> list[Row]:
     gue = [task for task in tasks if task in PUBLISHED] or tasks
     reading = {"kind": "genome", "every": args.every, "steps": args.pretrain_steps, "changes": args.changes}
     reading |= {"most": args.most}
-    tuning = {"kind": "classes", "epochs": args.epochs, "lr": args.lr, "weight": args.weight, "steps": args.steps,
+    tuning = {"kind": "classes", "epochs": args.epochs, "lr": args.lr, "weight": 0.0, "strands": 2, "steps": args.steps,
               "pretrained": args.pretrain_steps, "changes": args.changes}  # fmt: skip
     jobs = [{**reading, "run": run, "mode": "on"} for run in args.runs]
     for seed in args.seeds:
@@ -425,6 +437,11 @@ def work_of(args: argparse.Namespace) -> list[Row]:
         {**tuning, "task": task, "run": run, "begin": begin, "seed": seed}
         for seed in args.seeds for task in tasks if task not in gue
         for begin in ("genome", "scratch") for run in args.runs
+    ]  # fmt: skip
+    others = [{"strands": 1}, {"weight": 0.1}]  # what these two choices are worth, for the first architecture
+    jobs += [
+        {**tuning, "task": task, "run": args.runs[0], "begin": "genome", "seed": seed, **other}
+        for seed in args.seeds for other in others for task in gue
     ]  # fmt: skip
     return [job for job in jobs if job["kind"] in args.kinds]
 
@@ -488,7 +505,6 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, help="of fine-tuning, instead of epochs")
     parser.add_argument("--lr", type=float, default=1e-3, help="of fine-tuning")
-    parser.add_argument("--weight", type=float, default=0.0, help="of a base in the loss, beside the label")
     parser.add_argument(
         "--changes", nargs="*", default=[], help="to the recipes: model.depth=2 model.dim=128"
     )
