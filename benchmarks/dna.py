@@ -31,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,7 @@ SHARE = 0.8
 """Of the genome, what models are trained on."""
 ORDERS = (2, 3, 4, 6, 8, 12)
 MODES: tuple[Mode, ...] = ("on", "off", "frozen", "fresh")
-LOOKS = 20
+LOOKS = 12
 """How often a fine-tuning is looked at on dev."""
 PUBLISHED = {
     "prom_core_all": {"DNABERT-2": 69.37, "NT-2500M-multi": 70.33},
@@ -456,9 +457,12 @@ def ready(what: Row, args: argparse.Namespace) -> bool:
 def work(args: argparse.Namespace, rows: Rows) -> None:
     """Take runs that nobody has taken, until there is none."""
     device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()
+    failed = 0
     waiting = [(number, what) for number, what in enumerate(work_of(args)) if not rows.has(what)]
     while waiting and time.monotonic() - began < args.seconds:
         alone = args.worker is None
+        # What begins from a model that could not be made never will.
+        waiting = [each for each in waiting if not (args.work / f"failed-{each[1]['run']}").exists()]
         number, what = next((each for each in waiting if alone or ready(each[1], args)), (-1, {}))
         if not what:
             time.sleep(0.5)
@@ -469,15 +473,24 @@ def work(args: argparse.Namespace, rows: Rows) -> None:
         except FileExistsError:
             continue
         start = time.monotonic()
-        if what["kind"] == "classes" and what["begin"] == "genome":
-            pretrained(what["run"], args)  # there already, where workers share the list
-        found = genome(what, args, device) if what["kind"] == "genome" else classes(what, args)
+        try:
+            if what["kind"] == "classes" and what["begin"] == "genome":
+                pretrained(what["run"], args)  # there already, where workers share the list
+            found = genome(what, args, device) if what["kind"] == "genome" else classes(what, args)
+        except Exception:  # the other runs go on
+            traceback.print_exc()
+            failed += 1
+            if not (args.work / f"genome-{what['run']}" / "took.json").exists() and what["kind"] == "genome":
+                (args.work / f"failed-{what['run']}").touch()
+            continue
         rows.add({"what": what, **machine(device), **found})
         told = found.get("bits") or {kind: round(own["mcc"], 3) for kind, own in found["test"].items()}
         names = " ".join(
             str(what[key]) for key in ("task", "run", "begin", "mode", "seed") if what.get(key) is not None
         )
         print(f"{names}: {told}   {time.monotonic() - start:.0f} s", flush=True)
+    if failed:
+        sys.exit(f"{failed} runs failed")
 
 
 def fan_out(args: argparse.Namespace) -> None:
@@ -527,8 +540,8 @@ def main() -> None:
         work(args, own)
         return
     prepare(args.data, args.work, args.most)
-    for taken in args.work.glob("taken-*"):
-        taken.unlink()
+    for note in (*args.work.glob("taken-*"), *args.work.glob("failed-*")):
+        note.unlink()
     left = sorted(args.work.glob("rows-*.json"))  # of workers that were interrupted
     if left:
         rows = Rows(args.out, args.commit, left)

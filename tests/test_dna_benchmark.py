@@ -97,3 +97,16 @@ def test_it_runs_and_what_is_there_is_not_run_again(bench, data, tmp_path, monke
     told = run("--table", "--plot", str(tmp_path / "x.png"))
     assert "not comparable" in told and "71.99" in told and "Markov, orders mixed" in told
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_that_fails_does_not_hold_up_the_others(bench, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "TINY", {**bench.TINY, "most": 9000, "runs": ["lmm"]})
+    monkeypatch.setattr(bench, "fit", lambda *_, **__: 1 / 0)
+    places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "rows.json")]
+    monkeypatch.setattr(sys, "argv", ["dna.py", str(data), *places, "--tiny", "--kinds", "genome"])
+    with pytest.raises(SystemExit, match="1 runs failed"):
+        bench.main()
+    told = capsys.readouterr()
+    assert "ZeroDivisionError" in told.err and "markov" in told.out
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["what"]["run"] for row in rows] == ["markov"], "what needs no model was measured"

@@ -13,6 +13,7 @@ import torch
 
 from remanence.core.choices import check_choice
 from remanence.core.dna import FIRST, DnaTokenizer, reverse_complement
+from remanence.core.errors import DivergedError
 from remanence.data.labelled import LAYOUTS, SPLITS, read_labelled
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
@@ -134,5 +135,7 @@ def label_scores(subject: Subject, sequences: Sequence[np.ndarray], labels: int)
         found = trace.hidden.new_zeros(len(rows), trace.hidden.shape[-1]) if found is None else found
         found[inside.to(subject.device)] = hidden
         subject.passed(rows[:, part].numel())
+        if bool(trace.state.diverged.any()):
+            raise DivergedError("memory: expected finite numbers, got a memory that diverged in a sequence")
     logits = subject.model.logits(found)[:, FIRST : FIRST + labels]
     return logits.float().log_softmax(-1).cpu()
