@@ -217,8 +217,9 @@ class Lm(Task):
         """Bits per token of all files together, then of each stretch of `every` tokens."""
         nll, count = (sum(each[key] for each in found) for key in ("nll", "tokens"))
         rows = [self.row(f"bits per {self.unit}", nll / log(2) / count, setting, count=count)]
-        for index in range(max(len(each["places"]) for each in found)):
-            own = [each["places"][index] for each in found if index < len(each["places"])]
+        places = [each.get("places", []) for each in found]  # of an earlier version there are none
+        for index in range(max(map(len, places))):
+            own = [each[index] for each in places if index < len(each)]
             nll, count = sum(each[0] for each in own), sum(each[1] for each in own)
             where = {**setting, "from": index * self.settings.every}
             rows.append(self.row("bits by place", nll / log(2) / count, where, count=count, detail=True))

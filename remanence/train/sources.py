@@ -154,7 +154,11 @@ def _genome(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     path = config.data.path
     if path is None or not Path(path).exists():
         raise ValueError(f"data.path: expected a FASTA file or a folder of them, got {path or 'none'}")
-    found = [base_tokens(b"".join(record.pieces)) for file in files([Path(path)]) for record in records(file)]
+    found = [
+        np.concatenate([base_tokens(piece) for piece in record.pieces])
+        for file in files([Path(path)])
+        for record in records(file)
+    ]
     source = Genome(
         found, config.data.length, batch, config.seed, rank, world,
         stretch=STRETCH if config.carry else 1, reverse_complement=config.data.reverse_complement,
