@@ -375,12 +375,24 @@ def _mcc(rows: list[Row], kind: str) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Bits per base over the genome, smoothed over some stretches, and MCC by task."""
+    """Bits per base over the genome, and MCC by task: what there is of the two."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    above, below = figure.subplots(2)
-    for row in (row for row in rows if row["what"]["kind"] == "genome"):
+    drawn = {"genome": _plot_genome, "classes": _plot_classes}
+    found = {kind: own for kind in drawn if (own := [row for row in rows if row["what"]["kind"] == kind])}
+    figure = Figure(figsize=(9, 4 * max(1, len(found))), layout="constrained")
+    for axis, (kind, own) in zip(
+        np.atleast_1d(figure.subplots(max(1, len(found)))), found.items(), strict=False
+    ):
+        drawn[kind](axis, own)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=130)
+
+
+def _plot_genome(axis: Any, rows: list[Row]) -> None:
+    """Curves, smoothed over a sixtieth of the genome."""
+    for row in rows:
         run, every = row["what"]["run"], row["what"]["every"]
         for name, curve in row["curves"].items():
             if run == "markov" and name not in ("order 4", "orders mixed"):
@@ -390,34 +402,32 @@ def plot(rows: list[Row], path: Path) -> None:
             label = f"Markov, {name}" if run == "markov" else f"{TITLES[run]}, memory {name}"
             label = TITLES[run] if run == "window" else label
             places = (np.arange(len(means)) + wide / 2) * every / 1e6
-            above.plot(places, means, label=label, linewidth=1.2, linestyle=":" if run == "markov" else "-")
-        above.axvline(SHARE * len(curve) * every / 1e6, color="#888888", linewidth=0.8)
-    above.set(xlabel="million bases read before (trained on those left of the line)", ylabel="bits per base")
+            axis.plot(places, means, label=label, linewidth=1.2, linestyle=":" if run == "markov" else "-")
+    axis.axvline(SHARE * len(curve) * every / 1e6, color="#888888", linewidth=0.8)
+    axis.set(xlabel="million bases read before (trained on those left of the line)", ylabel="bits per base")
+
+
+def _plot_classes(axis: Any, rows: list[Row]) -> None:
     found: dict[str, dict[str, list[float]]] = {}
-    for what, row in ((row["what"], row) for row in rows if row["what"]["kind"] == "classes"):
-        if named(what) != TITLES[what["run"]]:
-            continue
-        name = f"{TITLES[what['run']]}, from {what['begin']}"
-        found.setdefault(name, {}).setdefault(what["task"], []).append(100 * row["test"]["on"]["mcc"])
+    for what, row in ((row["what"], row) for row in rows):
+        if named(what) == TITLES[what["run"]]:
+            name = f"{TITLES[what['run']]}, from {what['begin']}"
+            found.setdefault(name, {}).setdefault(what["task"], []).append(100 * row["test"]["on"]["mcc"])
     tasks = sorted({task for own in found.values() for task in own})
     for index, (name, own) in enumerate(sorted(found.items())):
         places = [tasks.index(task) + 0.12 * (index - len(found) / 2) for task in own]
-        below.errorbar(
+        axis.errorbar(
             places, [statistics.fmean(values) for values in own.values()],
             [statistics.stdev(values) if len(values) > 1 else 0 for values in own.values()], fmt="o", label=name,
         )  # fmt: skip
     for name, mark in zip(BESIDE, "_x", strict=True):
         known = [(tasks.index(task), own[name]) for task, own in PUBLISHED.items() if task in tasks]
         if known:
-            below.plot(
+            axis.plot(
                 *zip(*known, strict=True), mark, color="#555555", markersize=14, label=f"{name} (published)"
             )
-    below.set_xticks(range(len(tasks)), [task.replace("_", "\n", 1) for task in tasks], fontsize=8)
-    below.set(ylabel="MCC x 100 on the test set")
-    for axis in (above, below):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=130)
+    axis.set_xticks(range(len(tasks)), [task.replace("_", "\n", 1) for task in tasks], fontsize=8)
+    axis.set(ylabel="MCC x 100 on the test set")
 
 
 # The command

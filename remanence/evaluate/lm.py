@@ -232,18 +232,21 @@ class Lm(Task):
         lines: dict[str, list[tuple[float, float]]] = {}
         for mode, own in rows.items():
             for row in own:
-                if row.metric == "bits by place":
-                    order = row.setting.get("order")
-                    named = f"order {order}" if order and order.isdecimal() else "orders mixed"
-                    name = f"memory {mode}" if order is None else f"Markov, {named}"
-                    if order is None or mode == next(iter(rows)):  # they are the same for every mode
-                        lines.setdefault(name, []).append((row.setting["from"], row.value))
+                if row.metric != "bits by place":
+                    continue
+                order = row.setting.get("order")
+                markov = f"Markov, order {order}" if order != "mixture" else "Markov, orders mixed"
+                if order is None or mode == next(iter(rows)):  # they are the same for every mode
+                    name = f"memory {mode}" if order is None else markov
+                    lines.setdefault(name, []).append((row.setting["from"], row.value))
         if not lines:
             return []
+        lines = dict(sorted(lines.items(), key=lambda line: line[0].startswith("Markov")))
+        looks = {name: (index, int(name.startswith("Markov"))) for index, name in enumerate(lines)}
         path = stem.with_name(f"{stem.name}.lm-places.png")
-        title = f"Bits per token, mean of every {format_length(self.settings.every)}, in one reading"
+        title = f"Mean of every {format_length(self.settings.every)} tokens, in one reading"
         y = f"bits per {'base' if self.unit == 'base' else 'token'}"
-        return [curves(path, lines, title=title, x="tokens read before", y=y, linear=True)]
+        return [curves(path, lines, title=title, x="tokens read before", y=y, looks=looks, linear=True)]
 
     def _by_position(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         lines = {
