@@ -61,10 +61,17 @@ from remanence.train.run import Run
 RUNS: dict[str, dict[str, Any]] = {  # what differs from the recipe's model; all have as many parameters
     "lmm": {},
     "window": {"pattern": ("window",), "window": 512},
+    "lmm-induction": {"memory": {"induction": True, "conv": 16}},
     "mag": {"pattern": ("mag",)},
     "hybrid": {"pattern": ("window", "lmm")},
 }
-TITLES = {"lmm": "LMM", "window": "window of 512", "mag": "MAG", "hybrid": "window and LMM layers"}
+TITLES = {
+    "lmm": "LMM",
+    "window": "window of 512",
+    "lmm-induction": "LMM, keys begin as the query before",
+    "mag": "MAG",
+    "hybrid": "window and LMM layers",
+}
 SHARE = 0.8
 """Of the genome, what models are trained on."""
 ORDERS = (2, 3, 4, 6, 8, 12)
