@@ -41,7 +41,7 @@ ROOMS = {
         "tasks",
         "config",
     },
-    "recipes": {"config", "train"},
+    "recipes": {"core", "config", "train"},
     "evaluate": {"", "core", "ops", "model", "inference", "data", "tasks", "train", "hf", "config"},
     "report": {"", "core", "model", "config"},
     "testing": set(),

@@ -72,7 +72,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         write_json(folder / "tokenizer.json", byte_level_json())
-        _write_settings(folder, byte_level_json(), END, self.end)
+        write_settings(folder, byte_level_json(), END, self.end)
 
 
 class _ByteDecoder:
@@ -183,7 +183,7 @@ class JsonTokenizer:
     def save(self, folder: Path) -> None:
         with replacing(folder / "tokenizer.json") as temporary:
             temporary.write_text(self.text, encoding="utf-8")
-        _write_settings(folder, json.loads(self.text), self.end_text, self.end)
+        write_settings(folder, json.loads(self.text), self.end_text, self.end)
 
 
 class _JsonDecoder:
@@ -234,7 +234,7 @@ def _digest(settings: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical([rest, tokenizer])).hexdigest()[:32]
 
 
-def _write_settings(folder: Path, tokenizer: Mapping[str, Any], end: str | None, number: int | None) -> None:
+def write_settings(folder: Path, tokenizer: Mapping[str, Any], end: str | None, number: int | None) -> None:
     """What Hugging Face wants to know beside the tokens: padding stands at the left, and where a text ends."""
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -273,6 +273,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
         )
     if tokenizer == byte_level_json():
         return ByteTokenizer()
+    from remanence.core.dna import read_dna_json  # it is built on this file
+
+    if (bases := read_dna_json(tokenizer)) is not None:
+        return bases
     end = settings.get("eos_token")
     text = end.get("content") if isinstance(end, dict) else end
     if not isinstance(text, str) and end is not None:

@@ -1,4 +1,4 @@
-"""Where documents come from: text files, jsonl, parquet, folders of them, compressed or not."""
+"""Where documents come from: text files, jsonl, parquet, FASTA, folders of them, compressed or not."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 PLAIN, LINES, TABLE = (".txt", ".md", ".text"), (".jsonl", ".ndjson"), ".parquet"
+FASTA = (".fa", ".fasta", ".fna", ".fas", ".ffn", ".frn", ".faa")
+"""The last is a protein's: it is refused with its line, as any file that is no DNA."""
 PIECE = 1 << 18
 """Bytes of a file that are read at a time."""
 ROWS = 1024
@@ -87,7 +89,7 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
 def kind(path: Path) -> str | None:
     """The suffix of a file's content, without that of a compression; None for a file that is not read."""
     inner = Path(path.stem) if path.suffix in OPENERS else path
-    return inner.suffix if inner.suffix in (*PLAIN, *LINES, TABLE) else None
+    return inner.suffix if inner.suffix in (*PLAIN, *LINES, *FASTA, TABLE) else None
 
 
 def files(sources: list[Path]) -> list[Path]:
@@ -97,8 +99,8 @@ def files(sources: list[Path]) -> list[Path]:
         if source.is_dir():
             inside = sorted(path for path in source.rglob("*") if path.is_file() and kind(path))
             if not inside:
-                suffixes = ", ".join((*PLAIN, *LINES, TABLE))
-                wanted = f"text, jsonl or parquet files ({suffixes}, also compressed)"
+                suffixes = ", ".join((*PLAIN, *LINES, TABLE, *FASTA))
+                wanted = f"text, jsonl, parquet or FASTA files ({suffixes}, also compressed)"
                 raise ValueError(f"{source}: expected {wanted}, got none")
             if any(kind(path) == TABLE for path in inside):  # then a README describes the dataset
                 inside = [path for path in inside if path.name != "README.md"]
@@ -134,12 +136,18 @@ class File:
 
 
 def documents(path: Path, field: str = "text") -> Iterator[Document | None]:
-    """The documents of one file: each line's or row's `field` of jsonl and parquet; any other file is one document.
+    """The documents of one file: each line's or row's `field` of jsonl and parquet; each sequence of FASTA, its bases
+    alone; any other file is one document.
 
     None stands for a line or row whose field is null. A document must be read to its end before the next.
     """
     if kind(path) == TABLE:
         yield from _rows(path, field)
+        return
+    if kind(path) in FASTA:
+        from remanence.data.fasta import records  # it is built on this file
+
+        yield from (record.pieces for record in records(path))
         return
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
         if kind(path) in LINES:

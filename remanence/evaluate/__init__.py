@@ -1,7 +1,8 @@
-"""Evaluation: every text experiment of the papers as an entry of `TASKS`, with the memory on, off, frozen or fresh."""
+"""Evaluation: the papers' experiments as entries of `TASKS`, with the memory on, off, frozen or fresh."""
 
 from remanence.evaluate.babilong import Babilong
 from remanence.evaluate.commonsense import Commonsense
+from remanence.evaluate.dna import Dna
 from remanence.evaluate.grid import Ablate, Depth
 from remanence.evaluate.lm import Lm
 from remanence.evaluate.niah import Niah
@@ -12,7 +13,8 @@ from remanence.evaluate.task import Row, Task, configured
 from remanence.evaluate.wikitext_lambada import Lambada, Wikitext
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense, Ablate, Depth)
+    task.name: task
+    for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense, Dna, Ablate, Depth)
 }
 
 __all__ = ["TASKS", "Row", "Subject", "Task", "configured", "evaluate", "provenance", "write_rows"]

@@ -1,4 +1,7 @@
-"""How well a text is predicted: window by window and as one stream with carried memory, and by position."""
+"""How well a text is predicted: window by window and as one stream with carried memory, and by position.
+
+A text may be a genome: then numbers are per base, and Markov models can be measured beside the model.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from remanence.core.dna import DnaTokenizer
 from remanence.core.overrides import format_length
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, byte_level_json
 from remanence.data.texts import Texts
@@ -20,6 +24,7 @@ from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity
 from remanence.model import State
+from remanence.tasks.markov import MOST, Mixture
 
 EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
 """Positions at which a new mean of losses begins: 1, 2, 3, 4, 6, 8, 11, 16, ..."""
@@ -31,11 +36,15 @@ LETTERS = set(byte_level_json()["model"]["vocab"])
 class LmSettings:
     """
     Attributes:
-        data: a text file, jsonl, parquet, a folder of them, or hf:NAME. Every document begins with an empty memory.
-        views: "stream" (memory carried through each document) and "window" (begun anew every so many tokens).
+        data: a text file, jsonl, parquet, FASTA, a folder of them, or hf:NAME. Every document begins with an empty
+            memory.
+        views: "stream" (memory carried through each document), "window" (begun anew every so many tokens), and of DNA
+            "markov" (no model, but counts of what followed the bases before, for comparison).
         window: tokens of a window.
         max_tokens: of each file, only the first.
         rows: windows of a batch.
+        every: also the mean over every so many tokens of a file, one after the other, for a curve of it.
+        orders: of the Markov models.
     """
 
     data: str | None = None
@@ -43,12 +52,18 @@ class LmSettings:
     window: int = 2048
     max_tokens: int | None = None
     rows: int = 8
+    every: int | None = None
+    orders: tuple[int, ...] = (2, 4, 6, 8, 12)
 
     def __post_init__(self) -> None:
-        at_least(1, window=self.window, rows=self.rows)
+        at_least(1, window=self.window, rows=self.rows, every=self.every)
         at_least(2, max_tokens=self.max_tokens)
-        if not self.views or set(self.views) - {"window", "stream"}:
-            raise ValueError(f"views: expected window, stream or both, got {','.join(self.views) or 'none'}")
+        at_least(0, orders=self.orders)
+        if max(self.orders) > MOST:
+            raise ValueError(f"orders: expected at most {MOST}, got {max(self.orders)}")
+        if not self.views or set(self.views) - {"window", "stream", "markov"}:
+            got = ",".join(self.views) or "none"
+            raise ValueError(f"views: expected one or more of window, stream and markov, got {got}")
 
 
 class Lm(Task):
@@ -64,6 +79,9 @@ class Lm(Task):
             if not path.stat().st_size:
                 raise ValueError(f"lm.data: expected texts of at least two tokens, got the empty file {path}")
         self.tokenizer = subject.tokenizer
+        self.unit = "base" if isinstance(self.tokenizer, DnaTokenizer) else "byte"
+        if "markov" in settings.views and self.unit != "base":
+            raise ValueError("lm.views: expected markov with a model of DNA, got a model of text")
         self.files: dict[str, Path | None] = {path.name: path for path in self.texts.paths} or {
             self.texts.source: None
         }
@@ -72,13 +90,14 @@ class Lm(Task):
 
     @property
     def identity(self) -> Setting:
-        return {**self.texts.identity, "max_tokens": self.settings.max_tokens}
+        s = self.settings
+        return {
+            **self.texts.identity, "max_tokens": s.max_tokens, **({"every": s.every} if s.every else {})
+        }  # fmt: skip
 
     def units(self) -> list[list[Setting]]:
-        views = [
-            {"view": view, "window": self.settings.window} if view == "window" else {"view": view}
-            for view in self.settings.views
-        ]
+        own = {"window": {"window": self.settings.window}, "markov": {"orders": list(self.settings.orders)}}
+        views = [{"view": view, **own.get(view, {})} for view in self.settings.views]
         return [[{**view, "file": name}] for view in views for name in self.files]
 
     def cost(self, unit: Setting) -> int:
@@ -95,7 +114,9 @@ class Lm(Task):
 
     def _measured(self, unit: Setting) -> Result:
         """Sums over a file's documents: what is held at a time is a few windows, however long they are."""
-        sums = Sums()
+        if unit["view"] == "markov":
+            return self._markov(unit)
+        sums = Sums(every=self.settings.every)
         found = self.subject.bookmark.find(self.subject.model) if unit["view"] == "stream" else None
         if found:
             sums = Sums(**found[1])
@@ -121,7 +142,27 @@ class Lm(Task):
             "nll": sums.nll,
             "tokens": sums.count,
             "bytes": sums.bytes,
-            **({"bins": sums.bins} if unit["view"] == "stream" else {}),
+            **({"bins": sums.bins, "places": sums.places} if unit["view"] == "stream" else {}),
+        }
+
+    def _markov(self, unit: Setting) -> Result:
+        """The same sums for every order and their mixture, which read a file's documents one after the other."""
+        models, left = Mixture(unit["orders"]), self.settings.max_tokens
+        sums = [Sums(every=self.settings.every) for _ in range(len(unit["orders"]) + 1)]
+        for document in self.texts.of(self.files[unit["file"]]):
+            first = 1  # as everywhere, a document's first token does not count
+            for tokens in _limited(self.tokenizer.stream(document), left):
+                bits = models.bits(np.array(tokens))
+                for own, costs in zip(sums, bits, strict=True):
+                    own.add(torch.from_numpy(costs[first:] * log(2)))
+                first, left = 0, None if left is None else left - len(tokens)
+                self.subject.passed(len(tokens))
+            if left is not None and left < 2:
+                break
+        names = [*map(str, unit["orders"]), "mixture"]
+        return {
+            name: {"nll": own.nll, "tokens": own.count, "places": own.places}
+            for name, own in zip(names, sums, strict=True)
         }
 
     def _stream(self, lists: _Counted, sums: Sums, number: int, state: State | None) -> None:
@@ -148,10 +189,15 @@ class Lm(Task):
         rows = []
         for view in self.settings.views:
             own = [(unit, result) for unit, result in results if unit["view"] == view]
+            if view == "markov":
+                for order in own[0][1]:
+                    rows += self._places({"view": view, "order": order}, [found[order] for _, found in own])
+                continue
             setting = {key: value for key, value in own[0][0].items() if key != "file"}
             nll, tokens, size = (sum(result[key] for _, result in own) for key in ("nll", "tokens", "bytes"))
             rows += [self.row("perplexity", perplexity(nll / tokens), setting, count=tokens)]
-            rows += [self.row("bits per byte", nll / log(2) / size, setting, count=size)] if size else []
+            name = f"bits per {self.unit}"
+            rows += [self.row(name, nll / log(2) / size, setting, count=size)] if size else []
             if view == "stream":
                 for index, (start, end) in enumerate(zip([0, *EDGES], [*EDGES, None], strict=True)):
                     sums = [result["bins"][index] for _, result in own]
@@ -164,9 +210,45 @@ class Lm(Task):
                         }
                         loss = sum(each[0] for each in sums) / count
                         rows.append(self.row("loss by position", loss, where, count=count, detail=True))
+                rows += self._places(setting, [found for _, found in own])[1:]
+        return rows
+
+    def _places(self, setting: Setting, found: Sequence[Result]) -> list[Row]:
+        """Bits per token of all files together, then of each stretch of `every` tokens."""
+        nll, count = (sum(each[key] for each in found) for key in ("nll", "tokens"))
+        rows = [self.row(f"bits per {self.unit}", nll / log(2) / count, setting, count=count)]
+        places = [each.get("places", []) for each in found]  # of an earlier version there are none
+        for index in range(max(map(len, places))):
+            own = [each[index] for each in places if index < len(each)]
+            nll, count = sum(each[0] for each in own), sum(each[1] for each in own)
+            where = {**setting, "from": index * self.settings.every}
+            rows.append(self.row("bits by place", nll / log(2) / count, where, count=count, detail=True))
         return rows
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        return [*self._by_position(rows, stem), *self._by_place(rows, stem)]
+
+    def _by_place(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for mode, own in rows.items():
+            for row in own:
+                if row.metric != "bits by place":
+                    continue
+                order = row.setting.get("order")
+                markov = f"Markov, order {order}" if order != "mixture" else "Markov, orders mixed"
+                if order is None or mode == next(iter(rows)):  # they are the same for every mode
+                    name = f"memory {mode}" if order is None else markov
+                    lines.setdefault(name, []).append((row.setting["from"], row.value))
+        if not lines:
+            return []
+        lines = dict(sorted(lines.items(), key=lambda line: line[0].startswith("Markov")))
+        looks = {name: (index, int(name.startswith("Markov"))) for index, name in enumerate(lines)}
+        path = stem.with_name(f"{stem.name}.lm-places.png")
+        title = f"Mean of every {format_length(self.settings.every)} tokens, in one reading"
+        y = f"bits per {'base' if self.unit == 'base' else 'token'}"
+        return [curves(path, lines, title=title, x="tokens read before", y=y, looks=looks, linear=True)]
+
+    def _by_position(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         lines = {
             f"memory {mode}": [
                 (row.setting["from"], row.value) for row in own if row.metric == "loss by position"
@@ -192,7 +274,7 @@ class Lm(Task):
 class Sums:
     """Sums over a file, as plain data: the losses and their bins, and the tokens and bytes of finished documents.
 
-    `document` and `position` are where the reading stands.
+    `document` and `position` are where the reading stands. `places` are sums over every so many tokens, if asked for.
     """
 
     nll: float = 0.0
@@ -202,9 +284,18 @@ class Sums:
     document: int = 0
     position: int = 1
     bins: list[list[float]] = field(default_factory=lambda: [[0.0, 0] for _ in range(len(EDGES) + 1)])
+    every: int | None = None
+    places: list[list[float]] = field(default_factory=list)
 
     def add(self, losses: torch.Tensor, position: int | None = None) -> None:
         values = losses.double().cpu().numpy()
+        if self.every:
+            where = (self.count + np.arange(len(values))) // self.every
+            if len(where):
+                self.places += [[0.0, 0] for _ in range(len(self.places), int(where[-1]) + 1)]
+            for place in np.unique(where):
+                own, before = values[where == place], self.places[place]
+                self.places[place] = [before[0] + float(own.sum()), before[1] + len(own)]
         self.nll, self.count = self.nll + float(values.sum()), self.count + len(values)
         if position is not None:
             indices = np.searchsorted(EDGES, np.arange(position, position + len(values)), "right")

@@ -34,8 +34,9 @@ def curves(
     percent: bool = False,
     ticks: Mapping[float, str] | None = None,
     looks: Mapping[str, tuple[int, int]] | None = None,
+    linear: bool = False,
 ) -> Path:
-    """Lines over a logarithmic axis; published points are grey, dashed and labelled as such.
+    """Lines over a logarithmic axis, or of many points over a linear one; published points are grey and dashed.
 
     `looks` are indices of each line's colour and pattern; without them every line has a colour. Earlier lines are
     broader, so that a line behind another can be seen.
@@ -55,18 +56,21 @@ def curves(
         )
     for index, (name, points) in enumerate(lines.items()):
         colour, pattern = looks[name] if looks else (index, 0)
-        width = 1.5 + 2 * (len(lines) - 1 - index) / len(lines)
+        width = 1.2 if linear else 1.5 + 2 * (len(lines) - 1 - index) / len(lines)
         axis.plot(
             *zip(*points, strict=True),
             PATTERNS[pattern % len(PATTERNS)],
-            marker="o",
+            marker="" if linear else "o",
             color=COLOURS[colour % len(COLOURS)],
             linewidth=width,
             markersize=width + 2.5,
             label=name,
             clip_on=False,
         )
-    axis.set_xscale("log", base=2)
+    if linear:
+        axis.xaxis.set_major_formatter(lambda at, _: f"{at:,.0f}")
+    else:
+        axis.set_xscale("log", base=2)
     if ticks:
         axis.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
         axis.minorticks_off()

@@ -21,6 +21,7 @@ import torch
 import remanence
 from remanence.config import MODES, Mode
 from remanence.core.choices import check_choice
+from remanence.core.dna import DnaTokenizer, dna_json
 from remanence.core.files import (
     append_line,
     display_name,
@@ -191,6 +192,8 @@ def describe(subject: Subject) -> Any:
 
 def _tokenizer_digest(tokenizer: Tokenizer | None) -> str:
     """The same weights read another text through another tokenizer. A model without one reads bytes."""
+    if isinstance(tokenizer, DnaTokenizer):
+        return _digest(dna_json(tokenizer.labels))
     return _digest([tokenizer.text, tokenizer.end_text]) if isinstance(tokenizer, JsonTokenizer) else "bytes"
 
 

@@ -125,6 +125,8 @@ KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "needle": ("pairs",),
     "facts": ("path", "weight", "ramp"),
     "babilong": ("path", "books", "tasks", "curriculum"),
+    "genome": ("path", "reverse_complement"),
+    "dna": ("path", "weight", "reverse_complement"),
 }
 """The fields of each kind of data beside `kind` and `length`. A kind that you add to `SOURCES` may use all fields."""
 
@@ -136,18 +138,20 @@ class DataConfig:
     Attributes:
         kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" or
             "needle" (generated), "facts" (planted in prepared shards and asked for later), "babilong" (stories hidden
-            in books).
-        path: packed, documents, facts: the folder of the shards; babilong: bAbI's folder or archive, or hf:NAME.
-        length: tokens of a row.
+            in books), "genome" (FASTA), "dna" (sequences with labels).
+        path: packed, documents, facts: the folder of the shards; babilong: bAbI's folder or archive, or hf:NAME;
+            genome: a FASTA file or a folder of them; dna: a table, or a folder in GUE's or GenomicBenchmarks' layout.
+        length: tokens of a row; dna: the most, as rows are no longer than the longest sequence needs.
         pairs: recall: pairs of a row; needle: needles of a row.
         rounds: recall: how often each pair occurs.
         keys, noise: recall: the number of different keys, and of values; the number of noise tokens.
-        weight: facts: how much a token of the text counts in the loss, beside one of an answer; 0: answers alone.
+        weight: facts, dna: how much a token of the text counts in the loss, beside one of an answer; 0: answers alone.
         ramp: facts: steps over which the text between facts grows from nothing, and the distances with it.
         books, tasks: babilong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
         curriculum: babilong: the lengths of texts, from short to long, each for an equal part of the steps (one given
             twice, for two), 0 for stories alone. Steps then have batch x length tokens, in rows of the part's length.
             Without it, every row is one text with one question.
+        reverse_complement: genome, dna: whether half of the rows, by chance, are read on the other strand.
     """
 
     kind: str = "packed"
@@ -162,6 +166,7 @@ class DataConfig:
     books: str | None = None
     tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
     curriculum: tuple[int, ...] = ()
+    reverse_complement: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
@@ -192,6 +197,9 @@ class DataConfig:
         return _build(cls, {name: value for name, value in data.items() if name not in foreign})
 
 
+CARRIED = ("documents", "facts", "genome")
+"""Kinds of data whose rows go on from step to step."""
+
 PLAIN = {"attention", "window", "conv_window", "knn"}
 """Blocks without a neural memory."""
 
@@ -206,8 +214,7 @@ class TrainConfig:
         init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
-        carry: whether rows carry their memory from step to step (kinds "documents", "facts"), without gradient between
-            steps.
+        carry: whether rows carry their memory from step to step (`CARRIED` kinds), without gradient between steps.
         begin: a row's memory when a document begins: "fresh", the learned start; "passed", that of the neighbouring
             row after the step before; "noise", normal random numbers as large as memories are after a step.
         begin_share: the share of the documents that begin so; the others begin fresh.
@@ -282,9 +289,10 @@ class TrainConfig:
             raise ValueError("prompt: expected at least one character, got an empty text")
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch={self.batch}, got {self.accumulate}")
-        if self.carry and (self.accumulate > 1 or self.data.kind not in ("documents", "facts")):
+        if self.carry and (self.accumulate > 1 or self.data.kind not in CARRIED):
+            kinds = " or ".join(map(repr, CARRIED))
             raise ValueError(
-                "carry: expected data.kind='documents' or 'facts' and accumulate=1, whose rows go on from step to step"
+                f"carry: expected data.kind={kinds} and accumulate=1, whose rows go on from step to step"
             )
         if self.carry and "attention" in self.model.blocks:
             raise ValueError(

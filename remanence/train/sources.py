@@ -11,13 +11,18 @@ import numpy as np
 import torch
 
 from remanence.core.choices import check_choice
+from remanence.core.dna import base_tokens
 from remanence.core.files import read_json, sealed, write_json
 from remanence.core.shipped import located
 from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Batch, Documents, Packed, Tokens
+from remanence.data.fasta import records
+from remanence.data.labelled import read_labelled
+from remanence.data.sources import files
 from remanence.data.texts import Texts
 from remanence.tasks.babilong import ALL, Babilong, read_stories
 from remanence.tasks.curriculum import Curriculum
+from remanence.tasks.dna import STRETCH, Classes, Genome
 from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
@@ -68,7 +73,8 @@ def check_corpus(source: Source, run: Path) -> None:
     Nothing is noted of generated tasks, and of data that has no digest. Without a note, the corpus of now is the run's.
     """
     note = run / "data.json"
-    found = source.data.digest if isinstance(source, Packed | Documents | Facts) else None
+    corpus = source.data if isinstance(source, Packed | Documents | Facts) else source
+    found = getattr(corpus, "digest", None)
     begun = read_json(note).get("corpus") if note.is_file() else found
     if begun != found:
         raise ValueError(
@@ -143,6 +149,34 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     return Curriculum(stories, books.sentences(), tokenizer, *about)
 
 
+def _genome(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    """A byte for each base is held in memory."""
+    path = config.data.path
+    if path is None or not Path(path).exists():
+        raise ValueError(f"data.path: expected a FASTA file or a folder of them, got {path or 'none'}")
+    found = [
+        np.concatenate([base_tokens(piece) for piece in record.pieces])
+        for file in files([Path(path)])
+        for record in records(file)
+    ]
+    source = Genome(
+        found, config.data.length, batch, config.seed, rank, world,
+        stretch=STRETCH if config.carry else 1, reverse_complement=config.data.reverse_complement,
+    )  # fmt: skip
+    _check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)
+    return source
+
+
+def _dna(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    data = config.data
+    source = Classes(
+        read_labelled("data.path", data.path, "train"), data.length, batch, config.seed, rank, world,
+        weight=data.weight, reverse_complement=data.reverse_complement,
+    )  # fmt: skip
+    _check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)
+    return source
+
+
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "packed": _packed,
     "documents": _documents,
@@ -150,4 +184,6 @@ SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "recall": _recall,
     "needle": _needle,
     "babilong": _babilong,
+    "genome": _genome,
+    "dna": _dna,
 }

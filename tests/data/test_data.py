@@ -100,7 +100,7 @@ def test_bad_sources_and_damaged_shards(corpus, tmp_path):
     with pytest.raises(ValueError, match="nowhere: no such file or folder"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="expected text, jsonl or parquet files"):
+    with pytest.raises(ValueError, match="expected text, jsonl, parquet or FASTA files"):
         prepare([tmp_path / "empty"], tmp_path / "out")
     (tmp_path / "x.txt.xz").write_bytes(lzma.compress(b"abc" * 100)[:-9])
     with pytest.raises(ValueError, match=r"x\.txt\.xz: damaged"):

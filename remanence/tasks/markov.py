@@ -1,0 +1,79 @@
+"""Markov models of DNA that learn while they read: what a language model's bits per base are to be held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+RECENT = 20
+"""Bases by which the mixture judges its models."""
+MOST = 12
+"""The highest order: its table of counts has 4 ** 13 entries, 256 MiB."""
+
+
+class Markov:
+    """Counts of each base after each `order` bases before it, over all that was read so far, in one pass.
+
+    A base costs -log2 of its share among the counts, to each of which `prior` is added. The first `order` bases, and
+    any N, cost two bits and are not counted.
+    """
+
+    def __init__(self, order: int, prior: float | None = None) -> None:
+        if not 0 <= order <= MOST:
+            raise ValueError(f"order: expected from 0 to {MOST}, got {order}")
+        self.order = order
+        self.prior = (1 / 16 if order > 9 else 1 / 2) if prior is None else prior
+        self.counts = np.zeros(4 ** (order + 1), np.int32)
+        self.before = np.empty(0, np.uint8)
+
+    def bits(self, tokens: np.ndarray) -> np.ndarray:
+        """What each of the next tokens costs. They may come in pieces of any length."""
+        text = np.concatenate([self.before, tokens.astype(np.uint8)])
+        known, found = len(self.before), np.full(len(tokens), 2.0)
+        self.before = text[max(0, len(text) - self.order) :]
+        at = np.arange(max(known, self.order), len(text))
+        words = np.zeros(
+            len(at), np.int64
+        )  # the bases before and the one itself, as a number to the base four
+        clear = np.ones(len(at), bool)
+        for back in range(self.order, -1, -1):
+            base = text[at - back]
+            words, clear = words * 4 + (base & 3), clear & (base < 4)
+        words, at = words[clear], at[clear] - known
+        contexts = words >> 2
+        of_base = self.counts[words] + _earlier(words)
+        of_all = self.counts.reshape(-1, 4)[contexts].sum(1) + _earlier(contexts)
+        found[at] = -np.log2((of_base + self.prior) / (of_all + 4 * self.prior))
+        changed, times = np.unique(words, return_counts=True)
+        self.counts[changed] += times.astype(np.int32)
+        return found
+
+
+def _earlier(values: np.ndarray) -> np.ndarray:
+    """How often each value has occurred in front of its place."""
+    order = np.argsort(values, kind="stable")
+    ordered, places = values[order], np.arange(len(values))
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(values) else np.empty(0, bool)
+    found = np.empty(len(values), np.int64)
+    found[order] = places - np.maximum.accumulate(np.where(first, places, 0))
+    return found
+
+
+class Mixture:
+    """Several orders, and a mixture in which each counts by how well it predicted the last `RECENT` bases."""
+
+    def __init__(self, orders: Sequence[int]) -> None:
+        self.models = [Markov(order) for order in orders]
+        self.recent = np.zeros((len(orders), RECENT))
+
+    def bits(self, tokens: np.ndarray) -> np.ndarray:
+        """What each token costs ``[orders + 1, t]``: by each order, and at last by the mixture."""
+        found = np.stack([model.bits(tokens) for model in self.models])
+        history = np.concatenate([self.recent, found], 1)
+        self.recent = history[:, -RECENT:]
+        sums = np.concatenate([np.zeros((len(found), 1)), history.cumsum(1)], 1)
+        last = sums[:, RECENT:-1] - sums[:, : -RECENT - 1]  # of the bases before each, itself excluded
+        shares = np.exp2(last.min(0) - last)
+        mixed = -np.log2((shares * np.exp2(-found)).sum(0) / shares.sum(0))
+        return np.concatenate([found, mixed[None]])
