@@ -2,6 +2,7 @@
 
 from remanence.evaluate.babilong import Babilong
 from remanence.evaluate.commonsense import Commonsense
+from remanence.evaluate.forecast import Forecast
 from remanence.evaluate.grid import Ablate, Depth
 from remanence.evaluate.lm import Lm
 from remanence.evaluate.niah import Niah
@@ -12,7 +13,8 @@ from remanence.evaluate.task import Row, Task, configured
 from remanence.evaluate.wikitext_lambada import Lambada, Wikitext
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense, Ablate, Depth)
+    task.name: task
+    for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense, Forecast, Ablate, Depth)
 }
 
 __all__ = ["TASKS", "Row", "Subject", "Task", "configured", "evaluate", "provenance", "write_rows"]

@@ -1,4 +1,7 @@
-"""Training runs that come with the package, each a file with a function `recipe`: found by name, or by path."""
+"""Training runs that come with the package, each a file with a function `recipe`: found by name, or by path.
+
+One in a folder is named with it: ``forecast/etth1``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,13 @@ if TYPE_CHECKING:
     from remanence.train import TrainConfig
 
 FOLDER = Path(__file__).parent
-NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__"))
+NAMES = tuple(
+    sorted(
+        path.relative_to(FOLDER).with_suffix("").as_posix()
+        for path in FOLDER.rglob("*.py")
+        if path.stem != "__init__"
+    )
+)
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -18,8 +27,9 @@ def find_recipe(name: str | Path) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    if path.stem in NAMES and path.parent in (Path("."), Path("recipes")) and path.suffix in ("", ".py"):
-        return FOLDER / f"{path.stem}.py"
+    own = path.with_suffix("").as_posix().removeprefix("recipes/")
+    if own in NAMES and path.suffix in ("", ".py"):
+        return FOLDER / f"{own}.py"
     raise ValueError(f"recipe: expected a Python file or one of {', '.join(NAMES)}, got {name}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,10 +22,13 @@ from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
 from remanence.train.config import TrainConfig
+from remanence.train.forecasting import Forecasting
 
 
 class Source(Protocol):
-    def step(self, number: int) -> Batch: ...
+    """A source that has windows instead of tokens also makes the model and validates it (`Forecasting`)."""
+
+    def step(self, number: int) -> Any: ...
 
 
 class Ahead:
@@ -68,7 +71,8 @@ def check_corpus(source: Source, run: Path) -> None:
     Nothing is noted of generated tasks, and of data that has no digest. Without a note, the corpus of now is the run's.
     """
     note = run / "data.json"
-    found = source.data.digest if isinstance(source, Packed | Documents | Facts) else None
+    shards = isinstance(source, Packed | Documents | Facts)
+    found = source.data.digest if shards else getattr(source, "digest", None)  # type: ignore[attr-defined]
     begun = read_json(note).get("corpus") if note.is_file() else found
     if begun != found:
         raise ValueError(
@@ -143,6 +147,12 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     return Curriculum(stories, books.sentences(), tokenizer, *about)
 
 
+def _forecast(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    if world > 1:
+        raise ValueError(f"torchrun: expected one process for data.kind='forecast', got {world}")
+    return Forecasting(config, batch)
+
+
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "packed": _packed,
     "documents": _documents,
@@ -150,4 +160,5 @@ SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "recall": _recall,
     "needle": _needle,
     "babilong": _babilong,
+    "forecast": _forecast,
 }
