@@ -18,7 +18,7 @@ from remanence.series.network import Network, load_network
 from remanence.series.online import Rolled, roll
 from remanence.tasks.forecast import Errors, Protocol, Scaler, errors_of
 from remanence.train import TrainConfig, fit, forecasting
-from remanence.train.forecasting import Forecasting
+from remanence.train.windows import Forecasting
 
 
 class Forecaster:

@@ -14,8 +14,8 @@ from remanence.series.network import Network, WindowBatch
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full
-from remanence.train.forecasting import Captured, learn
 from remanence.train.graphed import Graphed, cost_at, summed_loss, writing
+from remanence.train.windows import Captured, learn
 
 
 class Step(NamedTuple):

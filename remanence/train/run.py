@@ -40,7 +40,6 @@ from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, gather_model, joined, shard, spread
 from remanence.train.engine import Step
 from remanence.train.export import run_config, save_model, trained_on
-from remanence.train.forecasting import Captured, Forecasting
 from remanence.train.graphed import Graphs
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
@@ -55,6 +54,7 @@ from remanence.train.sources import (
     tokenizer_of,
 )
 from remanence.train.validation import Validation
+from remanence.train.windows import Captured, Forecasting
 
 PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
 """A text on which two tokenizers that differ will probably differ."""

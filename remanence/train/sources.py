@@ -22,7 +22,7 @@ from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
 from remanence.train.config import TrainConfig
-from remanence.train.forecasting import Forecasting
+from remanence.train.windows import Forecasting
 
 
 class Source(Protocol):

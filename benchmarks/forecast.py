@@ -1,0 +1,445 @@
+"""Titans' Table 3 on this machine: forecasts by the field's protocol, with and without the memory, DLinear beside them.
+
+python benchmarks/forecast.py FOLDER --jobs 12 --out forecast.json
+python benchmarks/forecast.py FOLDER --out forecast.json --table
+python benchmarks/forecast.py FOLDER --out forecast.json --plot forecast.png
+
+FOLDER holds ETTh1.csv and so on, or archives with them (ETT-small.zip, weather.zip), which are read where they lie. A
+run trains one network by its recipe (remanence/recipes/forecast) and measures it on all windows of the test part:
+
+- dlinear: the baseline, to see that the protocol is the published one;
+- memory: the recipe as it is; measured with its memory on, off and frozen;
+- off: the same network trained without its memory;
+- attention: full attention instead of the memory, with as many parameters;
+- online: memory, trained on streams of four look-backs, then read along the test part: rolling errors with the memory
+  written on, frozen where the test begins, begun anew at every look-back, or off; as it is, and with a shift in the
+  middle of the test part. With the first horizon alone.
+
+Runs are started in the order of seeds, so that what is stopped early has every cell of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from books import Rows, add_arguments, machine, table_row, table_rule
+
+from remanence.config import change
+from remanence.core.device import resolve
+from remanence.core.published import TABLE3, TABLE3_COLUMNS
+from remanence.data.series import Series, read_series
+from remanence.model import matched, parameters
+from remanence.recipes import load_recipe
+from remanence.series.network import Network
+from remanence.series.online import SHIFTS, roll
+from remanence.tasks.forecast import HORIZONS, errors_of
+from remanence.train import Run, TrainConfig
+from remanence.train.windows import Forecasting
+
+Row = dict[str, Any]
+DATASETS = ("ETTh1", "ETTh2", "ETTm1", "ETTm2", "weather", "electricity", "traffic")
+RUNS = ("dlinear", "memory", "off", "attention", "online")
+TITLES = {"dlinear": "DLinear", "memory": "memory", "off": "trained without it", "attention": "attention"}
+HISTORY = 3
+"""Look-backs before its own that an online run's memory has read in training."""
+TINY = {"datasets": ["ETTh1"], "horizons": [24], "seeds": [0], "steps": 3, "rows": 1200, "jobs": 1}
+
+
+@cache
+def series_of(folder: Path, name: str, rows: int | None) -> Series | None:
+    """A data set of a folder, wherever in it the file lies; None if it is not there."""
+    places = [folder / f"{name}.csv{end}" for end in ("", ".gz", ".xz")]
+    places = [place for place in places if place.is_file()]
+    for archive in sorted(folder.rglob("*.zip")):
+        try:
+            found = read_series(archive / f"{name}.csv")
+        except ValueError:
+            continue
+        return found if rows is None else found.head(rows)
+    if not places:
+        return None
+    found = read_series(places[0])
+    return found if rows is None else found.head(rows)
+
+
+def config_of(run: str, what: Row, device: str) -> TrainConfig:
+    """A data set's recipe, with what a run changes in it."""
+    config = load_recipe(f"forecast/{what['dataset'].lower()}")
+    steps = (
+        {}
+        if what["steps"] is None
+        else {"steps": what["steps"], "validate_every": max(1, what["steps"] // 2)}
+    )
+    split = what["split"] or config.data.split
+    data = replace(config.data, horizon=what["horizon"], length=what["lookback"], split=split)
+    quiet = {"save_every": 10**9, "log_every": 10**9}
+    config = replace(config, data=data, seed=what["seed"], device=device, **quiet, **steps)
+    if run == "dlinear":
+        own = {
+            "batch": 32,
+            "steps": what["steps"] or 2400,
+            "validate_every": max(1, (what["steps"] or 2400) // 12),
+        }
+        return replace(
+            config,
+            forecast=replace(config.forecast, network="dlinear", loss="mse", cycle=0),
+            optimizer=replace(config.optimizer, lr=2e-3, weight_decay=0.0),
+            **own,
+        )
+    if run == "attention":
+        plain = change(config.model, {"pattern": ("attention",)})
+        return replace(config, model=matched(plain, parameters(config.model)))
+    if run == "online":
+        return replace(
+            config, forecast=replace(config.forecast, history=HISTORY), batch=max(1, config.batch // 2)
+        )
+    return config
+
+
+def trained(config: TrainConfig, series: Series, off: bool) -> tuple[Network, Forecasting, Row]:
+    """The best network of a run by the package's own engine, in a folder that is thrown away."""
+    start = time.monotonic()
+    source = Forecasting(config, config.batch, series)
+    folder = Path(tempfile.mkdtemp(prefix="forecast-"))
+    try:
+        with Run.open(config, folder / "run", source=source) as run:
+            if off:
+                run.model.memory = "off"
+            while not run.done:
+                run.step()
+            run.validation.restore(run.model)
+            network, best = run.model.eval(), run.validation.best
+        facts = {
+            "parameters": sum(parameter.numel() for parameter in network.parameters()),
+            "steps": run.progress.step,
+            "best_step": best[0],
+            "validation": best[1],
+            "training_seconds": round(time.monotonic() - start, 2),
+        }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return network, source, facts
+
+
+def measured(run: str, network: Network, source: Forecasting) -> Row:
+    """Errors over all windows of the test part, in each mode; of an online run, along the stream as well."""
+    shape, device = source.shape, network.device
+    windows = source.protocol.windows("test", shape.lookback, shape.horizon).to(device)
+    errors = {}
+    for mode in ("on", "off", "frozen") if run in ("memory", "online") else ("on",):
+        if run != "off":
+            network.memory = mode
+        errors[mode] = errors_of(network, windows, size=512)._asdict()
+    found: Row = {"errors": errors}
+    if run == "online":
+        network.memory = "on"
+        start, end = source.protocol.borders.val, source.protocol.borders.test
+        middle = start + (end - start) // 2
+        values = source.protocol.values.to(device)
+        found["middle"], found["rolling"] = middle, {}
+        for shift, change_of in SHIFTS.items():
+            stream = change_of(values, middle)
+            for mode in ("on", "frozen", "fresh", "off"):
+                rolled = roll(network, stream, start, mode=mode, warm=16, phases=12)
+                part = {
+                    "before": rolled.between(start, middle - shape.horizon + 1),
+                    "after": rolled.between(middle, end),
+                }
+                order = rolled.origins.argsort()
+                curve = rolled.mse[order][: len(order) // 24 * 24].view(-1, 24).mean(1)
+                at = rolled.origins[order][: len(order) // 24 * 24].view(-1, 24).float().mean(1)
+                part["curve"] = [
+                    [round(float(x)), round(float(y), 5)] for x, y in zip(at, curve, strict=True)
+                ]
+                found["rolling"][f"{shift} {mode}"] = part
+    return found
+
+
+def asked(args: argparse.Namespace) -> list[Row]:
+    """All runs, in the order they are started in."""
+    shared = {"lookback": args.lookback, "steps": args.steps, "rows": args.rows, "split": args.split}
+    return [
+        {"run": run, "dataset": dataset, "horizon": horizon, "seed": seed, **shared}
+        for seed in args.seeds
+        for horizon in args.horizons
+        for dataset in args.datasets
+        for run in args.runs
+        if run != "online" or horizon == args.horizons[0]
+    ]
+
+
+def work(args: argparse.Namespace) -> None:
+    """Run what nobody has claimed yet, and add its rows."""
+    rows, began = Rows(args.out, args.commit), time.monotonic()
+    known = Rows(args.known, args.commit) if args.known else rows
+    device = resolve(args.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    for number, what in enumerate(asked(args)):
+        if time.monotonic() - began > args.seconds:
+            break
+        if rows.has(what) or known.has(what) or not claimed(args, number):
+            continue
+        series = series_of(args.folder, what["dataset"], args.rows)
+        if series is None:
+            continue
+        start = time.monotonic()
+        network, source, facts = trained(
+            config_of(what["run"], what, device.type), series, what["run"] == "off"
+        )
+        found = measured(what["run"], network, source)
+        took = round(time.monotonic() - start, 2)
+        rows.add({"what": what, **machine(device), "seconds": took, **facts, **found})
+        errors = found["errors"]["on"]
+        print(
+            f"{what['dataset']} {what['horizon']} {what['run']} seed {what['seed']}: mse {errors['mse']:.4f} "
+            f"mae {errors['mae']:.4f}, best of {facts['steps']} steps at {facts['best_step']}, {took:.1f} s",
+            flush=True,
+        )
+
+
+def claimed(args: argparse.Namespace, number: int) -> bool:
+    """Whether this process is the one that does a run."""
+    if args.claims is None:
+        return True
+    try:
+        os.close(os.open(args.claims / str(number), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def fan_out(args: argparse.Namespace) -> None:
+    """So many processes share the device; each takes the next run that is left, and writes rows of its own."""
+    folder = args.out.with_name(f"{args.out.stem}.parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    before = sorted(folder.glob("*.json"))
+    if before:
+        Rows(args.out, args.commit, before).save()
+    claims = Path(tempfile.mkdtemp(dir=folder))
+    given, skip = (
+        [sys.executable, sys.argv[0], str(args.folder)],
+        ("folder", "jobs", "out", "known", "claims"),
+    )
+    for name, value in vars(args).items():
+        if name not in skip and value not in (None, False, []):
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            given += [f"--{name}", *map(str, values)]
+    given = [each for each in given if each != "--tiny"]
+    parts = [folder / f"{number}.json" for number in range(args.jobs)]
+    own = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    processes = [
+        subprocess.Popen([*given, "--out", part, "--known", args.out, "--claims", claims], env=own)
+        for part in parts
+    ]
+    codes = [process.wait() for process in processes]
+    shutil.rmtree(claims, ignore_errors=True)
+    Rows(args.out, args.commit, [part for part in parts if part.exists()]).save()
+    if any(codes):
+        print(f"processes ended with exit codes {codes}", file=sys.stderr)
+
+
+def cells(rows: list[Row], mode: str = "on") -> dict[tuple[str, str, int], list[tuple[float, float]]]:
+    """Errors of each data set, run and horizon, of all seeds."""
+    found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for row in rows:
+        if mode in row["errors"]:
+            what, own = row["what"], row["errors"][mode]
+            found.setdefault((what["dataset"], what["run"], what["horizon"]), []).append(
+                (own["mse"], own["mae"])
+            )
+    return found
+
+
+def average(
+    found: dict[Any, list[tuple[float, float]]], dataset: str, run: str
+) -> tuple[float, float, float] | None:
+    """The mean over all horizons and seeds of both errors, and the deviation of the first over seeds; None if a horizon
+    is missing.
+    """
+    own = [found.get((dataset, run, horizon)) for horizon in HORIZONS]
+    if any(each is None for each in own):
+        return None
+    mse, mae = (
+        statistics.mean(statistics.mean(pair[side] for pair in each) for each in own) for side in (0, 1)
+    )  # type: ignore[union-attr]
+    seeds = min(len(each) for each in own)  # type: ignore[arg-type]
+    by_seed = [statistics.mean(each[seed][0] for each in own) for seed in range(seeds)]  # type: ignore[index]
+    return mse, mae, statistics.pstdev(by_seed)
+
+
+def table(rows: list[Row]) -> str:
+    """Means over horizons beside the published ones, then every horizon, then the streams."""
+    if not rows:
+        return "no rows"
+    on, off, frozen = cells(rows), cells(rows, "off"), cells(rows, "frozen")
+    both = lambda pair: "" if pair is None else f"{pair[0]:.3f} / {pair[1]:.3f}"
+    kinds = {"memory": on, "memory, off in the test": off, "memory, frozen in the test": frozen}
+    kinds |= dict.fromkeys(("off", "attention", "dlinear"), on)
+    head = [
+        "data",
+        *(TITLES.get(kind, kind) for kind in kinds),
+        "best other of Table 3",
+        "Titans",
+        "DLinear, published",
+    ]
+    lines = [
+        "Means over four horizons and all seeds (mse / mae):",
+        "",
+        table_row(*head),
+        table_rule(len(head)),
+    ]
+    for dataset in DATASETS:
+        own = [average(found, dataset, kind.split(",")[0]) for kind, found in kinds.items()]
+        titans, *others = TABLE3[dataset]
+        best = min(pair[0] for pair in others), min(pair[1] for pair in others)
+        told = [both(pair) for pair in own] if any(own) else ["not measured" if not any(
+            row["what"]["dataset"] == dataset for row in rows) else ""] + [""] * (len(own) - 1)  # fmt: skip
+        lines.append(table_row(dataset, *told, both(best), both(titans), both(others[-1])))
+    lines += ["", "DLinear here against its published means:", ""]
+    for dataset in DATASETS:
+        if (pair := average(on, dataset, "dlinear")) is not None:
+            told = TABLE3[dataset][TABLE3_COLUMNS.index("DLinear")]
+            shares = [
+                f"{100 * (ours / theirs - 1):+.1f} %" for ours, theirs in zip(pair[:2], told, strict=True)
+            ]
+            lines.append(f"- {dataset}: {both(pair)}, {' / '.join(shares)}")
+    head = ["data", "horizon", *(TITLES.get(kind, kind) for kind in kinds), "seeds"]
+    lines += ["", "By horizon:", "", table_row(*head), table_rule(len(head))]
+    for dataset, horizon in dict.fromkeys((row["what"]["dataset"], row["what"]["horizon"]) for row in rows):
+        told, counts = [], []
+        for kind, found in kinds.items():
+            each = found.get((dataset, kind.split(",")[0], horizon), [])
+            counts.append(len(each))
+            told.append(both(tuple(map(statistics.mean, zip(*each, strict=True)))) if each else "")
+        lines.append(table_row(dataset, horizon, *told, max(counts)))
+    return "\n".join([*lines, *streams(rows)])
+
+
+def streams(rows: list[Row]) -> list[str]:
+    online = [row for row in rows if "rolling" in row]
+    if not online:
+        return []
+    modes = ("on", "frozen", "fresh", "off")
+    head = ["data", "shift", "forecasts made", *(f"memory {mode}" for mode in modes)]
+    title = f"Rolling errors along the test part (mse / mae), trained on streams of {HISTORY + 1} look-backs:"
+    lines = ["", title, "", table_row(*head), table_rule(len(head))]
+    for dataset in dict.fromkeys(row["what"]["dataset"] for row in online):
+        for shift in SHIFTS:
+            for when in ("before", "after"):
+                own = [row["rolling"] for row in online if row["what"]["dataset"] == dataset]
+                told = []
+                for mode in modes:
+                    pairs = [each[f"{shift} {mode}"][when] for each in own]
+                    told.append(
+                        " / ".join(f"{statistics.mean(side):.4f}" for side in zip(*pairs, strict=True))
+                    )
+                lines.append(table_row(dataset, shift, f"{when} the middle", *told))
+    return lines
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """The means beside the published ones; and, of online runs, the error along the stream."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from remanence.core.files import replacing
+
+    online = [row for row in rows if "rolling" in row]
+    data = list(dict.fromkeys(row["what"]["dataset"] for row in rows))
+    found = cells(rows)
+    high = 1 + bool(online)
+    figure, axes = plt.subplots(
+        high, len(data), figsize=(2.9 * len(data) + 0.6, 3.1 * high), layout="constrained", squeeze=False
+    )
+    colours = {"memory": "#1b6ca8", "off": "#e07a1f", "attention": "#3a8f5c", "dlinear": "#8a4f9e"}
+    for axis, dataset in zip(axes[0], data, strict=True):
+        bars = [(TITLES[run], average(found, dataset, run), colours[run]) for run in TITLES]
+        bars = [bar for bar in bars if bar[1] is not None]
+        titans, *others = TABLE3[dataset]
+        names = dict(zip(TABLE3_COLUMNS[1:], others, strict=True))
+        published = {"Titans": titans, "Simba": names["Simba"], "PatchTST": names["PatchTST"]}
+        labels = [*(bar[0] for bar in bars), *(f"{name}, published" for name in published)]
+        values = [*(bar[1][0] for bar in bars), *(pair[0] for pair in published.values())]  # type: ignore[index]
+        shades = [*(bar[2] for bar in bars), *["#b0b0b0"] * len(published)]
+        axis.barh(range(len(values)), values, color=shades)
+        for place, value in enumerate(values):
+            axis.text(value, place, f" {value:.3f}", va="center", fontsize=7)
+        axis.set_yticks(range(len(values)), labels if axis is axes[0, 0] else [], fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1.25 * max(values))
+        axis.set_title(f"{dataset}: mse, mean of 4 horizons", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    looks = {"on": "#1b6ca8", "frozen": "#e07a1f", "fresh": "#3a8f5c", "off": "#8a8a8a"}
+    for axis, dataset in zip(axes[1] if online else (), data, strict=False):
+        own = [row for row in online if row["what"]["dataset"] == dataset]
+        for mode, colour in looks.items():
+            curves = [row["rolling"][f"frequency {mode}"]["curve"] for row in own]
+            if curves:
+                points = [
+                    (each[0][0], statistics.mean(p[1] for p in each)) for each in zip(*curves, strict=True)
+                ]
+                axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=f"memory {mode}")
+        if own:
+            axis.axvline(own[0]["middle"], color="#8a8a8a", linewidth=1, linestyle="--")
+            axis.set_title(f"{dataset}: twice as fast from the line on", fontsize=9)
+            axis.set_xlabel("row", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    if online:
+        axes[1, 0].set_ylabel("rolling mse", fontsize=8)
+        handles, labels = axes[1, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="with the CSV files, or archives with them")
+    parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
+    parser.add_argument("--horizons", nargs="+", type=int, default=list(HORIZONS))
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--lookback", type=int, default=96)
+    parser.add_argument("--steps", type=int, help="of training; the recipe's")
+    parser.add_argument("--rows", type=int, help="read no more of a file; split it 7/1/2")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the device")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
+    add_arguments(parser, "forecast.json")
+    if "--tiny" in sys.argv:
+        parser.set_defaults(**TINY)
+    args = parser.parse_args()
+    args.split = "7/1/2" if args.rows else None
+    if not args.folder.is_dir():
+        parser.error(f"folder: expected a folder with CSV files or archives, got {args.folder}")
+    rows = Rows(args.out, args.commit, args.merge or ())
+    if rows.shown(args, table, plot):
+        return
+    if args.jobs > 1:
+        fan_out(args)
+    else:
+        work(args)
+
+
+if __name__ == "__main__":
+    main()
