@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from remanence.config import Mode, change
+from remanence.core.choices import check_choice
 from remanence.core.device import resolve
 from remanence.core.files import replacing_folder
-from remanence.data.series import Series, read_series
+from remanence.data.series import FILLS, Series, read_series
 from remanence.series.network import Network, load_network
 from remanence.series.online import Rolled, roll
-from remanence.tasks.forecast import Errors, Protocol, Scaler, errors_of
+from remanence.tasks.forecast import SPLITS, Errors, Protocol, Scaler, errors_of
 from remanence.train import TrainConfig, fit, forecasting
 from remanence.train.windows import Forecasting
 
@@ -47,7 +48,12 @@ class Forecaster:
         config: TrainConfig | None = None,
         **changes: Any,
     ) -> None:
+        check_choice("split", split, SPLITS)
+        check_choice("missing", missing, FILLS)
         run = config or forecasting(split, lookback=lookback, horizon=horizon)
+        known = [each.name for part in (run, run.forecast) for each in fields(part)]
+        for name in changes:
+            check_choice(name, name, known)
         own = {name: changes.pop(name) for name in list(changes) if hasattr(run.forecast, name)}
         model = change(run.model, changes.pop("model", {}))
         data = replace(run.data, missing=missing)  # type: ignore[arg-type]  # checked there
@@ -128,7 +134,6 @@ class Forecaster:
 
     def plot(self, data: Any, path: str | Path, *, channels: tuple[str, ...] = (), truth: Any = None) -> Path:
         """Draw the end of `data` and the forecast of what follows it as a PNG file; with `truth`, also what came."""
-        from remanence.core.choices import check_choice
         from remanence.evaluate.plots import forecasts
 
         for name in channels:
