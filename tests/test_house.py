@@ -62,6 +62,7 @@ ROOMS = {
         "evaluate",
         "recipes",
         "report",
+        "series",
         "tasks",
         "train",
     },

@@ -21,7 +21,7 @@ class ForecastConfig:
     Attributes:
         network: name of an entry of `remanence.series.NETWORKS`: "memory", "linear" or "dlinear".
         patch, stride: memory: values of a token, and how far the next one begins behind it.
-        linear: memory: whether a linear map from look-back to horizon stands beside the memory.
+        linear: memory: whether a linear map from look-back to horizon stands beside the memory. It made errors larger.
         cycle: memory: rows after which a season comes again, as 24 for a day of hours; a learned season is taken out in
             front and put back behind. 0: none.
         dropout: memory: on tokens and on features, in training.
@@ -33,7 +33,7 @@ class ForecastConfig:
     network: str = "memory"
     patch: int = 16
     stride: int = 8
-    linear: bool = True
+    linear: bool = False
     cycle: int = 0
     dropout: float = 0.2
     history: int = 0

@@ -91,7 +91,7 @@ def test_a_file_that_is_no_series_is_one_line(tmp_path, text, message):
 
 
 def test_other_sources_that_are_no_series_are_one_line(tmp_path):
-    with pytest.raises(ValueError, match="nowhere.csv: no such file"):
+    with pytest.raises(ValueError, match=r"nowhere.csv: no such file"):
         read_series("nowhere.csv")
     with pytest.raises(ValueError, match="expected a CSV file, got a folder"):
         read_series(tmp_path)

@@ -1,4 +1,4 @@
-"""The field's protocol: borders as they are counted by hand, units of the training part alone, errors over every window."""
+"""The protocol: borders as they are counted by hand, units of the training part alone, errors over every window."""
 
 import numpy as np
 import pytest
