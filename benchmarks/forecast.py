@@ -9,6 +9,7 @@ run trains one network by its recipe (remanence/recipes/forecast) and measures i
 
 - dlinear: the baseline, to see that the protocol is the published one;
 - memory: the recipe as it is; measured with its memory on, off and frozen;
+- cycle: the same with a learned season of a day in front and behind;
 - off: the same network trained without its memory;
 - attention: full attention instead of the memory, with as many parameters;
 - online: memory, trained on streams of four look-backs, then read along the test part: rolling errors with the memory
@@ -50,8 +51,16 @@ from remanence.train.windows import Forecasting
 
 Row = dict[str, Any]
 DATASETS = ("ETTh1", "ETTh2", "ETTm1", "ETTm2", "weather", "electricity", "traffic")
-RUNS = ("dlinear", "memory", "off", "attention", "online")
-TITLES = {"dlinear": "DLinear", "memory": "memory", "off": "trained without it", "attention": "attention"}
+RUNS = ("memory", "dlinear", "off", "cycle", "attention", "online")
+TITLES = {
+    "memory": "memory",
+    "cycle": "memory and a season",
+    "off": "trained without it",
+    "attention": "attention",
+    "dlinear": "DLinear",
+}
+DAYS = {"ETTm1": 96, "ETTm2": 96, "weather": 144}
+"""Rows of a day, where they are not hours."""
 HISTORY = 3
 """Look-backs before its own that an online run's memory has read in training."""
 TINY = {"datasets": ["ETTh1"], "horizons": [24], "seeds": [0], "steps": 3, "rows": 1200, "jobs": 1}
@@ -98,6 +107,8 @@ def config_of(run: str, what: Row, device: str) -> TrainConfig:
             optimizer=replace(config.optimizer, lr=2e-3, weight_decay=0.0),
             **own,
         )
+    if run == "cycle":
+        return replace(config, forecast=replace(config.forecast, cycle=DAYS.get(what["dataset"], 24)))
     if run == "attention":
         plain = change(config.model, {"pattern": ("attention",)})
         return replace(config, model=matched(plain, parameters(config.model)))
@@ -221,6 +232,10 @@ def claimed(args: argparse.Namespace, number: int) -> bool:
     return True
 
 
+OWN = ("folder", "jobs", "out", "known", "claims", "split", "tiny")
+"""Arguments that processes are not given as they came."""
+
+
 def fan_out(args: argparse.Namespace) -> None:
     """So many processes share the device; each takes the next run that is left, and writes rows of its own."""
     folder = args.out.with_name(f"{args.out.stem}.parts")
@@ -229,15 +244,11 @@ def fan_out(args: argparse.Namespace) -> None:
     if before:
         Rows(args.out, args.commit, before).save()
     claims = Path(tempfile.mkdtemp(dir=folder))
-    given, skip = (
-        [sys.executable, sys.argv[0], str(args.folder)],
-        ("folder", "jobs", "out", "known", "claims"),
-    )
+    given = [sys.executable, sys.argv[0], str(args.folder)]
     for name, value in vars(args).items():
-        if name not in skip and value not in (None, False, []):
+        if name not in OWN and value not in (None, False, []):
             values = [] if value is True else value if isinstance(value, list) else [value]
             given += [f"--{name}", *map(str, values)]
-    given = [each for each in given if each != "--tiny"]
     parts = [folder / f"{number}.json" for number in range(args.jobs)]
     own = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     processes = [
@@ -287,7 +298,7 @@ def table(rows: list[Row]) -> str:
     on, off, frozen = cells(rows), cells(rows, "off"), cells(rows, "frozen")
     both = lambda pair: "" if pair is None else f"{pair[0]:.3f} / {pair[1]:.3f}"
     kinds = {"memory": on, "memory, off in the test": off, "memory, frozen in the test": frozen}
-    kinds |= dict.fromkeys(("off", "attention", "dlinear"), on)
+    kinds |= dict.fromkeys(("cycle", "off", "attention", "dlinear"), on)
     head = [
         "data",
         *(TITLES.get(kind, kind) for kind in kinds),
@@ -366,7 +377,7 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(
         high, len(data), figsize=(2.9 * len(data) + 0.6, 3.1 * high), layout="constrained", squeeze=False
     )
-    colours = {"memory": "#1b6ca8", "off": "#e07a1f", "attention": "#3a8f5c", "dlinear": "#8a4f9e"}
+    colours = dict(zip(TITLES, ("#1b6ca8", "#4fb0ae", "#e07a1f", "#3a8f5c", "#8a4f9e"), strict=True))
     for axis, dataset in zip(axes[0], data, strict=True):
         bars = [(TITLES[run], average(found, dataset, run), colours[run]) for run in TITLES]
         bars = [bar for bar in bars if bar[1] is not None]

@@ -1,0 +1,79 @@
+"""The benchmark of forecasts in small: every kind of run, in several processes, taken up again, as table and plot."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from series import waves, written
+
+from remanence.core.published import TABLE3, TABLE3_COLUMNS
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "forecast.py"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("forecast")
+
+
+def called(*arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    here = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=here).stdout
+
+
+def test_every_kind_of_run_in_two_processes(bench, tmp_path, monkeypatch):
+    path = written(tmp_path / "ETTh1.csv", waves(900))
+    with zipfile.ZipFile(tmp_path / "ETT-small.zip", "w") as archive:
+        archive.write(path, "ETT-small/ETTh1.csv")
+    path.unlink()
+    out = tmp_path / "rows.json"
+    given = [tmp_path, "--tiny", "--rows", 900, "--out", out, "--device", "cpu"]
+    called(*given, "--jobs", 2)
+    rows = json.loads(out.read_text())["rows"]
+    assert sorted(row["what"]["run"] for row in rows) == [
+        "attention",
+        "cycle",
+        "dlinear",
+        "memory",
+        "off",
+        "online",
+    ]
+    assert all(row["errors"]["on"]["windows"] == 180 - 24 + 1 for row in rows)
+    own = {row["what"]["run"]: row for row in rows}
+    assert set(own["memory"]["errors"]) == {"on", "off", "frozen"} and set(own["off"]["errors"]) == {"on"}
+    assert abs(own["attention"]["parameters"] / own["memory"]["parameters"] - 1) < 0.1
+    table = bench.table(rows)
+    for word in ("| ETTh1 | 24 |", "| traffic | not measured |", "memory frozen", "frequency", "Titans"):
+        assert word in table, word
+    bench.plot(rows, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(bench, "trained", lambda *_: pytest.fail("nothing is run twice"))
+    monkeypatch.setattr(sys, "argv", ["forecast.py", *map(str, given)])
+    bench.main()
+
+
+def test_means_are_over_horizons_and_seeds(bench):
+    def row(run, horizon, seed, mse):
+        what = {"run": run, "dataset": "ETTh1", "horizon": horizon, "seed": seed}
+        return {"what": what, "errors": {"on": {"mse": mse, "mae": mse / 2}}}
+
+    rows = [
+        row("dlinear", horizon, seed, horizon + seed) for horizon in (96, 192, 336, 720) for seed in (0, 2)
+    ]
+    mse, mae, deviation = bench.average(bench.cells(rows), "ETTh1", "dlinear")
+    assert (mse, mae, deviation) == (337.0, 168.5, 1.0)
+    assert bench.average(bench.cells(rows[:-2]), "ETTh1", "dlinear") is None, "a horizon is missing"
+    assert bench.average(bench.cells(rows), "ETTh1", "memory") is None
+
+
+def test_the_papers_table_is_whole():
+    assert {len(columns) for columns in TABLE3.values()} == {len(TABLE3_COLUMNS)} == {9}
+    assert TABLE3["ETTh1"][TABLE3_COLUMNS.index("DLinear")] == (0.456, 0.452)
+    assert TABLE3["traffic"][0] == (0.415, 0.289) and TABLE3["traffic"][2] == (0.428, 0.282)
