@@ -12,7 +12,7 @@ run trains one network by its recipe (remanence/recipes/forecast) and measures i
 - cycle: the same with a learned season of a day in front and behind;
 - off: the same network trained without its memory;
 - attention: full attention instead of the memory, with as many parameters;
-- online: memory, trained on streams of four look-backs, then read along the test part: rolling errors with the memory
+- online: memory, trained on streams of eight look-backs, then read along the test part: rolling errors with the memory
   written on, frozen where the test begins, begun anew at every look-back, or off; as it is, and with a shift in the
   middle of the test part. With the first horizon alone.
 
@@ -61,7 +61,7 @@ TITLES = {
 }
 DAYS = {"ETTm1": 96, "ETTm2": 96, "weather": 144}
 """Rows of a day, where they are not hours."""
-HISTORY = 3
+HISTORY = 7
 """Look-backs before its own that an online run's memory has read in training."""
 TINY = {"datasets": ["ETTh1"], "horizons": [24], "seeds": [0], "steps": 3, "rows": 1200, "jobs": 1}
 
@@ -114,7 +114,7 @@ def config_of(run: str, what: Row, device: str) -> TrainConfig:
         return replace(config, model=matched(plain, parameters(config.model)))
     if run == "online":
         return replace(
-            config, forecast=replace(config.forecast, history=HISTORY), batch=max(1, config.batch // 2)
+            config, forecast=replace(config.forecast, history=HISTORY), batch=max(1, config.batch // 4)
         )
     return config
 

@@ -62,8 +62,8 @@ class Forecaster:
         self.network: Network | None = None
 
     def fit(self, data: Any, out: str | Path | None = None, *, resume: bool = False) -> Forecaster:
-        """Train on a DataFrame, an array ``[t c]`` or a CSV file. `out` keeps the run, as `remanence train` does, and
-        `resume` goes on with one that was interrupted, given the same data.
+        """Train on a DataFrame, an array ``[rows channels]`` or a CSV file. `out` keeps the run, as `remanence train`
+        does, and `resume` goes on with one that was interrupted, given the same data.
         """
         series = self._read(data)
         source = Forecasting(self.config, self.config.batch, series)
@@ -92,7 +92,7 @@ class Forecaster:
 
     @torch.no_grad()
     def predict(self, data: Any, *, first: int | None = None, memory: Mode = "on") -> np.ndarray:
-        """The `horizon` rows that follow the last row of `data` ``[horizon c]``, in the data's own units.
+        """The `horizon` rows that follow the last row of `data` ``[horizon channels]``, in the data's own units.
 
         Only the last `lookback` rows are read. `first` is the number of the data's first row in the series that was
         fitted, counted from 0: a network with a `cycle` needs it.

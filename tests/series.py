@@ -15,7 +15,7 @@ MODEL = ModelConfig(
 
 
 def waves(rows=400, noise=0.1, seed=0):
-    """Two seasons and a trend ``[t 3]``."""
+    """Two seasons and a trend of three channels."""
     t = np.arange(rows)
     values = np.stack([np.sin(t / 2), np.cos(t / 5) + 0.01 * t, np.sin(t / 3) ** 3], 1)
     return 5 + 3 * values + noise * np.random.default_rng(seed).standard_normal(values.shape)

@@ -23,7 +23,7 @@ FILLS = ("refuse", "previous")
 
 
 class Series(NamedTuple):
-    """Rows in the order of time, a column for each channel ``[t c]``, and the channels' names."""
+    """Rows in the order of time, a column for each channel ``[rows channels]``, and the channels' names."""
 
     values: np.ndarray
     names: tuple[str, ...]
@@ -35,8 +35,8 @@ class Series(NamedTuple):
 def read_series(
     source: Any, *, columns: Sequence[str] = (), missing: str = "refuse", name: str = "data"
 ) -> Series:
-    """A series from a CSV file (`.gz`, `.xz`, `.bz2`, `.zst`, or in a `.zip`), from numbers ``[t]`` or ``[t c]``, or
-    from a table that has `columns`, as a DataFrame does.
+    """A series from a CSV file (`.gz`, `.xz`, `.bz2`, `.zst`, or in a `.zip`), from numbers ``[rows]`` or
+    ``[rows channels]``, or from a table that has `columns`, as a DataFrame does.
 
     `columns` chooses some by name. A column named as in `DATES` is left out; every other one must hold numbers.
     ``file.zip/inner.csv`` names a file inside an archive; an archive with a single CSV needs no more than its own name.

@@ -19,7 +19,7 @@ class ForecastConfig:
     """A forecasting network, but for its backbone.
 
     Attributes:
-        network: name of an entry of `remanence.series.NETWORKS`: "memory", "linear" or "dlinear".
+        network: name of an entry of `remanence.series.network.NETWORKS`: "memory", "linear" or "dlinear".
         patch, stride: memory: values of a token, and how far the next one begins behind it.
         linear: memory: whether a linear map from look-back to horizon stands beside the memory. It made errors larger.
         cycle: memory: rows after which a season comes again, as 24 for a day of hours; a learned season is taken out in

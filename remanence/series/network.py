@@ -29,8 +29,8 @@ AVERAGED = 25
 
 
 class WindowBatch(NamedTuple):
-    """What a step trains on: rows read ``[b t c]``, of one look-back or several behind one another; what follows each
-    of them ``[b n horizon c]``; the number of the first row ``[b]``.
+    """What a step trains on: rows read ``[b rows channels]``, of one look-back or several behind one another; what
+    follows each of them ``[b n horizon channels]``; the number of the first row ``[b]``.
     """
 
     x: Tensor
@@ -39,7 +39,8 @@ class WindowBatch(NamedTuple):
 
 
 class Network(nn.Module):
-    """``forecast = network(x)``: standardised look-backs ``[b t c]`` in, what follows them ``[b horizon c]`` out.
+    """``forecast = network(x)``: standardised look-backs ``[b rows channels]`` in, what follows them out,
+    ``[b horizon channels]``.
 
     `first` is the number of the first row of each look-back in its series: a network with a `cycle` needs it. A
     network with a memory reads a stream, too (`read`): look-back after look-back, with a state that goes on.
@@ -88,8 +89,8 @@ class Network(nn.Module):
     def read(
         self, x: Tensor, state: State | None = None, first: Tensor | None = None
     ) -> tuple[Tensor, Trace]:
-        """Rows ``[b t c]`` of one look-back or of several behind one another: the forecast at the end of each
-        ``[b n horizon c]``, and what the memories did, with their state.
+        """Rows ``[b rows channels]`` of one look-back or of several behind one another: the forecast at the end of each
+        ``[b n horizon channels]``, and what the memories did, with their state.
         """
         c = self.config
         if x.dim() != 3 or x.shape[1] % c.lookback or not x.shape[1] or x.shape[2] != c.channels:
@@ -201,15 +202,17 @@ class MemoryNetwork(Network):
             behind, ahead = self._seasons(windows, first)
             windows = windows - behind
         z, own = _normalized(windows)
-        rows = z.permute(0, 3, 1, 2)  # [b c n t]
+        rows = z.permute(0, 3, 1, 2)  # [b channels n rows]
         padded = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], f.stride)], -1)
         tokens = self.patch_proj(padded.unfold(-1, f.patch, f.stride)) + self.position
         tokens = tokens + self.channel[:, None, None]
-        documents = self.dropout(tokens).flatten(0, 1).flatten(1, 2)  # [(b c) (n tokens) d]
+        documents = (
+            self.dropout(tokens).flatten(0, 1).flatten(1, 2)
+        )  # a document for each channel of each row
         self.backbone.checkpointing = self.checkpointing
         trace = self.backbone.trace(documents, state)
         features = trace.hidden.unflatten(1, (-1, self.tokens)).flatten(2)
-        found = self.head_proj(self.dropout(features)).unflatten(0, rows.shape[:2])  # [b c n horizon]
+        found = self.head_proj(self.dropout(features)).unflatten(0, rows.shape[:2])  # [b channels n horizon]
         if self.time_proj is not None:
             found = found + self.time_proj(rows)
         forecast = _restored(found.permute(0, 2, 3, 1), own)
@@ -305,7 +308,7 @@ def load_network(folder: str | Path, *, device: torch.device | str = "cpu") -> N
 
 
 def _normalized(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Windows ``[b n t c]`` in units of their own, and these units."""
+    """Windows ``[b n rows channels]`` in units of their own, and these units."""
     mean = x.mean(2, keepdim=True)
     std = (x.var(2, keepdim=True, unbiased=False) + EPSILON).sqrt()
     return (x - mean) / std, (mean, std)

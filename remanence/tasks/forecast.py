@@ -71,7 +71,9 @@ class Scaler(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """A part's windows over the standardised series ``[t c]``: look-backs that begin at `first`, `first` + 1, ..."""
+    """A part's windows over the standardised series ``[rows channels]``: their look-backs begin at `first`, `first` + 1
+    and so on.
+    """
 
     values: Tensor
     first: int
@@ -80,7 +82,7 @@ class Windows(NamedTuple):
     horizon: int
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs ``[b t c]`` and targets ``[b horizon c]`` of windows by number, wherever the series lies."""
+        """Inputs ``[b rows channels]`` and targets ``[b horizon channels]`` of windows by number, where the series is."""
         span = torch.arange(self.lookback + self.horizon, device=index.device)
         rows = self.values[self.first + index[:, None] + span]
         return rows[:, : self.lookback], rows[:, self.lookback :]
@@ -93,7 +95,7 @@ class Protocol(NamedTuple):
     """A series in standard units, with its borders."""
 
     values: Tensor
-    """``[t c]``, float32."""
+    """``[rows channels]``, float32."""
     scaler: Scaler
     borders: Borders
     names: tuple[str, ...]
@@ -135,7 +137,9 @@ class Errors(NamedTuple):
 
 
 Forecast = Callable[[Tensor, Tensor], Tensor]
-"""From look-backs ``[b t c]`` and the numbers of their first rows ``[b]`` to what follows them ``[b horizon c]``."""
+"""From look-backs ``[b rows channels]`` and the numbers of their first rows ``[b]`` to what follows each,
+``[b horizon channels]``.
+"""
 
 
 @torch.no_grad()

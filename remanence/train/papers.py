@@ -34,7 +34,9 @@ def pretraining(
     )
 
 
-def forecasting(split: str, *, lookback: int = 96, horizon: int = 96, **forecast: Any) -> TrainConfig:
+def forecasting(
+    split: str, *, lookback: int = 96, horizon: int = 96, steps: int = 600, **forecast: Any
+) -> TrainConfig:
     """Titans' Table 3: the neural memory (LMM) as the mixer of a forecasting network, here over patches of 16 values.
 
     The paper says no more than that it takes Mamba's place in Simba. All sizes are ours: docs/results/forecast.md says
@@ -57,9 +59,9 @@ def forecasting(split: str, *, lookback: int = 96, horizon: int = 96, **forecast
         data=DataConfig(kind="forecast", length=lookback, horizon=horizon, split=split),
         forecast=ForecastConfig(**forecast),
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01, warmup=30, final=0.05),
-        steps=600,
+        steps=steps,
         batch=64,
-        validate_every=50,
+        validate_every=max(1, steps // 12),
         stop_after=4,
         save_every=100,
     )

@@ -10,4 +10,4 @@ from remanence.train import TrainConfig, forecasting
 
 
 def recipe() -> TrainConfig:
-    return replace(forecasting("7/1/2"), batch=16)
+    return replace(forecasting("7/1/2", steps=3000), batch=16)

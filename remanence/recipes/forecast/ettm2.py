@@ -8,4 +8,4 @@ from remanence.train import TrainConfig, forecasting
 
 
 def recipe() -> TrainConfig:
-    return forecasting("ett-minute")
+    return forecasting("ett-minute", steps=1500)

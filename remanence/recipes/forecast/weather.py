@@ -8,4 +8,4 @@ from remanence.train import TrainConfig, forecasting
 
 
 def recipe() -> TrainConfig:
-    return forecasting("7/1/2")
+    return forecasting("7/1/2", steps=1500)
