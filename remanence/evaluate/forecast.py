@@ -167,8 +167,9 @@ class Forecast(Task):
         )
 
 
-def _smoothed(points: list[tuple[int, float]], width: int = 12) -> list[tuple[float, float]]:
-    """The mean of so many neighbours: single forecasts differ more than what is to be seen."""
+def _smoothed(points: list[tuple[int, float]], most: int = 48) -> list[tuple[float, float]]:
+    """Means of neighbours, so that so many points are left: single forecasts differ more than what is to be seen."""
+    width = -(-len(points) // most)
     return [
         (sum(at for at, _ in part) / len(part), sum(value for _, value in part) / len(part))
         for part in (points[start : start + width] for start in range(0, len(points), width))

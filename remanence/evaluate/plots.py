@@ -126,14 +126,21 @@ def series(
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
     if mark is not None:
         axis.axvline(mark, color="#8a8a8a", linewidth=1, linestyle="--")
-    for (name, points), colour in zip(lines.items(), COLOURS, strict=False):
-        axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.5, label=name)
+    for index, (name, points) in enumerate(lines.items()):
+        axis.plot(
+            *zip(*points, strict=True), color=COLOURS[index], linewidth=_width(index, lines), label=name
+        )
     axis.set(xlabel=x, ylabel=y)
     axis.set_ylim(bottom=0)
     axis.set_title(title, fontsize=11)
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return _saved(figure, path, plt)
+
+
+def _width(index: int, lines: Mapping[str, Any]) -> float:
+    """Earlier lines are broader, so that a line behind another can be seen."""
+    return 1.2 + 2.4 * (len(lines) - 1 - index) / len(lines)
 
 
 Panel = tuple[str, Any, Any, Mapping[str, Any]]
@@ -150,8 +157,8 @@ def forecasts(path: Path, panels: Sequence[Panel], *, title: str) -> Path:
         ahead = range(1, len(truth) + 1)
         axis.plot(range(1 - len(past), 1), past, color="#8a8a8a", linewidth=1.2, label="look-back")
         axis.plot(ahead, truth, color="#333333", linewidth=1.2, label="what came")
-        for (label, line), colour in zip(lines.items(), COLOURS, strict=False):
-            axis.plot(ahead, line, color=colour, linewidth=1.6, label=label)
+        for index, (label, line) in enumerate(lines.items()):
+            axis.plot(ahead, line, color=COLOURS[index], linewidth=_width(index, lines), label=label)
         axis.axvline(0.5, color="#c8c8c8", linewidth=1)
         axis.set_ylabel(name, fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)

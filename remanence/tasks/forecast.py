@@ -82,7 +82,7 @@ class Windows(NamedTuple):
     horizon: int
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs ``[b rows channels]`` and targets ``[b horizon channels]`` of windows by number, where the series is."""
+        """Inputs ``[b rows channels]`` and targets ``[b horizon channels]`` of windows by number."""
         span = torch.arange(self.lookback + self.horizon, device=index.device)
         rows = self.values[self.first + index[:, None] + span]
         return rows[:, : self.lookback], rows[:, self.lookback :]

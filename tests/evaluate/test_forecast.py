@@ -92,6 +92,9 @@ def test_the_commands_from_a_csv_to_plots(home, command, tmp_path):
         assert word in told, word
     for name in ("r.forecast.png", "r.forecast-none.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    report = tmp_path / "report.md"
+    command("report", tmp_path / "run", tmp_path / "r.json", "--out", report)
+    assert "| run | lmm, 1 layers | - |" in report.read_text() and "rolling mse" in report.read_text()
     assert "Hugging Face" not in command("export", tmp_path / "run", tmp_path / "m")
     again = command("eval", tmp_path / "m", "forecast", f"--forecast.data={path}", "--device", "cpu")
     row = next(
