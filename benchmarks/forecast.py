@@ -64,6 +64,7 @@ DAYS = {"ETTm1": 96, "ETTm2": 96, "weather": 144}
 HISTORY = 7
 """Look-backs before its own that an online run's memory has read in training."""
 TINY = {"datasets": ["ETTh1"], "horizons": [24], "seeds": [0], "steps": 3, "rows": 1200, "jobs": 1}
+TINY |= {"warm": 2, "phases": 2}
 
 
 @cache
@@ -144,7 +145,7 @@ def trained(config: TrainConfig, series: Series, off: bool) -> tuple[Network, Fo
     return network, source, facts
 
 
-def measured(run: str, network: Network, source: Forecasting) -> Row:
+def measured(run: str, network: Network, source: Forecasting, args: argparse.Namespace) -> Row:
     """Errors over all windows of the test part, in each mode; of an online run, along the stream as well."""
     shape, device = source.shape, network.device
     windows = source.protocol.windows("test", shape.lookback, shape.horizon).to(device)
@@ -163,7 +164,7 @@ def measured(run: str, network: Network, source: Forecasting) -> Row:
         for shift, change_of in SHIFTS.items():
             stream = change_of(values, middle)
             for mode in ("on", "frozen", "fresh", "off"):
-                rolled = roll(network, stream, start, mode=mode, warm=16, phases=12)
+                rolled = roll(network, stream, start, mode=mode, warm=args.warm, phases=args.phases)
                 part = {
                     "before": rolled.between(start, middle - shape.horizon + 1),
                     "after": rolled.between(middle, end),
@@ -210,7 +211,7 @@ def work(args: argparse.Namespace) -> None:
         network, source, facts = trained(
             config_of(what["run"], what, device.type), series, what["run"] == "off"
         )
-        found = measured(what["run"], network, source)
+        found = measured(what["run"], network, source, args)
         took = round(time.monotonic() - start, 2)
         rows.add({"what": what, **machine(device), "seconds": took, **facts, **found})
         errors = found["errors"]["on"]
@@ -432,6 +433,10 @@ def main() -> None:
     parser.add_argument("--lookback", type=int, default=96)
     parser.add_argument("--steps", type=int, help="of training; the recipe's")
     parser.add_argument("--rows", type=int, help="read no more of a file; split it 7/1/2")
+    parser.add_argument(
+        "--warm", type=int, default=16, help="look-backs read before a stream's first forecast"
+    )
+    parser.add_argument("--phases", type=int, default=12, help="streams side by side")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the device")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)

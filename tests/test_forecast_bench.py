@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from series import waves, written
 
@@ -34,8 +35,11 @@ def test_every_kind_of_run_in_two_processes(bench, tmp_path, monkeypatch):
         archive.write(path, "ETT-small/ETTh1.csv")
     path.unlink()
     out = tmp_path / "rows.json"
-    given = [tmp_path, "--tiny", "--rows", 900, "--out", out, "--device", "cpu"]
-    called(*given, "--jobs", 2)
+    given = [tmp_path, "--tiny", "--rows", 900, "--lookback", 48, "--out", out, "--device", "cpu"]
+    called(*given, "--runs", "dlinear", "off", "--jobs", 2)
+    assert len(json.loads(out.read_text())["rows"]) == 2
+    monkeypatch.setattr(sys, "argv", ["forecast.py", *map(str, given)])
+    bench.main()  # what is left
     rows = json.loads(out.read_text())["rows"]
     assert sorted(row["what"]["run"] for row in rows) == [
         "attention",
@@ -55,7 +59,6 @@ def test_every_kind_of_run_in_two_processes(bench, tmp_path, monkeypatch):
     bench.plot(rows, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(bench, "trained", lambda *_: pytest.fail("nothing is run twice"))
-    monkeypatch.setattr(sys, "argv", ["forecast.py", *map(str, given)])
     bench.main()
 
 
@@ -77,3 +80,22 @@ def test_the_papers_table_is_whole():
     assert {len(columns) for columns in TABLE3.values()} == {len(TABLE3_COLUMNS)} == {9}
     assert TABLE3["ETTh1"][TABLE3_COLUMNS.index("DLinear")] == (0.456, 0.452)
     assert TABLE3["traffic"][0] == (0.415, 0.289) and TABLE3["traffic"][2] == (0.428, 0.282)
+
+
+def test_seasons_come_again_and_change(bench, monkeypatch, tmp_path):
+    seasons = importlib.import_module("seasons")
+    monkeypatch.setattr(seasons, "REPEATS", 3)
+    values = seasons.seasons(8, seed=0).values
+    length, period = 3 * seasons.PERIOD, seasons.PERIOD
+    assert values.shape == (8 * length, seasons.CHANNELS)
+    assert np.allclose(values[: 2 * period], values[period:length])
+    assert abs(values[length - period : length] - values[length : length + period]).mean() > 0.5
+    assert abs(values.var() - 1) < 0.25
+    given = ["--tiny", "--patterns", 8, "--device", "cpu", "--out", tmp_path / "s.json"]
+    for more in ([], ["--plot", tmp_path / "s.png"]):
+        monkeypatch.setattr(sys, "argv", ["seasons.py", *map(str, given + more)])
+        seasons.main()
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+    assert [list(row["errors"]) for row in rows] == [["on", "frozen", "fresh", "off"], ["off"]]
+    assert all(len(values) == 12 for row in rows for values in row["errors"].values())
