@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from books import Rows, add_arguments, machine, table_row, table_rule
+from books import Rows, add_arguments, machine
+from forecast_rows import MODES, plot, table
 
 from remanence.config import change
 from remanence.core.device import resolve
-from remanence.core.published import TABLE3, TABLE3_COLUMNS
 from remanence.data.series import Series, read_series
 from remanence.model import matched, parameters
 from remanence.recipes import load_recipe
@@ -52,13 +51,6 @@ from remanence.train.windows import Forecasting
 Row = dict[str, Any]
 DATASETS = ("ETTh1", "ETTh2", "ETTm1", "ETTm2", "weather", "electricity", "traffic")
 RUNS = ("memory", "dlinear", "off", "cycle", "attention", "online")
-TITLES = {
-    "memory": "memory",
-    "cycle": "memory and a season",
-    "off": "trained without it",
-    "attention": "attention",
-    "dlinear": "DLinear",
-}
 DAYS = {"ETTm1": 96, "ETTm2": 96, "weather": 144}
 """Rows of a day, where they are not hours."""
 HISTORY = 7
@@ -163,7 +155,7 @@ def measured(run: str, network: Network, source: Forecasting, args: argparse.Nam
         found["middle"], found["rolling"] = middle, {}
         for shift, change_of in SHIFTS.items():
             stream = change_of(values, middle)
-            for mode in ("on", "frozen", "fresh", "off"):
+            for mode in MODES:
                 rolled = roll(network, stream, start, mode=mode, warm=args.warm, phases=args.phases)
                 part = {
                     "before": rolled.between(start, middle - shape.horizon + 1),
@@ -261,164 +253,6 @@ def fan_out(args: argparse.Namespace) -> None:
     Rows(args.out, args.commit, [part for part in parts if part.exists()]).save()
     if any(codes):
         print(f"processes ended with exit codes {codes}", file=sys.stderr)
-
-
-def cells(rows: list[Row], mode: str = "on") -> dict[tuple[str, str, int], list[tuple[float, float]]]:
-    """Errors of each data set, run and horizon, of all seeds."""
-    found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
-    for row in rows:
-        if mode in row["errors"]:
-            what, own = row["what"], row["errors"][mode]
-            found.setdefault((what["dataset"], what["run"], what["horizon"]), []).append(
-                (own["mse"], own["mae"])
-            )
-    return found
-
-
-def average(
-    found: dict[Any, list[tuple[float, float]]], dataset: str, run: str
-) -> tuple[float, float, float] | None:
-    """The mean over all horizons and seeds of both errors, and the deviation of the first over seeds; None if a horizon
-    is missing.
-    """
-    own = [found.get((dataset, run, horizon)) for horizon in HORIZONS]
-    if any(each is None for each in own):
-        return None
-    mse, mae = (
-        statistics.mean(statistics.mean(pair[side] for pair in each) for each in own) for side in (0, 1)
-    )  # type: ignore[union-attr]
-    seeds = min(len(each) for each in own)  # type: ignore[arg-type]
-    by_seed = [statistics.mean(each[seed][0] for each in own) for seed in range(seeds)]  # type: ignore[index]
-    return mse, mae, statistics.pstdev(by_seed)
-
-
-def table(rows: list[Row]) -> str:
-    """Means over horizons beside the published ones, then every horizon, then the streams."""
-    if not rows:
-        return "no rows"
-    on, off, frozen = cells(rows), cells(rows, "off"), cells(rows, "frozen")
-    both = lambda pair: "" if pair is None else f"{pair[0]:.3f} / {pair[1]:.3f}"
-    kinds = {"memory": on, "memory, off in the test": off, "memory, frozen in the test": frozen}
-    kinds |= dict.fromkeys(("cycle", "off", "attention", "dlinear"), on)
-    head = [
-        "data",
-        *(TITLES.get(kind, kind) for kind in kinds),
-        "best other of Table 3",
-        "Titans",
-        "DLinear, published",
-    ]
-    lines = [
-        "Means over four horizons and all seeds (mse / mae):",
-        "",
-        table_row(*head),
-        table_rule(len(head)),
-    ]
-    for dataset in DATASETS:
-        own = [average(found, dataset, kind.split(",")[0]) for kind, found in kinds.items()]
-        titans, *others = TABLE3[dataset]
-        best = min(pair[0] for pair in others), min(pair[1] for pair in others)
-        told = [both(pair) for pair in own] if any(own) else ["not measured" if not any(
-            row["what"]["dataset"] == dataset for row in rows) else ""] + [""] * (len(own) - 1)  # fmt: skip
-        lines.append(table_row(dataset, *told, both(best), both(titans), both(others[-1])))
-    lines += ["", "DLinear here against its published means:", ""]
-    for dataset in DATASETS:
-        if (pair := average(on, dataset, "dlinear")) is not None:
-            told = TABLE3[dataset][TABLE3_COLUMNS.index("DLinear")]
-            shares = [
-                f"{100 * (ours / theirs - 1):+.1f} %" for ours, theirs in zip(pair[:2], told, strict=True)
-            ]
-            lines.append(f"- {dataset}: {both(pair)}, {' / '.join(shares)}")
-    head = ["data", "horizon", *(TITLES.get(kind, kind) for kind in kinds), "seeds"]
-    lines += ["", "By horizon:", "", table_row(*head), table_rule(len(head))]
-    for dataset, horizon in dict.fromkeys((row["what"]["dataset"], row["what"]["horizon"]) for row in rows):
-        told, counts = [], []
-        for kind, found in kinds.items():
-            each = found.get((dataset, kind.split(",")[0], horizon), [])
-            counts.append(len(each))
-            told.append(both(tuple(map(statistics.mean, zip(*each, strict=True)))) if each else "")
-        lines.append(table_row(dataset, horizon, *told, max(counts)))
-    return "\n".join([*lines, *streams(rows)])
-
-
-def streams(rows: list[Row]) -> list[str]:
-    online = [row for row in rows if "rolling" in row]
-    if not online:
-        return []
-    modes = ("on", "frozen", "fresh", "off")
-    head = ["data", "shift", "forecasts made", *(f"memory {mode}" for mode in modes)]
-    title = f"Rolling errors along the test part (mse / mae), trained on streams of {HISTORY + 1} look-backs:"
-    lines = ["", title, "", table_row(*head), table_rule(len(head))]
-    for dataset in dict.fromkeys(row["what"]["dataset"] for row in online):
-        for shift in SHIFTS:
-            for when in ("before", "after"):
-                own = [row["rolling"] for row in online if row["what"]["dataset"] == dataset]
-                told = []
-                for mode in modes:
-                    pairs = [each[f"{shift} {mode}"][when] for each in own]
-                    told.append(
-                        " / ".join(f"{statistics.mean(side):.4f}" for side in zip(*pairs, strict=True))
-                    )
-                lines.append(table_row(dataset, shift, f"{when} the middle", *told))
-    return lines
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """The means beside the published ones; and, of online runs, the error along the stream."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from remanence.core.files import replacing
-
-    online = [row for row in rows if "rolling" in row]
-    data = list(dict.fromkeys(row["what"]["dataset"] for row in rows))
-    found = cells(rows)
-    high = 1 + bool(online)
-    figure, axes = plt.subplots(
-        high, len(data), figsize=(2.9 * len(data) + 0.6, 3.1 * high), layout="constrained", squeeze=False
-    )
-    colours = dict(zip(TITLES, ("#1b6ca8", "#4fb0ae", "#e07a1f", "#3a8f5c", "#8a4f9e"), strict=True))
-    for axis, dataset in zip(axes[0], data, strict=True):
-        bars = [(TITLES[run], average(found, dataset, run), colours[run]) for run in TITLES]
-        bars = [bar for bar in bars if bar[1] is not None]
-        titans, *others = TABLE3[dataset]
-        names = dict(zip(TABLE3_COLUMNS[1:], others, strict=True))
-        published = {"Titans": titans, "Simba": names["Simba"], "PatchTST": names["PatchTST"]}
-        labels = [*(bar[0] for bar in bars), *(f"{name}, published" for name in published)]
-        values = [*(bar[1][0] for bar in bars), *(pair[0] for pair in published.values())]  # type: ignore[index]
-        shades = [*(bar[2] for bar in bars), *["#b0b0b0"] * len(published)]
-        axis.barh(range(len(values)), values, color=shades)
-        for place, value in enumerate(values):
-            axis.text(value, place, f" {value:.3f}", va="center", fontsize=7)
-        axis.set_yticks(range(len(values)), labels if axis is axes[0, 0] else [], fontsize=8)
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1.25 * max(values))
-        axis.set_title(f"{dataset}: mse, mean of 4 horizons", fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-    looks = {"on": "#1b6ca8", "frozen": "#e07a1f", "fresh": "#3a8f5c", "off": "#8a8a8a"}
-    for axis, dataset in zip(axes[1] if online else (), data, strict=False):
-        own = [row for row in online if row["what"]["dataset"] == dataset]
-        for mode, colour in looks.items():
-            curves = [row["rolling"][f"frequency {mode}"]["curve"] for row in own]
-            if curves:
-                points = [
-                    (each[0][0], statistics.mean(p[1] for p in each)) for each in zip(*curves, strict=True)
-                ]
-                axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=f"memory {mode}")
-        if own:
-            axis.axvline(own[0]["middle"], color="#8a8a8a", linewidth=1, linestyle="--")
-            axis.set_title(f"{dataset}: twice as fast from the line on", fontsize=9)
-            axis.set_xlabel("row", fontsize=8)
-        axis.tick_params(labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    if online:
-        axes[1, 0].set_ylabel("rolling mse", fontsize=8)
-        handles, labels = axes[1, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-    plt.close(figure)
 
 
 def main() -> None:
