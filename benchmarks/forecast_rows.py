@@ -148,7 +148,7 @@ def plot(rows: list[Row], path: Path) -> None:
         axis.set_yticks(range(len(values)), labels if axis is axes[0, 0] else [], fontsize=8)
         axis.invert_yaxis()
         axis.set_xlim(0, 1.25 * max(values))
-        axis.set_title(f"{dataset}: mse, mean of 4 horizons", fontsize=9)
+        axis.set_title(f"{dataset}: mse, mean of 4 horizons", fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     looks = {"on": "#1b6ca8", "frozen": "#e07a1f", "fresh": "#3a8f5c", "off": "#8a8a8a"}
     for axis, dataset in zip(axes[1] if online else (), data, strict=False):
@@ -162,7 +162,7 @@ def plot(rows: list[Row], path: Path) -> None:
                 axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=f"memory {mode}")
         if own:
             axis.axvline(own[0]["middle"], color="#8a8a8a", linewidth=1, linestyle="--")
-            axis.set_title(f"{dataset}: twice as fast from the line on", fontsize=9)
+            axis.set_title(f"{dataset}: twice as fast from the line", fontsize=8)
             axis.set_xlabel("row", fontsize=8)
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
