@@ -4,8 +4,11 @@ remanence train forecast/etth2 --data.path=ETTh2.csv --out out/etth2 --data.hori
 remanence eval out/etth2 forecast --forecast.data=ETTh2.csv --memory on off frozen
 """
 
+from dataclasses import replace
+
 from remanence.train import TrainConfig, forecasting
 
 
 def recipe() -> TrainConfig:
-    return forecasting("ett-hour")
+    config = forecasting("ett-hour", steps=300)
+    return replace(config, optimizer=replace(config.optimizer, lr=3e-4))
