@@ -30,7 +30,9 @@ LENGTHS = ("length", "window", "from", "before", "max_tokens")
 
 @dataclass(frozen=True)
 class Eval:
-    """Measure a model: lm, wikitext, lambada, niah, babilong, recall, commonsense, dna; of a recipe: ablate, depth.
+    """Measure a model: lm, wikitext, lambada, niah, babilong, recall, commonsense, dna, forecast.
+
+    Of a recipe instead: ablate, depth.
 
     --task.setting=value changes a task's setting, --setting=value that of every named task that has it, and
     --recipe.field=value the recipe (docs/evaluation.md lists the settings). With --json, an evaluation that was

@@ -64,10 +64,12 @@ class Export:
     """Which row."""
 
     def run(self) -> None:
+        from remanence.series.network import is_network
         from remanence.train import export
 
         checkpoint = export(self.run_folder, self.out, self.memory, self.row)
-        say(f"{self.out}: the model of {checkpoint}, for remanence and Hugging Face")
+        others = "" if is_network(self.out) else " and Hugging Face"
+        say(f"{self.out}: the model of {checkpoint}, for remanence{others}")
         if self.memory is not None:
             say(f"{self.memory}: what row {self.row} remembered")
 
@@ -112,6 +114,7 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
 def _describe(line: dict[str, Any]) -> str:
     """The metrics of a logged step, on one line."""
     words = ["loss none" if line["loss"] is None else f"loss {line['loss']:.4f}"]
+    words += [f"validation {line['validation']:.4f}"] if line.get("validation") is not None else []
     words += [f"{line['tokens_per_s']:,.0f} tokens/s"]
     words += [f"MFU {line['mfu']:.1%}"] if line.get("mfu") is not None else []
     words += [f"{line['memory_gib']:.1f} GiB"]

@@ -3,6 +3,7 @@
 from remanence.evaluate.babilong import Babilong
 from remanence.evaluate.commonsense import Commonsense
 from remanence.evaluate.dna import Dna
+from remanence.evaluate.forecast import Forecast
 from remanence.evaluate.grid import Ablate, Depth
 from remanence.evaluate.lm import Lm
 from remanence.evaluate.niah import Niah
@@ -14,7 +15,7 @@ from remanence.evaluate.wikitext_lambada import Lambada, Wikitext
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
-    for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense, Dna, Ablate, Depth)
+    for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense, Dna, Forecast, Ablate, Depth)
 }
 
 __all__ = ["TASKS", "Row", "Subject", "Task", "configured", "evaluate", "provenance", "write_rows"]

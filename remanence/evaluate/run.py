@@ -185,7 +185,7 @@ def describe(subject: Subject) -> Any:
     if subject.recipe is not None:
         return {"recipe": first_fields("train", subject.recipe.to_dict())}
     return {
-        "model": fingerprint(subject.model)._asdict(),
+        "model": fingerprint(subject.network)._asdict(),  # type: ignore[arg-type]
         "tokenizer_digest": _tokenizer_digest(subject.tokens),
     }
 

@@ -23,6 +23,7 @@ from remanence.evaluate.bookmark import Bookmark
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
 from remanence.inference.reader import PIECE, piece_of, read, traces
 from remanence.model import Model, State
+from remanence.series.network import Network, is_network, load_network
 from remanence.tasks.answers import Answer, Likelihood
 from remanence.train import TRAINED, TrainConfig
 
@@ -38,7 +39,7 @@ class Subject:
     device: torch.device
     seed: int = 0
     folder: Path | None = None
-    network: Model | None = None
+    network: Model | Network | None = None
     tokens: Tokenizer | None = None
     recipe: TrainConfig | None = None
     source: Path = field(default_factory=Path)
@@ -51,6 +52,9 @@ class Subject:
     @classmethod
     def load(cls, source: Path, device: torch.device, **fields: object) -> Subject:
         source = located(source)
+        source = source / "model" if (source / "model" / "config.json").is_file() else source  # a run's
+        if is_network(source):
+            return cls(device, network=load_network(source, device=device).eval(), source=source, **fields)  # type: ignore[arg-type]
         model = Model.load(source, device=device).eval()
         own = (source / "tokenizer.json").is_file()
         tokenizer = check_tokenizer(model, load_tokenizer(source)) if own else None
@@ -60,6 +64,18 @@ class Subject:
     def model(self) -> Model:
         if self.network is None:
             raise ValueError(f"model: expected the folder of a model, got the recipe {self.source}")
+        if isinstance(self.network, Network):
+            raise ValueError(
+                f"model: expected one that reads tokens, got the forecasting network {self.source}"
+            )
+        return self.network
+
+    @property
+    def forecaster(self) -> Network:
+        if not isinstance(self.network, Network):
+            raise ValueError(
+                f"model: expected a forecasting network, as `remanence train forecast/csv` makes one, got {self.source}"
+            )
         return self.network
 
     @property

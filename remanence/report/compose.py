@@ -174,6 +174,9 @@ def _parameters(run: Run) -> str:
     from remanence.config import ModelConfig
     from remanence.model import parameters
 
+    data = run.config.get("data")
+    if isinstance(data, dict) and data.get("kind") == "forecast":
+        return "-"  # its config tells of the backbone alone
     try:
         return f"{parameters(ModelConfig.from_dict(run.config['model'])):,}"
     except (ValueError, TypeError) as error:

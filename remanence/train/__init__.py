@@ -5,7 +5,7 @@
 
 from remanence.train.config import DataConfig, OptimizerConfig, TrainConfig, override
 from remanence.train.export import TRAINED, export, run_config
-from remanence.train.papers import pretraining
+from remanence.train.papers import forecasting, pretraining
 from remanence.train.run import Run, TrainingError, fit, resolve_config
 from remanence.train.sources import SOURCES
 
@@ -19,6 +19,7 @@ __all__ = [
     "TrainingError",
     "export",
     "fit",
+    "forecasting",
     "override",
     "pretraining",
     "resolve_config",

@@ -28,6 +28,7 @@ from remanence.core.tensors import read_header, read_tensors, write_tensors
 from remanence.folder import describe, read_config
 from remanence.inference import memfile
 from remanence.model import Model, State
+from remanence.series.network import Network, is_network, load_network, read_shape
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, spread
@@ -47,7 +48,7 @@ class Progress(NamedTuple):
 
 def save(
     folder: Path,
-    model: Model,
+    model: Any,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     carried: State | None,
@@ -67,7 +68,10 @@ def save(
             shutil.rmtree(target)
         if not target.exists():
             temporary.mkdir()
-            write_json(temporary / "config.json", describe(model.config, torch.float32))
+            own = isinstance(model, Network)
+            write_json(
+                temporary / "config.json", model.describe() if own else describe(model.config, torch.float32)
+            )
 
     def finish() -> None:
         if not target.exists():
@@ -93,7 +97,7 @@ def save(
 
 def _write(
     temporary: Path,
-    model: Model,
+    model: Any,
     optimizer: torch.optim.Optimizer,
     carried: State | None,
     world: World,
@@ -140,12 +144,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load(
-    path: Path, model: Model, optimizer: torch.optim.Optimizer, world: World, begin: Begin | None = None
+    path: Path, model: Any, optimizer: torch.optim.Optimizer, world: World, begin: Begin | None = None
 ) -> tuple[Progress, State | None]:
     """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood."""
     progress, facts = _progress(path)
     world.one(lambda: _check_complete(path, facts))
-    theirs = read_config(path)
+    theirs: Any = read_shape(path) if isinstance(model, Network) else read_config(path)
     if theirs != model.config:
         changed = ", ".join(name for name, *_ in differences(theirs.to_dict(), model.config.to_dict()))
         raise OtherConfigError(
@@ -203,10 +207,12 @@ def _check_complete(path: Path, facts: dict[str, Any]) -> None:
         raise ValueError(f"{path / PARTS}: altered or damaged: its files are not those that were written")
 
 
-def load_model(path: Path) -> Model:
+def load_model(path: Path) -> Any:
     """Only the model, with all its weights, of a checkpoint of either kind or of a model's folder."""
     if (path / "progress.json").is_file():
         _check_complete(path, _progress(path)[1])
+    if is_network(path):
+        return load_network(path)
     if not (path / PARTS).is_dir():
         return Model.load(path)
     with torch.device("meta"):
@@ -274,11 +280,11 @@ def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
     return Progress(**found), facts
 
 
-def _weights(model: Model) -> dict[str, Tensor]:
+def _weights(model: Any) -> dict[str, Tensor]:
     return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _moments(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         state: dict[str, Any] = optimizer.state.get(parameter, {})

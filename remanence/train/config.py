@@ -12,6 +12,7 @@ from remanence.config import FOLLOWS, ModelConfig, preset
 from remanence.core.choices import check_choice
 from remanence.core.migrations import accepts_old_names, current_fields
 from remanence.core.overrides import apply_overrides
+from remanence.series.config import ForecastConfig
 
 
 def _check(config: Any) -> None:
@@ -127,6 +128,7 @@ KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "babilong": ("path", "books", "tasks", "curriculum"),
     "genome": ("path", "reverse_complement"),
     "dna": ("path", "weight", "reverse_complement"),
+    "forecast": ("path", "horizon", "split", "columns", "missing"),
 }
 """The fields of each kind of data beside `kind` and `length`. A kind that you add to `SOURCES` may use all fields."""
 
@@ -152,6 +154,10 @@ class DataConfig:
             twice, for two), 0 for stories alone. Steps then have batch x length tokens, in rows of the part's length.
             Without it, every row is one text with one question.
         reverse_complement: genome, dna: whether half of the rows, by chance, are read on the other strand.
+        horizon: forecast: rows that are forecast, from a look-back of `length` rows of the CSV file `path`.
+        split: forecast: which rows train, validate and test, an entry of `remanence.tasks.forecast.SPLITS`.
+        columns, missing: forecast: the columns to read (none: all but a date), and what becomes of missing values:
+            "refuse", or "previous" for the value of the row before.
     """
 
     kind: str = "packed"
@@ -167,9 +173,14 @@ class DataConfig:
     tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
     curriculum: tuple[int, ...] = ()
     reverse_complement: bool = False
+    horizon: int = 96
+    split: str = "7/1/2"
+    columns: tuple[str, ...] = ()
+    missing: Literal["refuse", "previous"] = "refuse"
 
     def __post_init__(self) -> None:
         _check(self)
+        _positive(horizon=self.horizon)
         _positive(length=self.length, pairs=self.pairs, rounds=self.rounds, keys=self.keys, noise=self.noise)
         _between(0, 1, weight=self.weight)
         _between(0, float("inf"), ramp=self.ramp)
@@ -210,7 +221,8 @@ class TrainConfig:
     """One run.
 
     Attributes:
-        model, data, optimizer: see their classes.
+        model, data, optimizer: see their classes. Of a forecasting network, `model` is the backbone.
+        forecast: the rest of a forecasting network (data.kind "forecast").
         init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
@@ -227,6 +239,9 @@ class TrainConfig:
         graph: whether a step's forward and backward are captured as a CUDA graph and replayed. None: where that is
             possible and leaves enough of the GPU's memory free; docs/training.md.
         seed: of weights and batches.
+        validate_every: forecast: steps between two looks at the validation part; the run's model is then the best by
+            these. 0: never, and the model is the last.
+        stop_after: looks in a row without a better one after which the run ends. 0: never.
         save_every, keep: steps between checkpoints, and how many of the last ones stay.
         log_every: steps between lines of the log.
         trackers: where metrics go in addition to metrics.jsonl: "tensorboard", "wandb".
@@ -238,6 +253,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=lambda: preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
     init_from: str | None = None
     steps: int = 1000
     batch: int = 16
@@ -251,6 +267,8 @@ class TrainConfig:
     compile: bool = False
     graph: bool | None = None
     seed: int = 0
+    validate_every: int = 0
+    stop_after: int = 0
     save_every: int = 200
     keep: int = 2
     log_every: int = 10
@@ -277,7 +295,8 @@ class TrainConfig:
         check_choice("precision", self.precision, ("float32", "bfloat16"))
         check_choice("begin", self.begin, ("fresh", "passed", "noise"))
         _check(self)
-        _between(0, 2**63 - 1, seed=self.seed)
+        _between(0, 2**63 - 1, seed=self.seed, validate_every=self.validate_every, stop_after=self.stop_after)
+        self._check_forecast()
         _between(0, 1, begin_share=self.begin_share)
         _between(0, 1e3, write_cost=self.write_cost)
         if self.write_cost and (self.model.memory.threshold == 0 or set(self.model.blocks) <= PLAIN):
@@ -305,6 +324,23 @@ class TrainConfig:
             raise ValueError(
                 f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}"
             )
+
+    def _check_forecast(self) -> None:
+        """Refuse what only forecasts have elsewhere, and what they have not."""
+        if self.data.kind != "forecast":
+            own = {"forecast": ForecastConfig(), "validate_every": 0, "stop_after": 0}
+            for name, default in own.items():
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name}: expected only with data.kind='forecast', got it with {self.data.kind!r}"
+                    )
+            return
+        plain = {"init_from": None, "accumulate": 1, "carry": False, "begin": "fresh", "write_cost": 0.0}
+        for name, default in plain.items():
+            if (value := getattr(self, name)) != default:
+                raise ValueError(f"{name}: expected {default!r} with data.kind='forecast', got {value!r}")
+        if self.stop_after and not self.validate_every:
+            raise ValueError("stop_after: expected 0, or validate_every above 0, got neither")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "model": self.model.to_dict()}

@@ -75,7 +75,7 @@ def joined(device: str) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def shard(model: Model, world: World) -> Model:
+def shard(model: Any, world: World) -> Any:
     """FSDP2, block by block. Weights are gathered in float32; autocast decides what is computed in bfloat16.
 
     `cast_forward_inputs` is off: with a lower `param_dtype` it would turn the memories' float32 states into bfloat16 on
@@ -101,7 +101,7 @@ def shard(model: Model, world: World) -> Model:
     return model
 
 
-def gather_model(model: Model, world: World) -> Model | None:
+def gather_model(model: Any, world: World) -> Any:
     """The model with all its weights on the CPU, in the first process. The others must call this, too: they get
     None.
     """

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from remanence.data import Batch
 from remanence.model import Model, State, Trace
+from remanence.series.network import Network, WindowBatch
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full
 from remanence.train.graphed import Graphed, cost_at, summed_loss, writing
+from remanence.train.windows import Captured, learn
 
 
 class Step(NamedTuple):
@@ -26,34 +28,34 @@ class Step(NamedTuple):
     trace: Trace
 
 
-def make_optimizer(model: Model, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: Model | Network, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices only: not gains, biases, embeddings' rows of rare tokens, or where a memory begins."""
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     decayed = [weight for name, weight in named if name.endswith("proj.weight") or ".ffn." in name]
     others = [weight for name, weight in named if not (name.endswith("proj.weight") or ".ffn." in name)]
     o = config.optimizer
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    fused = model.embed.weight.device.type == "cuda" or None
+    fused = model.device.type == "cuda" or None
     return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused)
 
 
-def compile_parts(model: Model) -> None:
+def compile_parts(model: Model | Network) -> None:
     """Compile what is the same for every call: the feed-forward nets. A memory's loop over chunks would be unrolled."""
     for block in model.blocks:
         block.ffn.compile(dynamic=True)  # type: ignore[union-attr]
 
 
 def take_step(
-    model: Model,
+    model: Model | Network,
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
-    batches: list[Batch],
+    batches: list[Batch] | list[WindowBatch],
     state: State | None,
     number: int,
     world: World | None = None,
     begin: Begin | None = None,
     *,
-    graph: Graphed | None = None,
+    graph: Graphed | Captured | None = None,
     carried: State | None = None,
 ) -> Step:
     """Forward and backward of every part, then the update; skipped if the loss or the gradient is not finite.
@@ -61,13 +63,40 @@ def take_step(
     Rows that carry nothing begin in `state`, or as `begin` says. With a `graph` they go on from what they `carried`
     themselves.
     """
-    world = world or World(model.embed.weight.device)
+    world = world or World(model.device)
+    optimizer.zero_grad(set_to_none=True)
+    if isinstance(model, Network):
+        loss_here, tokens, trace = learn(model, batches[0], config, number, graph)  # type: ignore[arg-type]
+    else:
+        given: Any = (config, batches, state, number, world, begin, graph, carried)
+        loss_here, tokens, trace = _read_tokens(model, *given)
+    gradient = full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
+    loss_total, norm = world.total(float(loss_here))[0], float(gradient)
+    taken = isfinite(loss_total) and isfinite(norm)
+    if taken:
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.rate(number, config.steps)
+        optimizer.step()
+    return Step(loss_total, norm, taken, tokens, trace)
+
+
+def _read_tokens(
+    model: Model,
+    config: TrainConfig,
+    batches: list[Batch],
+    state: State | None,
+    number: int,
+    world: World,
+    begin: Begin | None,
+    graph: Graphed | None,
+    carried: State | None,
+) -> tuple[Any, int, Trace]:
+    """Forward and backward of every part of a step of tokens: this process's loss, all processes' tokens, the trace."""
     targets_here = sum(_target_count(batch) for batch in batches)
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
     count, tokens = world.total(targets_here, tokens_here)
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
     cost = cost_at(config.write_cost, number, config.steps) if config.write_cost else None
-    optimizer.zero_grad(set_to_none=True)
     loss_here: Any = 0.0
     for part, batch in enumerate(batches):
         if graph is not None:
@@ -87,14 +116,7 @@ def take_step(
                 wanted = wanted + cost / len(batches) * writing(trace, config.model.memory.threshold)
         wanted.backward()
         loss_here = loss_here + loss.detach()
-    gradient = full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
-    loss_total, norm = world.total(float(loss_here))[0], float(gradient)
-    taken = isfinite(loss_total) and isfinite(norm)
-    if taken:
-        for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.rate(number, config.steps)
-        optimizer.step()
-    return Step(loss_total, norm, taken, int(tokens), trace)
+    return loss_here, int(tokens), trace
 
 
 def _forward(

@@ -9,7 +9,7 @@ from remanence.core.files import read_json, replacing_folder, sealed, write_json
 from remanence.core.state import positions_of
 from remanence.core.tokens import TOKENIZER, TRAINED, load_tokenizer
 from remanence.inference import memfile
-from remanence.model import Model, State
+from remanence.model import State
 from remanence.train import checkpoint
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
@@ -27,7 +27,7 @@ def run_config(run: str | Path) -> TrainConfig:
         raise ValueError(f"{path}: {error}") from None
 
 
-def save_model(model: Model, run: Path, folder: Path, trained: dict[str, Any]) -> None:
+def save_model(model: Any, run: Path, folder: Path, trained: dict[str, Any]) -> None:
     """A model with the data's tokenizer beside it: the folder is all that reading and generating need."""
     model.save(folder)
     if (run / "tokenizer").is_dir():
@@ -37,7 +37,8 @@ def save_model(model: Model, run: Path, folder: Path, trained: dict[str, Any]) -
 
 
 def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
-    return {"tokens": progress.tokens, "steps": progress.step, "data": config.data.kind}
+    told = {"tokens": progress.tokens, "steps": progress.step, "data": config.data.kind}
+    return {**told, "split": config.data.split} if config.data.kind == "forecast" else told
 
 
 def export(run: str | Path, out: str | Path, memory: str | Path | None = None, row: int = 0) -> Path:

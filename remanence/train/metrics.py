@@ -120,7 +120,8 @@ class Metrics:
             temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self.written = len(lines)
         self.before = time.perf_counter(), progress.tokens
-        self.flops = flops_per_token(config.model, config.data.length)
+        tokens = config.data.kind != "forecast"  # whose values are no tokens of a language model
+        self.flops = flops_per_token(config.model, config.data.length) if tokens else None
 
     def __enter__(self) -> Metrics:
         self.file = self.path.open("a", encoding="utf-8")
@@ -136,7 +137,9 @@ class Metrics:
         """Have the disk keep all lines: a checkpoint must not outlive the lines before it."""
         os.fsync(self.file.fileno())
 
-    def write(self, progress: Progress, step: Step, world_size: int, leash: int) -> None:
+    def write(
+        self, progress: Progress, step: Step, world_size: int, leash: int, validation: float | None = None
+    ) -> None:
         """`leash` is how many memories' gradients were clipped in the steps since the last line, by all processes."""
         now = time.perf_counter()
         first, tokens = self.before
@@ -153,7 +156,9 @@ class Metrics:
             "memory_gib": round(memory_in_use(self.device) / 2**30, 3),
             **memory_facts(step.trace),
         }
-        if (most := peak(self.device)) is not None:
+        if validation is not None:
+            line["validation"] = validation
+        if self.flops is not None and (most := peak(self.device)) is not None:
             line["mfu"] = round(rate * self.flops / (most * world_size), 4)
         self.before = now, progress.tokens
         bad = [name for name, value in line.items() if isinstance(value, float) and not isfinite(value)]

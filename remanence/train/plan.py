@@ -84,6 +84,10 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
     it cannot fit.
     """
     check_choice("gpu", gpu, GPUS)
+    if config.data.kind == "forecast":
+        raise ValueError(
+            "data.kind: expected a kind of tokens for --dry-run, got 'forecast', which takes minutes"
+        )
     devices = gpus or 1
     shares = config.accumulate * devices
     if config.batch % shares:

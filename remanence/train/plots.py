@@ -10,6 +10,7 @@ from remanence.core.files import replacing
 
 PANELS = {
     "loss": ("loss",),
+    "validation": ("validation",),
     "gradient's length": ("gradient",),
     "surprise": ("surprise",),
     "gates": ("step_size", "momentum", "keep"),
@@ -31,7 +32,8 @@ def plot(run: str | Path) -> Path:
         raise ValueError(f"{run / 'metrics.jsonl'}: not lines of JSON ({error})") from None
     if not lines:
         raise ValueError(f"{run / 'metrics.jsonl'}: expected at least one logged step, got none")
-    panels = {title: [name for name in names if name in lines[-1]] for title, names in PANELS.items()}
+    known = {name for line in lines for name in line}
+    panels = {title: [name for name in names if name in known] for title, names in PANELS.items()}
     panels = {title: names for title, names in panels.items() if names}
     figure, axes = plt.subplots(
         1, len(panels), figsize=(4 * len(panels), 3.2), layout="constrained", squeeze=False

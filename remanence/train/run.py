@@ -31,6 +31,7 @@ from remanence.inference.generate import Generation, Sampling
 from remanence.memory.policies import unigrams
 from remanence.model import Model, State
 from remanence.ops import leashed
+from remanence.series.network import Network
 from remanence.train import checkpoint, engine
 from remanence.train.begin import begin_of
 from remanence.train.carry import carry_in, carry_out
@@ -52,6 +53,8 @@ from remanence.train.sources import (
     model_folder,
     tokenizer_of,
 )
+from remanence.train.validation import Validation
+from remanence.train.windows import Captured, Forecasting
 
 PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
 """A text on which two tokenizers that differ will probably differ."""
@@ -64,17 +67,23 @@ class TrainingError(DivergedError):
 
 
 def fit(
-    config: TrainConfig | None, out: str | Path, *, resume: bool = False, log: Log | None = None
-) -> Model:
+    config: TrainConfig | None,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    log: Log | None = None,
+    source: Source | None = None,
+) -> Any:
     """Train a model in a new folder, or go on in one.
 
     ``out`` then holds config.json, metrics (.jsonl, .png), checkpoints and the model. An existing run is never
     overwritten. With `resume` the run's own config counts, and `config` may be None. `log` gets each line of the
     metrics. SIGTERM saves a checkpoint and returns; Ctrl-C does, too, before it interrupts (pressed twice, at once);
-    SIGUSR1 writes a sample to samples.jsonl. Started by `torchrun`, the processes share the rows and the weights
-    (FSDP2); the result is the same up to rounding.
+    SIGUSR1 writes a sample to samples.jsonl. `source` stands in for the one that the config names: data that is in no
+    file. Returned is the model, or with data.kind "forecast" the network that was best in validation. Started by
+    `torchrun`, the processes share the rows and the weights (FSDP2); the result is the same up to rounding.
     """
-    with Run.open(config, out, resume=resume, log=log) as run:
+    with Run.open(config, out, resume=resume, log=log, source=source) as run:
         run.train()
     return run.model
 
@@ -89,7 +98,13 @@ class Run:
 
     @classmethod
     def open(
-        cls, config: TrainConfig | None, out: str | Path, *, resume: bool = False, log: Log | None = None
+        cls,
+        config: TrainConfig | None,
+        out: str | Path,
+        *,
+        resume: bool = False,
+        log: Log | None = None,
+        source: Source | None = None,
     ) -> Run:
         """Begin a run in a new or empty folder, or take up the one in it. A config that cannot run leaves no folder."""
         out = Path(out)
@@ -103,41 +118,49 @@ class Run:
                 world.one(lambda: _check_free(out))
                 resources.enter_context(_begun_or_not(out, world))
             world.one(lambda: remove_leftovers(out))
-            run = cls(config, out, world, resume)
-            if world.device.type == "cuda":
+            run = cls(config, out, world, resume, source)
+            if world.device.type == "cuda" and not isinstance(run.source, Forecasting):  # whose data is there
                 run.ahead = resources.enter_context(closing(Ahead(run.source)))
             metrics = run._open_metrics(log)
             run.metrics = resources.enter_context(metrics) if metrics else None
             run._resources = resources.pop_all()
         return run
 
-    def __init__(self, config: TrainConfig, out: Path, world: World, resume: bool) -> None:
+    def __init__(
+        self, config: TrainConfig, out: Path, world: World, resume: bool, source: Source | None = None
+    ) -> None:
         """Use `open`, which joins the processes first."""
         self.config, self.out, self.world = config, out, world
         self.metrics: Metrics | None = None
         self._resources = ExitStack()
-        self.source, self.begin = _source(config, resume, world), begin_of(config, world)
+        self.source, self.begin = source or _source(config, resume, world), begin_of(config, world)
         self.ahead: Ahead | None = None
         if config.graph and world.device.type != "cuda":
             kind = world.device.type
             raise ValueError(f"graph: expected None or false on {kind}, which has no CUDA graphs, got true")
         torch.manual_seed(config.seed)
-        self.model = shard(_initial_model(config, out if resume else None).to(world.device).train(), world)
+        self.model: Any = _initial_model(config, self.source, out if resume else None)
+        self.model = shard(self.model.to(world.device).train(), world)
         self.model.checkpointing = config.checkpointing
         if config.compile:
             engine.compile_parts(self.model)
         self.optimizer = engine.make_optimizer(self.model, config)
         world.one(lambda: self._make_folder(resume))
         self.progress, self.carried = self._load(resume)
+        self.validation = Validation(out, self.progress.step, config.stop_after)
         if not self.done:
             # A model is there if the run was to be shorter before.
             world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))
-        self.graphs = Graphs(self.model, config, world, self.begin is not None)
+        self.graphs: Any = (
+            Captured(self.model, config)
+            if isinstance(self.model, Network)
+            else Graphs(self.model, config, world, self.begin is not None)
+        )
         self._leashed = leashed()  # in this process so far
 
     @property
     def done(self) -> bool:
-        return self.progress.step >= self.config.steps
+        return self.progress.step >= self.config.steps or self.validation.stopped
 
     def train(self) -> None:
         """All steps that are left, then `finish`. Signals are answered between steps, as `fit` describes."""
@@ -179,7 +202,7 @@ class Run:
             )
             self.carried = carry_out(self.model, after, batches[-1], graph is not None)
         self._count(step)
-        self._log(step)
+        self._log(step, self._validate())
         if self.progress.skipped_in_a_row >= config.patience:
             self._give_up(batches)
         if self.progress.step % config.save_every == 0:
@@ -219,10 +242,10 @@ class Run:
         self.checkpoint()
         if self.metrics and self.metrics.written:
             plot(self.out)
-        if (
-            self.progress.step == self.config.steps
-            and (model := gather_model(self.model, self.world)) is not None
-        ):
+        if not self.done:
+            return
+        self.validation.restore(self.model)
+        if (model := gather_model(self.model, self.world)) is not None:
             shutil.rmtree(self.out / "model", ignore_errors=True)
             with replacing_folder(self.out / "model") as folder:
                 save_model(model, self.out, folder, trained_on(self.progress, self.config))
@@ -307,14 +330,24 @@ class Run:
             skipped_in_a_row=0 if step.taken else before.skipped_in_a_row + 1,
         )
 
-    def _log(self, step: Step) -> None:
-        """A line of the metrics, at every `log_every`-th step and the last one."""
-        if self.progress.step % self.config.log_every and self.progress.step != self.config.steps:
+    def _validate(self) -> float | None:
+        """The error on data that is not trained on, at every `validate_every`-th step and the last one."""
+        every, at = self.config.validate_every, self.progress.step
+        if not every or (at % every and at != self.config.steps):
+            return None
+        value = self.source.validate(self.model)  # type: ignore[attr-defined]
+        self.validation.add(at, value, self.model)
+        return value
+
+    def _log(self, step: Step, validation: float | None = None) -> None:
+        """A line of the metrics, at every `log_every`-th step, the last one, and where the run was validated."""
+        at = self.progress.step
+        if at % self.config.log_every and at != self.config.steps and validation is None:
             return
         before, self._leashed = self._leashed, leashed()
         summed = int(self.world.total(self._leashed - before)[0])
         if self.metrics:
-            self.metrics.write(self.progress, step, self.world.size, summed)
+            self.metrics.write(self.progress, step, self.world.size, summed, validation)
 
     def _give_up(self, batches: list[Batch]) -> None:
         """Keep the batch that the run ended at, and raise."""
@@ -401,8 +434,10 @@ def _plain(config: TrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict()))
 
 
-def _initial_model(config: TrainConfig, resumed: Path | None) -> Model:
+def _initial_model(config: TrainConfig, source: Source, resumed: Path | None) -> Model | Network:
     """The model before the first step. One that goes on gets its weights from a checkpoint."""
+    if isinstance(source, Forecasting):
+        return source.network()
     goes_on = resumed is not None and checkpoint.checkpoints(resumed / "checkpoints")
     if config.init_from is None or goes_on:
         return Model(config.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,10 +27,13 @@ from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
 from remanence.train.config import TrainConfig
+from remanence.train.windows import Forecasting
 
 
 class Source(Protocol):
-    def step(self, number: int) -> Batch: ...
+    """A source that has windows instead of tokens also makes the model and validates it (`Forecasting`)."""
+
+    def step(self, number: int) -> Any: ...
 
 
 class Ahead:
@@ -177,6 +180,12 @@ def _dna(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     return source
 
 
+def _forecast(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    if world > 1:
+        raise ValueError(f"torchrun: expected one process for data.kind='forecast', got {world}")
+    return Forecasting(config, batch)
+
+
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "packed": _packed,
     "documents": _documents,
@@ -186,4 +195,5 @@ SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "babilong": _babilong,
     "genome": _genome,
     "dna": _dna,
+    "forecast": _forecast,
 }

@@ -1,0 +1,212 @@
+"""Time series from anywhere: CSV files, compressed or inside a .zip, arrays, and tables that know their columns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from remanence.core.choices import brief, check_choice
+from remanence.data.sources import OPENERS, PIECE, read_pieces
+
+DATES = ("date", "time", "datetime", "timestamp", "ds")
+"""Names of columns that say when a row was measured, in any case. They are left out."""
+MISSING = ("", "nan", "na", "n/a", "null", "none")
+"""What a cell without a value says, in any case."""
+FILLS = ("refuse", "previous")
+"""What becomes of missing values: an error, or the value of the row before, which no forecast could not have known."""
+
+
+class Series(NamedTuple):
+    """Rows in the order of time, a column for each channel ``[rows channels]``, and the channels' names."""
+
+    values: np.ndarray
+    names: tuple[str, ...]
+
+    def head(self, rows: int) -> Series:
+        return self._replace(values=self.values[:rows])
+
+
+def read_series(
+    source: Any, *, columns: Sequence[str] = (), missing: str = "refuse", name: str = "data"
+) -> Series:
+    """A series from a CSV file (`.gz`, `.xz`, `.bz2`, `.zst`, or in a `.zip`), from numbers ``[rows]`` or
+    ``[rows channels]``, or from a table that has `columns`, as a DataFrame does.
+
+    `columns` chooses some by name. A column named as in `DATES` is left out; every other one must hold numbers.
+    ``file.zip/inner.csv`` names a file inside an archive; an archive with a single CSV needs no more than its own name.
+    Errors begin with `name`, or with the file.
+    """
+    check_choice(f"{name}: missing", missing, FILLS)
+    if isinstance(source, Series):
+        found, owner = source, name
+    elif isinstance(source, str | Path):
+        found, owner = _from_file(Path(source), columns), str(source)
+    elif hasattr(source, "columns") and hasattr(source, "__getitem__"):
+        found, owner = _from_table(source, columns, name), name
+    else:
+        found, owner = _from_array(source, name), name
+    return _filled(_chosen(found, columns, owner), missing, owner)
+
+
+def _chosen(series: Series, columns: Sequence[str], owner: str) -> Series:
+    if not columns or tuple(columns) == series.names:
+        return series
+    for column in columns:
+        check_choice(f"{owner}: column", column, series.names)
+    index = [series.names.index(column) for column in columns]
+    return Series(series.values[:, index], tuple(columns))
+
+
+def _filled(series: Series, missing: str, owner: str) -> Series:
+    """Every value a finite number, or an error that names the column."""
+    values = series.values
+    if np.isinf(values).any():
+        row, column = map(int, np.argwhere(np.isinf(values))[0])
+        raise ValueError(
+            f"{owner}: column {series.names[column]!r}: expected finite numbers, got {values[row, column]} in row {row}"
+        )
+    gaps = np.isnan(values)
+    if not gaps.any():
+        return series
+    row, column = map(int, np.argwhere(gaps)[0])
+    where = f"{owner}: column {series.names[column]!r}"
+    if missing == "refuse":
+        count = int(gaps[:, column].sum())
+        raise ValueError(
+            f"{where}: expected a number in every row, got {count} missing, the first in row {row}; "
+            "missing='previous' takes the value before"
+        )
+    if gaps[0].any():
+        first = series.names[int(np.argmax(gaps[0]))]
+        raise ValueError(
+            f"{owner}: column {first!r}: expected a number in row 0, which has no row before it, got none"
+        )
+    last = np.maximum.accumulate(np.where(gaps, 0, np.arange(len(values))[:, None]), axis=0)
+    return series._replace(values=np.take_along_axis(values, last, axis=0))
+
+
+def _from_array(source: Any, name: str) -> Series:
+    try:
+        values = np.asarray(source, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name}: expected a path, numbers [t] or [t, channels], or a table with columns, got {brief(source)}"
+        ) from None
+    values = values[:, None] if values.ndim == 1 else values
+    if values.ndim != 2 or not values.size:
+        raise ValueError(f"{name}: expected numbers [t] or [t, channels], got shape {list(values.shape)}")
+    return Series(values, tuple(str(index) for index in range(values.shape[1])))
+
+
+def _from_table(source: Any, columns: Sequence[str], name: str) -> Series:
+    """A DataFrame of any library: it has `columns`, and gives each of them by its name."""
+    names = [column for column in source.columns if columns or str(column).strip().lower() not in DATES]
+    names = [column for column in names if not columns or str(column) in columns]
+    for column in columns:
+        check_choice(f"{name}: column", column, [str(each) for each in source.columns])
+    found = []
+    for column in names:
+        try:
+            found.append(np.asarray(source[column], dtype=np.float64))
+        except (TypeError, ValueError):
+            got = brief(next(iter(source[column]), None))
+            raise ValueError(
+                f"{name}: column {str(column)!r}: expected numbers, got values like {got}; choose others with columns"
+            ) from None
+    if not found or not len(found[0]):
+        raise ValueError(f"{name}: expected at least one column and one row of numbers, got none")
+    return Series(np.stack(found, 1), tuple(map(str, names)))
+
+
+def _from_file(path: Path, columns: Sequence[str]) -> Series:
+    text = _text(path)
+    lines = csv.reader(io.StringIO(text, newline=""))
+    header = [each.strip() for each in next(lines, [])]
+    if not header:
+        raise ValueError(f"{path}: expected a CSV file with the columns' names in its first line, got none")
+    if len(set(header)) < len(header):
+        twice = next(each for each in header if header.count(each) > 1)
+        raise ValueError(f"{path}: expected each column's name once, got {twice!r} twice")
+    if all(_number(each) is not None for each in header):
+        raise ValueError(
+            f"{path}: line 1: expected the columns' names, got numbers: {brief(','.join(header))}"
+        )
+    names = [each for each in header if (each in columns if columns else each.lower() not in DATES)]
+    for column in columns:
+        check_choice(f"{path}: column", column, header)
+    rows = [row for row in lines if row]
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(header):
+            raise ValueError(f"{path}: line {number}: expected {len(header)} cells, got {len(row)}")
+    if not rows or not names:
+        raise ValueError(f"{path}: expected at least one column and one row of numbers, got none")
+    found = [_column(path, name, [row[header.index(name)] for row in rows]) for name in names]
+    return Series(np.stack(found, 1), tuple(names))
+
+
+def _column(path: Path, name: str, cells: list[str]) -> np.ndarray:
+    try:
+        return np.array(cells).astype(np.float64)
+    except ValueError:
+        values = [_number(cell) for cell in cells]
+    for line, (cell, value) in enumerate(zip(cells, values, strict=True), 2):
+        if value is None:
+            hint = "choose columns of numbers with data.columns"
+            raise ValueError(
+                f"{path}: line {line}: column {name!r}: expected a number, got {brief(cell)}; {hint}"
+            )
+    return np.array(values, dtype=np.float64)
+
+
+def _number(cell: str) -> float | None:
+    """A cell's number, NaN where it has none; None for what is no number."""
+    if cell.strip().lower() in MISSING:
+        return float("nan")
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def _text(path: Path) -> str:
+    """A file's text, in UTF-8, or in Latin-1 where it is not that: then every byte is a letter."""
+    data = _bytes(path)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+def _bytes(path: Path) -> bytes:
+    archive = next((each for each in (path, *path.parents) if each.suffix == ".zip" and each.is_file()), None)
+    if archive is not None:
+        return _member(archive, path)
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: expected a CSV file, got a folder" if path.is_dir() else f"{path}: no such file"
+        )
+    with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
+        return b"".join(read_pieces(path, lambda: file.read(PIECE)))
+
+
+def _member(archive: Path, path: Path) -> bytes:
+    """A CSV file inside an archive, by its name there or by the last part of it."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            inside = [each for each in opened.namelist() if each.lower().endswith(".csv")]
+            wanted = path.relative_to(archive).as_posix()
+            found = [each for each in inside if wanted in (".", each, Path(each).name)]
+            if len(found) != 1:
+                names = ", ".join(inside) or "none"
+                raise ValueError(
+                    f"{path}: expected the name of one CSV file inside {archive.name}, which has {names}"
+                )
+            return opened.read(found[0])
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{archive}: damaged, or not a .zip file ({error})") from None

@@ -1,0 +1,64 @@
+"""The best weights of a run by its validation, and when to stop.
+
+What was measured is in the metrics, so that a run that goes on knows it, too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from remanence.core.tensors import read_tensors, write_tensors
+
+BEST = "best.safetensors"
+
+
+class Validation:
+    """What a run has measured so far, up to the step that it goes on from."""
+
+    def __init__(self, run: Path, step: int, stop_after: int) -> None:
+        self.path, self.stop_after = run / BEST, stop_after
+        self.history: list[tuple[int, float]] = []
+        lines = run / "metrics.jsonl"
+        for line in (
+            lines.read_text(encoding="utf-8", errors="replace").splitlines() if lines.is_file() else ()
+        ):
+            try:
+                found = json.loads(line)
+                at, value = found["step"], found.get("validation")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # cut short by a kill
+            if value is not None and at <= step:
+                self.history.append((at, value))
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The step and the value; of equal ones, the first."""
+        return min(self.history, key=lambda each: each[1], default=None)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last looks were all no better than one before them."""
+        if not self.stop_after or self.best is None:
+            return False
+        return sum(step > self.best[0] for step, _ in self.history) >= self.stop_after
+
+    def add(self, step: int, value: float, model: nn.Module) -> None:
+        """Note a value, and keep the weights if there is none better."""
+        self.history.append((step, value))
+        if self.best == (step, value):
+            weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            write_tensors(self.path, weights, {"step": str(step)})
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module) -> None:
+        """Give a model its best weights; without any, it keeps its own."""
+        if self.best is None or not self.path.is_file():
+            return
+        stored = read_tensors(self.path)
+        if stored.metadata.get("step") == str(self.best[0]):
+            for name, parameter in model.named_parameters():
+                parameter.copy_(stored.tensors[name])

@@ -1,0 +1,103 @@
+"""The benchmark of forecasts in small: every kind of run, in several processes, taken up again, as table and plot."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from series import waves, written
+
+from remanence.core.published import TABLE3, TABLE3_COLUMNS
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "forecast.py"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("forecast")
+
+
+def called(*arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    here = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=here).stdout
+
+
+def test_every_kind_of_run_in_two_processes(bench, tmp_path, monkeypatch):
+    path = written(tmp_path / "ETTh1.csv", waves(900))
+    with zipfile.ZipFile(tmp_path / "ETT-small.zip", "w") as archive:
+        archive.write(path, "ETT-small/ETTh1.csv")
+    path.unlink()
+    out = tmp_path / "rows.json"
+    given = [tmp_path, "--tiny", "--rows", 900, "--lookback", 48, "--out", out, "--device", "cpu"]
+    called(*given, "--runs", "dlinear", "off", "--jobs", 2)
+    assert len(json.loads(out.read_text())["rows"]) == 2
+    monkeypatch.setattr(sys, "argv", ["forecast.py", *map(str, given)])
+    bench.main()  # what is left
+    rows = json.loads(out.read_text())["rows"]
+    assert sorted(row["what"]["run"] for row in rows) == [
+        "attention",
+        "cycle",
+        "dlinear",
+        "memory",
+        "off",
+        "online",
+    ]
+    assert all(row["errors"]["on"]["windows"] == 180 - 24 + 1 for row in rows)
+    own = {row["what"]["run"]: row for row in rows}
+    assert set(own["memory"]["errors"]) == {"on", "off", "frozen"} and set(own["off"]["errors"]) == {"on"}
+    assert abs(own["attention"]["parameters"] / own["memory"]["parameters"] - 1) < 0.1
+    table = bench.table(rows)
+    for word in ("| ETTh1 | 24 |", "| traffic | not measured |", "memory frozen", "frequency", "Titans"):
+        assert word in table, word
+    bench.plot(rows, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(bench, "trained", lambda *_: pytest.fail("nothing is run twice"))
+    bench.main()
+
+
+def test_means_are_over_horizons_and_seeds(bench):
+    def row(run, horizon, seed, mse):
+        what = {"run": run, "dataset": "ETTh1", "horizon": horizon, "seed": seed}
+        return {"what": what, "errors": {"on": {"mse": mse, "mae": mse / 2}}}
+
+    bench = importlib.import_module("forecast_rows")
+
+    horizons = (96, 192, 336, 720)
+    rows = [row("dlinear", horizon, seed, horizon + seed) for horizon in horizons for seed in (2, 0)]
+    rows += [row("dlinear", 96, 5, 1000.0)]  # a seed whose other horizons are missing
+    mse, mae, deviation = bench.average(bench.cells(rows), "ETTh1", "dlinear")
+    assert (mse, mae, deviation) == pytest.approx((337.0, 168.5, 2**0.5))
+    assert bench.average(bench.cells(rows[:6]), "ETTh1", "dlinear") is None, "a horizon is missing"
+    assert bench.average(bench.cells(rows), "ETTh1", "memory") is None
+
+
+def test_the_papers_table_is_whole():
+    assert {len(columns) for columns in TABLE3.values()} == {len(TABLE3_COLUMNS)} == {9}
+    assert TABLE3["ETTh1"][TABLE3_COLUMNS.index("DLinear")] == (0.456, 0.452)
+    assert TABLE3["traffic"][0] == (0.415, 0.289) and TABLE3["traffic"][2] == (0.428, 0.282)
+
+
+def test_seasons_come_again_and_change(bench, monkeypatch, tmp_path):
+    seasons = importlib.import_module("seasons")
+    monkeypatch.setattr(seasons, "REPEATS", 3)
+    values = seasons.seasons(8, seed=0).values
+    length, period = 3 * seasons.PERIOD, seasons.PERIOD
+    assert values.shape == (8 * length, seasons.CHANNELS)
+    assert np.allclose(values[: 2 * period], values[period:length])
+    assert abs(values[length - period : length] - values[length : length + period]).mean() > 0.5
+    assert abs(values.var() - 1) < 0.25
+    given = ["--tiny", "--patterns", 8, "--device", "cpu", "--out", tmp_path / "s.json"]
+    for more in ([], ["--plot", tmp_path / "s.png"]):
+        monkeypatch.setattr(sys, "argv", ["seasons.py", *map(str, given + more)])
+        seasons.main()
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+    assert [list(row["errors"]) for row in rows] == [["on", "frozen", "fresh", "off"], ["off"]]
+    assert all(len(values) == 12 for row in rows for values in row["errors"].values())
