@@ -254,7 +254,10 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
         (["m", "lm", "--data", "t"], "--data: expected --field=value"),
         (["m", "lm", "--data=t", "--window=0"], "lm.window: expected at least 1, got 0"),
         (["m", "lm", "--data=t", "--window=many"], "lm.window: expected a whole number"),
-        (["m", "lm", "--data=t", "--views=side"], "lm.views: expected window, stream or both, got side"),
+        (
+            ["m", "lm", "--data=t", "--views=side"],
+            "lm.views: expected one or more of window, stream and markov, got side",
+        ),
         (["m", "lm", "--data=t", "--json", "no/r.json"], "--json: expected a folder that exists"),
         (["m", "lm", "--data=t", "--memory", "on", "on"], "--memory: expected one or more modes, each once"),
         (["m", "lm", "--data=t", "--memory", "of"], "of"),

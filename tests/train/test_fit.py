@@ -348,7 +348,11 @@ class TestConfigs:
                 "expected one of cosine, wsd, constant, got 'cosin'; did you mean 'cosine'",
             ),
             ("accumulate", "3", "accumulate: expected a divisor of batch=4, got 3"),
-            ("carry", "yes", r"carry: expected data\.kind='documents' or 'facts' and accumulate=1"),
+            (
+                "carry",
+                "yes",
+                r"carry: expected data\.kind='documents' or 'facts' or 'genome' and accumulate=1",
+            ),
         ],
     )
     def test_wrong_overrides(self, name, text, message):
