@@ -387,7 +387,7 @@ def main() -> None:
         index = json.loads((args.books / "index.json").read_text())
         trained_on = [args.books / book["file"] for book in index if book["split"] == "train"]
         prepare(trained_on, args.work / "tokens")
-    if args.jobs > 1:
+    if args.jobs > 1 and not args.model:
         fan_out(args)
         return
     device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()

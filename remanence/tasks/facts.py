@@ -37,7 +37,7 @@ NEAR = 0.2
 model learns to answer with the last one and never to look at the key.
 """
 SHARE = 0.9
-"""Of a step's tokens, what facts and questions may take."""
+"""Of a step's tokens, what facts, questions and bare numbers may take."""
 BARE = 4096
 """Tokens for each number that belongs to no fact, at most; where facts are denser, there are as many as facts."""
 
