@@ -454,10 +454,11 @@ def work_of(args: argparse.Namespace) -> list[Row]:
             {**tuning, "task": task, "run": run, "begin": begin, "seed": seed}
             for begin in ("scratch", "genome") for task in gue for run in args.runs
         ]  # fmt: skip
+        if seed == args.seeds[0]:
+            jobs += [
+                {**reading, "run": run, "mode": mode} for run in args.runs if run != "window" for mode in MODES[1:]
+            ]  # fmt: skip
     jobs.insert(len(args.runs) + 2, {**reading, "run": "markov", "mode": None})
-    jobs += [
-        {**reading, "run": run, "mode": mode} for run in args.runs if run != "window" for mode in MODES[1:]
-    ]
     jobs += [
         {**tuning, "task": task, "run": run, "begin": begin, "seed": seed}
         for seed in args.seeds for task in tasks if task not in gue
