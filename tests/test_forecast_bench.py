@@ -78,6 +78,21 @@ def test_means_are_over_horizons_and_seeds(bench):
     assert bench.average(bench.cells(rows), "ETTh1", "memory") is None
 
 
+def test_rows_of_an_earlier_recipe_are_not_averaged_with_others(bench):
+    shared = {"dataset": "ETTh2", "horizon": 96, "lookback": 96, "steps": None, "rows": None, "split": None}
+
+    def row(run, seed, mse, **more):
+        what = {"run": run, "seed": seed, **shared, **more}
+        errors = {"on": {"mse": mse, "mae": mse / 2}}
+        return {"what": what, "device": "some", "torch": "2", "errors": errors}
+
+    rows = [row("memory", 0, 0.9, recipe="e639130"), row("memory", 1, 0.3), row("memory", 2, 0.5)]
+    rows += [row("dlinear", 1, 0.6)]
+    earlier, now = bench.table(rows).split("\n\nOn some")
+    assert "'recipe': 'e639130'" in earlier and "| 0.900 / 0.450 |" in earlier
+    assert "| 0.400 / 0.200 |" in now and "| 1 or 2 |" in now
+
+
 def test_the_papers_table_is_whole():
     assert {len(columns) for columns in TABLE3.values()} == {len(TABLE3_COLUMNS)} == {9}
     assert TABLE3["ETTh1"][TABLE3_COLUMNS.index("DLinear")] == (0.456, 0.452)
