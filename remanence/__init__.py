@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 # Names are imported when first used: the command line must answer before torch has loaded.
 _HOMES = {
+    "attach": "remanence.hf",
     "Model": "remanence.model",
     "Backbone": "remanence.backbone",
     "Mixer": "remanence.mixers",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from remanence.config import MemoryConfig as MemoryConfig
     from remanence.config import ModelConfig as ModelConfig
     from remanence.config import preset as preset
+    from remanence.hf import attach as attach
     from remanence.inference.generate import Generation as Generation
     from remanence.inference.generate import Sampling as Sampling
     from remanence.inference.session import Session as Session

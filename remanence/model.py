@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import log
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,26 @@ class Model(nn.Module):
                 raise ValueError(
                     f"tokens: expected numbers from 0 to {self.config.vocabulary - 1} (the vocabulary), got {wrong}"
                 )
+
+    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What a folder and a checkpoint hold: here, everything."""
+        return self.named_parameters()
+
+    def uncapturable(self, carries: bool) -> str | None:
+        """Why calls cannot be captured as CUDA graphs, for rows that carry a state or begin; None if they can."""
+        reasons = (mixer.uncapturable(carries) for mixer in self.mixers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def undecodable(self, mode: Mode) -> str | None:
+        """Why tokens cannot be decoded in place in this mode; None if they can."""
+        reasons = (mixer.undecodable(mode) for mixer in self.mixers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as a folder's config.json has it."""
+        from remanence.folder import describe
+
+        return describe(self.config, self.embed.weight.dtype)
 
     def save(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors``; a tokenizer is saved by itself, `remanence.core.tokens`."""

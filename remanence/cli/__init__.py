@@ -17,6 +17,7 @@ from typing import Annotated, NoReturn
 
 import tyro
 
+from remanence.cli.attach import Attach
 from remanence.cli.data import Data
 from remanence.cli.demo import Demo
 from remanence.cli.evaluate import Eval
@@ -30,6 +31,7 @@ from remanence.core.terminal import guarded, say
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[New, tyro.conf.subcommand("new")]
+    | Annotated[Attach, tyro.conf.subcommand("attach")]
     | Annotated[Read, tyro.conf.subcommand("read")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]

@@ -154,10 +154,10 @@ def _text(value: Any) -> str:
 
 
 def _model_facts(folder: Path) -> dict[str, Any]:
+    from remanence.attached.folder import load_model
     from remanence.inference import memfile
-    from remanence.model import Model
 
-    model = Model.load(folder)
+    model = load_model(folder)
     config = model.config
     return {
         "kind": "model",

@@ -288,12 +288,12 @@ def open_session(
     force: bool = False,
 ) -> Session:
     """A session with the model of a folder, continued from a memory file if one is given."""
+    from remanence.attached.folder import load_model
     from remanence.core.device import resolve
     from remanence.core.tokens import load_tokenizer
     from remanence.inference.session import Session
-    from remanence.model import Model
 
-    model = Model.load(folder, device=resolve(device)).eval()
+    model = load_model(folder, device=resolve(device)).eval()
     if mode != "on":
         model.memory = mode
     session = Session(model, load_tokenizer(folder), write=write)

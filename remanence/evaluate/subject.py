@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from remanence.attached.folder import load_model
 from remanence.config import Mode
 from remanence.core.errors import DivergedError
 from remanence.core.files import read_json
@@ -55,7 +56,7 @@ class Subject:
         source = source / "model" if (source / "model" / "config.json").is_file() else source  # a run's
         if is_network(source):
             return cls(device, network=load_network(source, device=device).eval(), source=source, **fields)  # type: ignore[arg-type]
-        model = Model.load(source, device=device).eval()
+        model = load_model(source, device=device).eval()
         own = (source / "tokenizer.json").is_file()
         tokenizer = check_tokenizer(model, load_tokenizer(source)) if own else None
         return cls(device, network=model, tokens=tokenizer, source=source, **fields)  # type: ignore[arg-type]

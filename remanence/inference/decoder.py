@@ -26,8 +26,7 @@ def unsupported(model: Model, memory: Mode | None = None) -> str | None:
         return "memories that begin anew at every segment are not decoded in place"
     if torch.is_autocast_enabled(model.embed.weight.device.type):
         return "autocast is on, and decoding runs in the dtype of the weights"
-    mode = memory or model.memory
-    return next((reason for mixer in model.mixers if (reason := mixer.undecodable(mode)) is not None), None)
+    return model.undecodable(memory or model.memory)
 
 
 class Decoder:

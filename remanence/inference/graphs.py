@@ -17,10 +17,7 @@ def unsupported(model: Model, length: int, carries: bool) -> str | None:
         return "only CUDA has graphs"
     if any(type(parameter.data) is not Tensor for parameter in model.parameters()):
         return "the weights are sharded"
-    reason = next(
-        (reason for mixer in model.mixers if (reason := mixer.uncapturable(carries)) is not None), None
-    )
-    if reason is not None:
+    if (reason := model.uncapturable(carries)) is not None:
         return reason
     border = border_of(model)
     if carries and length % border:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remanence.attached.model import Attached
 from remanence.config import ModelConfig
 from remanence.core.device import machine_memory
 from remanence.core.errors import DivergedError, OtherConfigError
@@ -62,7 +63,7 @@ class Fingerprint(NamedTuple):
 def fingerprint(model: Model) -> Fingerprint:
     weights = hashlib.sha256()
     for name, parameter in sorted(
-        (first_name(name), parameter) for name, parameter in model.named_parameters()
+        (first_name(name), parameter) for name, parameter in model.saved_parameters()
     ):
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_bytes(parameter.detach().to("cpu", torch.bfloat16)))
@@ -120,7 +121,7 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
         raise ValueError(
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
         )
-    _compare(str(path), model.config, header.entries)
+    _compare(str(path), _shapes(model), header.entries)
     tensors = _content(path, header, verify)
     unread = {name for name in header.large if tensors[name].nbytes > LARGE and not verify}
     state = fitted(str(path), model, tensors, unread)
@@ -195,7 +196,7 @@ def _check_plausible(path: Path, header: _Header) -> None:
         raise
     except (ValueError, TypeError, RuntimeError, OverflowError):  # of a newer version, or someone's own mixer
         return
-    _compare(str(path), config, header.entries)
+    _compare(str(path), _shapes_of(config), header.entries)
 
 
 def _content(path: Path, header: _Header, verify: bool) -> dict[str, Tensor]:
@@ -245,8 +246,8 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes
     sense; of those that stay `unread`, the numbers are not looked at.
     """
-    _compare(what, model.config, {name: entry_of(tensor) for name, tensor in tensors.items()})
-    template = _template(model.config, model.embed.weight.dtype)
+    _compare(what, _shapes(model), {name: entry_of(tensor) for name, tensor in tensors.items()})
+    template = _template_of(model)
     growing = _growing(template)
     unbounded = {f"{path}.{field}" for path, part in parts(template) for field in part.minus_infinity}
     for name, tensor in tensors.items():
@@ -277,10 +278,36 @@ def _template(config: ModelConfig, dtype: torch.dtype | None = None) -> State:
         return Model(config).to(dtype).start(1)
 
 
-def _compare(what: str, config: ModelConfig, entries: Mapping[str, Entry]) -> None:
-    """Whether tensors can be a state of a model of this configuration, by their names, dtypes and shapes."""
+def _template_of(model: Model) -> State:
+    """The same of a model that is there. One that is attached to another has no configuration to be made from, and its
+    state at first is small.
+    """
+    if isinstance(model, Attached):
+        return model.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
+    return _template(model.config, model.embed.weight.dtype)
+
+
+class _Shapes(NamedTuple):
+    """What a state is compared with: one of few layers, and for every layer the one that it is like."""
+
+    template: State
+    places: list[int]
+
+
+def _shapes_of(config: ModelConfig) -> _Shapes:
     small, places = config.condensed()
-    template = _template(small)
+    return _Shapes(_template(small), places)
+
+
+def _shapes(model: Model) -> _Shapes:
+    if isinstance(model, Attached):
+        return _Shapes(_template_of(model), list(range(model.config.depth)))
+    return _shapes_of(model.config)
+
+
+def _compare(what: str, shapes: _Shapes, entries: Mapping[str, Entry]) -> None:
+    """Whether tensors can be a state of such a model, by their names, dtypes and shapes."""
+    template, places = shapes
     likes, grown = dict(named(template)), _growing(template)
     wanted = {name: name for name in likes if not name.startswith(LAYER)}
     for name in wanted:

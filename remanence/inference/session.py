@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from remanence.attached.folder import load_model
 from remanence.core.errors import DivergedError
 from remanence.core.state import positions_of
 from remanence.core.tokens import Tokenizer, load_tokenizer
@@ -37,9 +38,11 @@ class Session:
     ) -> None:
         if isinstance(model, (str, Path)):
             tokenizer = tokenizer or load_tokenizer(model)
-            model = Model.load(model).eval()
+            model = load_model(model).eval()
         if write not in WRITES:
             raise ValueError(f"write: expected one of {', '.join(WRITES)}, got {write!r}")
+        # What `remanence.attach` returns, and every model in Hugging Face's clothes, has ours inside.
+        model = model if isinstance(model, Model) else model.model
         self.model, self.write = model, write
         self.tokenizer = check_tokenizer(model, tokenizer)
         self.state = model.start(1)

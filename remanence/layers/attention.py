@@ -198,19 +198,26 @@ class Attention(Heads):
     def _carry(
         self, state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None
     ) -> AttentionState:
-        counts: Any = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()
-        position = advanced(state.position, counts)
-        slack = position if self.window is None else (state.slack + counts).clamp(max=self.slack)
-        if self.window is not None and offsets is None:
-            return AttentionState(carry_on(state.k, k), carry_on(state.v, v), position, slack)
-        k, v = (torch.cat([old, new.to(old.dtype)], 1) for old, new in ((state.k, k), (state.v, v)))
-        if offsets is not None:
-            length = self.history if self.window else int(position.max())
-            place = (state.k.shape[1] + counts).unsqueeze(-1) + torch.arange(-length, 0, device=k.device)
-            first = torch.arange(len(position), device=k.device).unsqueeze(-1) * k.shape[1]
-            index = torch.where(place >= 0, place + first, -1)
-            k, v = pick(k.flatten(0, 1), index), pick(v.flatten(0, 1), index)
-        return AttentionState(k, v, position, slack)
+        return carried(state, k, v, offsets, self.history if self.window else None, self.slack)
+
+
+def carried(
+    state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None, history: int | None, slack: int
+) -> AttentionState:
+    """The state after new keys and values, a row for each document; of a window, with the last `history` of them."""
+    counts: Any = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()
+    position = advanced(state.position, counts)
+    back = position if history is None else (state.slack + counts).clamp(max=slack)
+    if history is not None and offsets is None:
+        return AttentionState(carry_on(state.k, k), carry_on(state.v, v), position, back)
+    k, v = (torch.cat([old, new.to(old.dtype)], 1) for old, new in ((state.k, k), (state.v, v)))
+    if offsets is not None:
+        length = int(position.max()) if history is None else history
+        place = (state.k.shape[1] + counts).unsqueeze(-1) + torch.arange(-length, 0, device=k.device)
+        first = torch.arange(len(position), device=k.device).unsqueeze(-1) * k.shape[1]
+        index = torch.where(place >= 0, place + first, -1)
+        k, v = pick(k.flatten(0, 1), index), pick(v.flatten(0, 1), index)
+    return AttentionState(k, v, position, back)
 
 
 class _SegmentState(NamedTuple):

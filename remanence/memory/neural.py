@@ -24,6 +24,9 @@ from remanence.ops.state import Weights
 SHUT = -200.0
 """The log of a gate that is shut: its exponential is 0 in float32, and the log is still a number to compute with."""
 
+OWN = 0.05
+"""With `induction`, the share of a key that is the token's own query at first."""
+
 
 class _NeuralMemoryState(NamedTuple):
     memory: MemoryState
@@ -185,7 +188,9 @@ class NeuralMemory(nn.Module):
             self.k_proj.weight.copy_(self.q_proj.weight)
             queries[:, 0] = 0
             keys[:, :-1] = queries[:, 1:]
-            keys[:, -1] = 0
+            # A document's first token has none before it. Its key, brought to unit length, must not be made of nothing:
+            # the gradient there would be as large as that length is small.
+            keys[:, -1] = OWN * keys[:, -2]
 
     def extra_repr(self) -> str:
         return f"net={net_of(self.config)}, rule={self.rule}, chunk={self.config.chunk}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,6 +108,10 @@ class Network(nn.Module):
         miss = forecast.float() - batch.targets
         miss = miss.square() if self.config.forecast.loss == "mse" else miss.abs()
         return (miss.mean((0, 1, 3)) * self.step_weights).mean(), trace
+
+    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What a folder and a checkpoint hold: everything."""
+        return self.named_parameters()
 
     def describe(self) -> dict[str, Any]:
         """``config.json``."""

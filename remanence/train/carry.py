@@ -20,7 +20,7 @@ def carry_in(
     fresh = model.start(batch.tokens.shape[0])
     if begin is not None:
         fresh = begin.begun(fresh, batch, number, carried)
-    if carried is None:
+    if carried is None or (batch.begins is not None and bool(batch.begins.all())):  # perhaps of other rows
         return fresh
     renewed = carried.diverged
     if batch.begins is not None:

@@ -20,12 +20,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from remanence.attached import folder as attached
+from remanence.attached.model import Attached
 from remanence.core.errors import OtherConfigError, first_line
 from remanence.core.files import DIGEST, file_digest, flush, read_json, sealed, write_json
 from remanence.core.migrations import current_name
 from remanence.core.overrides import differences
 from remanence.core.tensors import read_header, read_tensors, write_tensors
-from remanence.folder import describe, read_config
+from remanence.folder import read_config
 from remanence.inference import memfile
 from remanence.model import Model, State
 from remanence.series.network import Network, is_network, load_network, read_shape
@@ -68,10 +70,7 @@ def save(
             shutil.rmtree(target)
         if not target.exists():
             temporary.mkdir()
-            own = isinstance(model, Network)
-            write_json(
-                temporary / "config.json", model.describe() if own else describe(model.config, torch.float32)
-            )
+            write_json(temporary / "config.json", model.describe())
 
     def finish() -> None:
         if not target.exists():
@@ -149,7 +148,7 @@ def load(
     """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood."""
     progress, facts = _progress(path)
     world.one(lambda: _check_complete(path, facts))
-    theirs: Any = read_shape(path) if isinstance(model, Network) else read_config(path)
+    theirs = _config_of(path, model)
     if theirs != model.config:
         changed = ", ".join(name for name, *_ in differences(theirs.to_dict(), model.config.to_dict()))
         raise OtherConfigError(
@@ -157,7 +156,7 @@ def load(
             f"of {changed} in config.json"
         )
     taken = progress.step - progress.skipped
-    parameters = {name: each for name, each in model.named_parameters() if taken and each.requires_grad}
+    parameters = {name: each for name, each in model.saved_parameters() if taken and each.requires_grad}
     moments = {
         f"{key}.{name}": torch.zeros_like(parameter.detach())
         for name, parameter in parameters.items()
@@ -207,6 +206,13 @@ def _check_complete(path: Path, facts: dict[str, Any]) -> None:
         raise ValueError(f"{path / PARTS}: altered or damaged: its files are not those that were written")
 
 
+def _config_of(path: Path, model: Any) -> Any:
+    """What a checkpoint says that its model is, of the kind that this model is."""
+    if isinstance(model, Network):
+        return read_shape(path)
+    return attached.read_config(path)[0] if isinstance(model, Attached) else read_config(path)
+
+
 def load_model(path: Path) -> Any:
     """Only the model, with all its weights, of a checkpoint of either kind or of a model's folder."""
     if (path / "progress.json").is_file():
@@ -214,7 +220,7 @@ def load_model(path: Path) -> Any:
     if is_network(path):
         return load_network(path)
     if not (path / PARTS).is_dir():
-        return Model.load(path)
+        return attached.load_model(path)
     with torch.device("meta"):
         model = Model(read_config(path))
     model = model.to_empty(device="cpu")
@@ -281,12 +287,12 @@ def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
-    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return {f"model.{name}": parameter.detach() for name, parameter in model.saved_parameters()}
 
 
 def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.saved_parameters():
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         named |= {f"{key}.{name}": state[key] for key in MOMENTS if key in state}
     return named

@@ -125,6 +125,7 @@ KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "recall": ("pairs", "rounds", "keys", "noise"),
     "needle": ("pairs",),
     "facts": ("path", "weight", "ramp"),
+    "told": ("path", "pairs", "share", "weight", "curriculum"),
     "babilong": ("path", "books", "tasks", "curriculum"),
     "genome": ("path", "reverse_complement"),
     "dna": ("path", "weight", "reverse_complement"),
@@ -139,20 +140,23 @@ class DataConfig:
 
     Attributes:
         kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" or
-            "needle" (generated), "facts" (planted in prepared shards and asked for later), "babilong" (stories hidden
-            in books), "genome" (FASTA), "dna" (sequences with labels).
-        path: packed, documents, facts: the folder of the shards; babilong: bAbI's folder or archive, or hf:NAME;
+            "needle" (generated), "facts" (planted in prepared shards and asked for later), "told" (facts told and asked
+            for in conversations, beside the shards' texts), "babilong" (stories hidden in books), "genome" (FASTA),
+            "dna" (sequences with labels).
+        path: packed, documents, facts, told: the folder of the shards; babilong: bAbI's folder or archive, or hf:NAME;
             genome: a FASTA file or a folder of them; dna: a table, or a folder in GUE's or GenomicBenchmarks' layout.
         length: tokens of a row; dna: the most, as rows are no longer than the longest sequence needs.
-        pairs: recall: pairs of a row; needle: needles of a row.
+        pairs: recall: pairs of a row; needle: needles of a row; told: the most facts of a conversation.
+        share: told: the share of the rows that are conversations; the others read texts.
         rounds: recall: how often each pair occurs.
         keys, noise: recall: the number of different keys, and of values; the number of noise tokens.
-        weight: facts, dna: how much a token of the text counts in the loss, beside one of an answer; 0: answers alone.
+        weight: facts, told, dna: how much a token of the text counts in the loss, beside one of an answer; 0: only
+            answers do.
         ramp: facts: steps over which the text between facts grows from nothing, and the distances with it.
         books, tasks: babilong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
-        curriculum: babilong: the lengths of texts, from short to long, each for an equal part of the steps (one given
-            twice, for two), 0 for stories alone. Steps then have batch x length tokens, in rows of the part's length.
-            Without it, every row is one text with one question.
+        curriculum: babilong, told: the lengths of texts, from short to long, each for an equal part of the steps (one
+            given twice, for two), 0 for stories alone. Steps then have batch x length tokens, in rows of the part's
+            length. Without it, every row has `length` tokens, of babilong one text with one question.
         reverse_complement: genome, dna: whether half of the rows, by chance, are read on the other strand.
         horizon: forecast: rows that are forecast, from a look-back of `length` rows of the CSV file `path`.
         split: forecast: which rows train, validate and test, an entry of `remanence.tasks.forecast.SPLITS`.
@@ -167,6 +171,7 @@ class DataConfig:
     rounds: int = 2
     keys: int = 32
     noise: int = 16
+    share: float = 0.5
     weight: float = 0.1
     ramp: int = 0
     books: str | None = None
@@ -182,7 +187,7 @@ class DataConfig:
         _check(self)
         _positive(horizon=self.horizon)
         _positive(length=self.length, pairs=self.pairs, rounds=self.rounds, keys=self.keys, noise=self.noise)
-        _between(0, 1, weight=self.weight)
+        _between(0, 1, weight=self.weight, share=self.share)
         _between(0, float("inf"), ramp=self.ramp)
         for each in fields(self):
             if not self.has_field(self.kind, each.name) and getattr(self, each.name) != each.default:
@@ -208,7 +213,7 @@ class DataConfig:
         return _build(cls, {name: value for name, value in data.items() if name not in foreign})
 
 
-CARRIED = ("documents", "facts", "genome")
+CARRIED = ("documents", "facts", "told", "genome")
 """Kinds of data whose rows go on from step to step."""
 
 PLAIN = {"attention", "window", "conv_window", "knn"}
@@ -223,7 +228,10 @@ class TrainConfig:
     Attributes:
         model, data, optimizer: see their classes. Of a forecasting network, `model` is the backbone.
         forecast: the rest of a forecasting network (data.kind "forecast").
-        init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s.
+        init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s. Of one
+            that is attached to a pretrained model, only what is new is trained.
+        windows: of an attached model: windows that its attention is narrowed to, one after the other in equal parts of
+            the run's first half; in the second it is the model's own. Without, it is that from the first step on.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
         carry: whether rows carry their memory from step to step (`CARRIED` kinds), without gradient between steps.
@@ -255,6 +263,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     forecast: ForecastConfig = field(default_factory=ForecastConfig)
     init_from: str | None = None
+    windows: tuple[int, ...] = ()
     steps: int = 1000
     batch: int = 16
     accumulate: int = 1
@@ -297,6 +306,12 @@ class TrainConfig:
         _check(self)
         _between(0, 2**63 - 1, seed=self.seed, validate_every=self.validate_every, stop_after=self.stop_after)
         self._check_forecast()
+        if any(type(window) is not int or window < 2 for window in self.windows):
+            raise ValueError(f"windows: expected numbers of tokens of at least 2, got {self.windows}")
+        if self.windows and self.init_from is None:
+            raise ValueError(
+                "windows: expected init_from=, the folder of an attached model, beside it, got none"
+            )
         _between(0, 1, begin_share=self.begin_share)
         _between(0, 1e3, write_cost=self.write_cost)
         if self.write_cost and (self.model.memory.threshold == 0 or set(self.model.blocks) <= PLAIN):
@@ -341,6 +356,11 @@ class TrainConfig:
                 raise ValueError(f"{name}: expected {default!r} with data.kind='forecast', got {value!r}")
         if self.stop_after and not self.validate_every:
             raise ValueError("stop_after: expected 0, or validate_every above 0, got neither")
+
+    def window_at(self, step: int, own: int | None) -> int | None:
+        """The window of a step, counted from 0, of a model whose own it is in the end."""
+        part = 2 * step * len(self.windows) // self.steps
+        return self.windows[part] if part < len(self.windows) else own
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "model": self.model.to_dict()}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from remanence.attached.model import Attached
 from remanence.core.device import resolve
 from remanence.model import Model
 
@@ -83,6 +84,10 @@ def shard(model: Any, world: World) -> Any:
     """
     if world.size == 1:
         return model
+    if isinstance(model, Attached):
+        raise ValueError(
+            f"torchrun: expected one process for a model that is attached to another, got {world.size}"
+        )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 

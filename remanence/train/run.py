@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remanence.attached import folder as attached
+from remanence.attached.model import Attached
 from remanence.core.choices import check_choice
 from remanence.core.errors import DivergedError, OtherConfigError
 from remanence.core.files import locked, remove_leftovers, replacing_folder, write_json
@@ -182,6 +184,8 @@ class Run:
     def step(self) -> Step:
         """The next step, its line in the metrics and, at every `save_every`-th, a checkpoint."""
         config, number = self.config, self.progress.step
+        if isinstance(self.model, Attached):
+            self._narrow(config.window_at(number, self.model.config.window))
         first = number * config.accumulate
         batches = [
             (self.ahead or self.source).step(index) for index in range(first, first + config.accumulate)
@@ -208,6 +212,13 @@ class Run:
         if self.progress.step % config.save_every == 0:
             self.checkpoint()
         return step
+
+    def _narrow(self, window: int | None) -> None:
+        """Give an attached model's attention another window, and what rows carry with it."""
+        if window != self.model.window:
+            self.model.window = window
+            if self.carried is not None:
+                self.carried = self.model.narrowed(self.carried)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of now, if there is none, and remove all but the last `keep`."""
@@ -294,7 +305,8 @@ class Run:
         """Tell what was changed in the run's config since the checkpoint, and refuse what cannot go on with it."""
         config = self.config
         rows = config.batch // (config.accumulate * self.world.size)
-        if carried is not None and len(carried.position) != rows:
+        staged = bool(config.data.curriculum)  # its steps differ in their rows
+        if carried is not None and not staged and len(carried.position) != rows:
             had = len(carried.position) * config.accumulate * self.world.size
             raise OtherConfigError(
                 f"batch: expected {had}, the rows whose memories the checkpoint carries, got {config.batch}"
@@ -367,7 +379,13 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
     if config.init_from is None:
         return config
     folder = model_folder(config.init_from)
-    return replace(config, init_from=str(folder.resolve()), model=read_config(folder))
+    if attached.is_attached(folder):
+        own = attached.read_config(folder)[0].outline()
+    elif config.windows:
+        raise ValueError(f"windows: expected an attached model to begin from, got {config.init_from}")
+    else:
+        own = read_config(folder)
+    return replace(config, init_from=str(folder.resolve()), model=own)
 
 
 def _absolute(path: str | None) -> str | None:
@@ -438,6 +456,9 @@ def _initial_model(config: TrainConfig, source: Source, resumed: Path | None) ->
     """The model before the first step. One that goes on gets its weights from a checkpoint."""
     if isinstance(source, Forecasting):
         return source.network()
+    if config.init_from is not None and attached.is_attached(config.init_from):
+        narrow = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+        return attached.load(config.init_from, dtype=narrow, trained=True)
     goes_on = resumed is not None and checkpoint.checkpoints(resumed / "checkpoints")
     if config.init_from is None or goes_on:
         return Model(config.model)

@@ -26,6 +26,7 @@ from remanence.tasks.dna import STRETCH, Classes, Genome
 from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
+from remanence.tasks.told import Told
 from remanence.train.config import TrainConfig
 from remanence.train.windows import Forecasting
 
@@ -54,14 +55,14 @@ class Ahead:
 
 def tokenizer_of(source: Source) -> Tokenizer | None:
     """A source's tokenizer; a task of made-up symbols has none."""
-    if isinstance(source, Packed | Documents | Facts):
+    if isinstance(source, Packed | Documents | Facts | Told):
         return source.data.tokenizer
     return getattr(source, "tokenizer", None)
 
 
 def corpus(source: Source, steps: int = 64, piece: int = 2**24) -> Iterator[torch.Tensor]:
     """All tokens that a source reads from, in pieces; of a generated task, those of its first steps."""
-    if isinstance(source, Packed | Documents | Facts):
+    if isinstance(source, Packed | Documents | Facts | Told):
         for shard in source.data.shards:
             for start in range(0, len(shard), piece):
                 yield torch.from_numpy(shard[start : start + piece].astype(np.int64))
@@ -76,7 +77,7 @@ def check_corpus(source: Source, run: Path) -> None:
     Nothing is noted of generated tasks, and of data that has no digest. Without a note, the corpus of now is the run's.
     """
     note = run / "data.json"
-    corpus = source.data if isinstance(source, Packed | Documents | Facts) else source
+    corpus = source.data if isinstance(source, Packed | Documents | Facts | Told) else source
     found = getattr(corpus, "digest", None)
     begun = read_json(note).get("corpus") if note.is_file() else found
     if begun != found:
@@ -112,6 +113,16 @@ def _documents(config: TrainConfig, batch: int, rank: int, world: int) -> Source
 def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     return Facts(_shards(config), data.length, batch, data.weight, data.ramp, config.seed, rank, world)
+
+
+def _told(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    data = config.data
+    lengths = data.curriculum or (data.length,)
+    about: Any = {"facts": data.pairs, "share": data.share, "weight": data.weight}
+    return Told(
+        _shards(config), lengths, batch * data.length, config.steps * config.accumulate, **about,
+        seed=config.seed, rank=rank,
+    )  # fmt: skip
 
 
 def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
@@ -190,6 +201,7 @@ SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "packed": _packed,
     "documents": _documents,
     "facts": _facts,
+    "told": _told,
     "recall": _recall,
     "needle": _needle,
     "babilong": _babilong,

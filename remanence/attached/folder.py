@@ -1,0 +1,126 @@
+"""The folder of an attached model: what is new, and which pretrained model it belongs to.
+
+``config.json`` names the pretrained model and describes what was attached; ``model.safetensors`` holds the new weights
+alone. The pretrained model is found by its name again, and refused if it is another one.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remanence.attached.base import Source, check_model, digest
+from remanence.attached.config import AttachConfig
+from remanence.attached.model import Attached
+from remanence.core.choices import brief
+from remanence.core.files import read_json, sealed, unsealed, write_json
+from remanence.core.shipped import located
+from remanence.core.tensors import aligned, read_tensors, write_tensors
+from remanence.model import Model
+
+KIND = "remanence_attached"
+"""The model type, as transformers calls it."""
+WEIGHTS = "model.safetensors"
+MOST = 2**21
+"""Bytes of a configuration at most."""
+
+
+def is_attached(folder: str | Path) -> bool:
+    """Whether a folder holds an attached model, by what its config.json calls itself."""
+    path = located(folder) / "config.json"
+    if not path.is_file():
+        return False
+    with suppress(ValueError):
+        return read_json(path, MOST).get("model_type") == KIND
+    return False
+
+
+def save(model: Attached, folder: str | Path) -> None:
+    """`Attached.save`."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder: expected a folder to write into, got the file {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.saved_parameters()}
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+    write_json(folder / "config.json", model.describe())
+
+
+def read_config(folder: str | Path) -> tuple[AttachConfig, Source]:
+    """What a folder says of itself."""
+    path = located(folder) / "config.json"
+    data = read_json(path, MOST)
+    try:
+        config = AttachConfig.from_dict(unsealed(path, data["remanence"]))
+        source = Source(**data["base"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: expected the configuration of an attached model ({error})") from None
+    if not isinstance(source.name, str) or not isinstance(source.gguf, str | None):
+        raise ValueError(f"{path}: base: expected a name, got {brief(data['base'])}")
+    return config, source
+
+
+def load(
+    folder: str | Path,
+    base: Any = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    trained: bool = False,
+) -> Attached:
+    """The attached model that `save` wrote, with its pretrained model: `base`, a model or where one is, or the one it
+    was saved with. `trained` says that the new weights are to be float32, whatever the others are.
+    """
+    folder = located(folder)
+    config, source = read_config(folder)
+    if base is None and not source.name:
+        raise ValueError(
+            f"{folder}: expected base=, the pretrained model it was attached to, which has no name here"
+        )
+    if isinstance(base, str | Path):
+        source = Source.of(base)
+    model = base if base is not None and not isinstance(base, str | Path) else source.model(dtype)
+    check_model(model)
+    if digest(model) != config.base:
+        got = source.name if base is None or isinstance(base, str | Path) else f"this {type(model).__name__}"
+        raise ValueError(
+            f"{folder}: made for another pretrained model than {got}: weights or "
+            "shapes differ; give the right one (base=), or its name under 'base' in config.json"
+        )
+    attached = Attached(model.to(device), config, source)
+    tensors = {
+        name.removeprefix("model."): x for name, x in read_tensors(folder / WEIGHTS, mapped=0).tensors.items()
+    }
+    own = dict(attached.saved_parameters())
+    for name in sorted(own.keys() ^ tensors.keys()):
+        told = "is missing" if name in own else "this model has no place for"
+        raise ValueError(f"{folder / WEIGHTS}: a tensor {name!r} that {told}")
+    for name, parameter in own.items():
+        if parameter.shape != tensors[name].shape:
+            shapes = f"{list(parameter.shape)}, got {list(tensors[name].shape)}"
+            raise ValueError(f"{folder / WEIGHTS}: {name}: expected shape {shapes}")
+        wanted = torch.float32 if trained else parameter.dtype
+        parameter.data = aligned(tensors[name].to(parameter.device, wanted))
+    return attached
+
+
+def load_model(
+    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Model:
+    """A model's folder, whichever kind it is: one of ours, or one attached to a pretrained model."""
+    if is_attached(folder):
+        return load(folder, device=device, dtype=dtype)
+    return Model.load(folder, device=device, dtype=dtype)
+
+
+def describe(model: Attached) -> dict[str, Any]:
+    """The configuration as JSON: of what is new, and where the pretrained model is found."""
+    return {
+        "architectures": ["AttachedForCausalLM"],
+        "model_type": KIND,
+        "base": model.source._asdict(),
+        "remanence": sealed(model.config.to_dict()),
+    }

@@ -1,0 +1,404 @@
+"""A pretrained model with memories: the model's own code runs, and hooks at its attention modules do the rest.
+
+The interface is that of `remanence.model.Model`, so that sessions, memory files, training and evaluation take it as one
+of ours: tokens and a state in, hidden vectors and a state out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remanence.attached import base as pretrained
+from remanence.attached.config import AttachConfig
+from remanence.attached.site import Site, SiteState
+from remanence.attached.window import Reach, relative_turn
+from remanence.backbone import State, Trace
+from remanence.config import MODES, Mode
+from remanence.core.choices import check_choice
+from remanence.core.state import advanced, note_positions, positions_of
+from remanence.layers.attention import AttentionState
+from remanence.mixers import MemoryTrace, Shared, Text
+from remanence.model import Model
+from remanence.ops.checks import check_offsets, documents
+from remanence.ops.layout import repad, to_rows
+
+ATTENTION = "remanence"
+"""What transformers calls the attention of a narrowed model."""
+
+
+class Call:
+    """One call of the pretrained model: what its attention modules need to know, and what they leave behind."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        state: State | None,
+        position: Tensor,
+        offsets: list[int] | None,
+        mask: Tensor | None,
+    ) -> None:
+        self.mode, self.state, self.position = mode, state, position
+        self.offsets, self.mask = offsets, mask
+        self.turn: tuple[Tensor, Tensor] | None = None
+        self.text: Text | None = None
+        self.shared = Shared()
+        self.keep = True
+        self.ends: dict[int, Any] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self.memories: dict[int, Any] = {}
+        self.traces: dict[int, MemoryTrace | None] = {}
+
+
+class Attached(Model):
+    """``logits, state = attached(tokens, state)``, as any `Model`.
+
+    `base` is the pretrained model, whose weights are frozen; `sites` are its attention modules and what stands beside
+    them. ``attached.window`` narrows attention further, or widens it again.
+    """
+
+    def __init__(self, model: Any, config: AttachConfig, source: pretrained.Source | None = None) -> None:
+        nn.Module.__init__(self)
+        _check_window(model, config.window)  # before anything is changed
+        self.config: Any = config
+        self.base = model
+        self.source = source or pretrained.Source(getattr(model, "name_or_path", ""))
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        if config.lora:
+            pretrained.add_lora(model, config.lora)
+        _, modules = pretrained.attention_modules(model, config.attention)
+        like = self.base.get_input_embeddings().weight
+        self.memories = nn.ModuleDict()
+        self.sites = [Site(self, index, module) for index, module in enumerate(modules)]
+        self.memories.to(like.device, like.dtype)
+        self.head = None
+        self.log_unigrams = None
+        self._memory: Mode = "on"
+        self._checkpointing = False
+        self._call: Call | None = None
+        self._plain = model.config._attn_implementation
+        self.window = config.window
+
+    def extra_repr(self) -> str:
+        return f"layers={self.config.layers}, window={self.window}"
+
+    # What was trained, and what was there before.
+
+    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the pretrained model did not have: all that is trained and saved."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("memories.") or ".lora_" in name:
+                yield name, parameter
+
+    @property
+    def embed(self) -> Any:  # type: ignore[override]
+        return self.base.get_input_embeddings()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def mixers(self) -> list[Any]:
+        return []
+
+    @property
+    def memory(self) -> Mode:
+        return self._memory
+
+    @memory.setter
+    def memory(self, mode: Mode) -> None:
+        check_choice("memory", mode, MODES)
+        self._memory = mode
+
+    @property
+    def has_memory(self) -> bool:
+        return True
+
+    @property
+    def window(self) -> int | None:
+        return self._window
+
+    @window.setter
+    def window(self, window: int | None) -> None:
+        _check_window(self.base, window)
+        self._window = window
+        self.base.set_attn_implementation(self._plain if window is None else ATTENTION)
+
+    @property
+    def reach(self) -> Reach:
+        assert self._window is not None
+        return Reach(self._window, self.config.sinks, self.config.memory.chunk - 1)
+
+    @property
+    def checkpointing(self) -> bool:
+        return self._checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        self._checkpointing = on
+        if not on:
+            self.base.gradient_checkpointing_disable()
+            return
+        # What is computed again must find the call it belongs to.
+        contexts = lambda: (nullcontext(), self._during(self._call))
+        self.base.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+
+    @contextmanager
+    def _during(self, call: Call | None) -> Iterator[None]:
+        before, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def uncapturable(self, carries: bool) -> str | None:
+        return "a pretrained model's own code runs, which may decide on the host"
+
+    def undecodable(self, mode: Mode) -> str | None:
+        return "a pretrained model's own code runs, which has no decoder"
+
+    # Reading.
+
+    def start(self, rows: int) -> State:
+        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
+        return State(tuple(site.start(rows) for site in self.sites), nothing)
+
+    def start_attention(self, rows: int) -> Any:
+        """Of one layer, before anything is read."""
+        _, heads, width = self.config.heads
+        like = self.embed.weight
+        if self._window is not None:
+            return self.reach.start(rows, heads, like.detach(), width)
+        none = like.new_zeros(rows, 0, heads, width, requires_grad=False)
+        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
+        return AttentionState(none, none, nothing, nothing)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.base.get_output_embeddings()(hidden)
+
+    def trace(
+        self,
+        tokens: Tensor,
+        state: State | None = None,
+        *,
+        mask: Tensor | None = None,
+        offsets: Tensor | Sequence[int] | None = None,
+        memory: Mode | None = None,
+        keep: bool = True,
+        layers: bool = False,
+    ) -> Trace:
+        """`forward` up to the logits, as `Model.trace`; what went into each layer is there only if asked for."""
+        self._check(tokens)
+        self._check_call(tokens, state, mask, offsets)
+        mode = self._memory if memory is None else memory
+        check_choice("memory", mode, MODES)
+        if mask is not None and bool(mask.all()):
+            mask = None
+        rows = len(tokens) if offsets is None else documents(offsets)
+        borders = check_offsets(
+            offsets, tokens.shape[0], tokens.shape[1], rows if state is None else len(state.position)
+        )
+        if not tokens.numel():
+            nothing = self.embed(tokens)
+            return Trace(nothing, state or self.start(rows), (None,) * len(self.sites), ())
+        if self._window is None:
+            return self._read_whole(tokens, state, mask, borders, mode, keep, layers)
+        return self._read_window(tokens, state, mask, borders, mode, keep, layers)
+
+    def _check_call(self, tokens: Tensor, state: object, mask: Any, offsets: object) -> None:
+        if state is not None and (not isinstance(state, State) or len(state.blocks) != len(self.sites)):
+            raise ValueError(
+                f"state: expected the State this model returned, or None, got {type(state).__name__}"
+            )
+        if isinstance(state, State):
+            for site, part in zip(self.sites, state.blocks, strict=True):
+                site.check(part)
+        if mask is None:
+            return
+        if offsets is not None:
+            raise ValueError(
+                "offsets: expected None beside a mask, got both; a mask already says where each document lies"
+            )
+        if not isinstance(mask, Tensor) or mask.shape != tokens.shape or mask.dtype != torch.bool:
+            got = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"mask: expected booleans of shape {list(tokens.shape)}, true where a token counts, got {got}"
+            )
+
+    def _read_window(
+        self, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
+        keep: bool, layers: bool,
+    ) -> Trace:  # fmt: skip
+        """Narrowed: only the tokens that count, packed behind one another, as our own models read them."""
+        if mask is not None:
+            borders = [0, *mask.sum(1).cumsum(0).tolist()]
+            inside = self._read_window(tokens[mask].unsqueeze(0), state, None, borders, mode, keep, layers)
+            traces = tuple(MemoryTrace.mapped(trace, lambda x: repad(x, mask)) for trace in inside.traces)
+            return Trace(
+                repad(inside.hidden, mask), inside.state, traces, tuple(repad(x, mask) for x in inside.layers)
+            )
+        rows = len(tokens) if borders is None else len(borders) - 1
+        position = self._position(rows, state)
+        place = position.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)
+        if borders is not None:
+            counts = torch.tensor(borders, device=tokens.device).diff()
+            begin = position - torch.tensor(borders[:-1], device=tokens.device)
+            place = (
+                begin.repeat_interleave(counts) + torch.arange(tokens.shape[1], device=tokens.device)
+            ).unsqueeze(0)
+        call = Call(mode, state, position, borders, None)
+        call.keep = keep
+        call.text = Text(tokens, None, self.logits)
+        if self.config.sinks:
+            turn, like = self.base.base_model.rotary_emb, self.embed.weight[:1].float()
+            call.turn = relative_turn(turn(like, place), turn(like, place.clamp(max=self.reach.farthest)))
+        hidden, inner = self._run(call, layers, input_ids=tokens, position_ids=place, use_cache=False)
+        return self._traced(call, hidden, inner, borders, tokens.shape[1])
+
+    def _read_whole(
+        self, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
+        keep: bool, layers: bool,
+    ) -> Trace:  # fmt: skip
+        """As the model was made: its attention, its masks, its cache."""
+        if borders is not None:  # a row for each document
+            rows, back = to_rows(tokens, borders)
+            counts = torch.tensor(borders, device=tokens.device).diff()
+            inner_mask = torch.arange(rows.shape[1], device=tokens.device) < counts.unsqueeze(-1)
+            inside = self.trace(rows, state, mask=inner_mask, memory=mode, keep=keep, layers=layers)
+            packed = lambda x: x.flatten(0, 1).index_select(0, back).unsqueeze(0)
+            traces = tuple(MemoryTrace.mapped(trace, packed) for trace in inside.traces)
+            return Trace(packed(inside.hidden), inside.state, traces, tuple(packed(x) for x in inside.layers))
+        if self._checkpointing and self.training and torch.is_grad_enabled():
+            # transformers keeps nothing that is to be computed again
+            if state is not None:
+                raise ValueError(
+                    "state: expected None while checkpointing, with attention that is not narrowed, got one"
+                )
+            keep = False
+        position = self._position(len(tokens), state)
+        offsets = None if mask is None else [0, *mask.sum(1).cumsum(0).tolist()]
+        call = Call(mode, state, position, offsets, mask)
+        call.keep = keep
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": keep or state is not None}
+        known = positions_of(position)
+        longest = max(known)
+        old = torch.arange(-longest, 0, device=tokens.device) >= -position.unsqueeze(-1)
+        here = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        read = torch.cat([old, here], 1)
+        if given["use_cache"]:
+            given["past_key_values"] = self._cache(state, longest)
+        if mask is not None or min(known) < longest:
+            given |= {
+                "attention_mask": read.long(),
+                "position_ids": (read.cumsum(1) - 1).clamp(min=0)[:, longest:],
+            }
+        hidden, inner = self._run(call, layers, **given)
+        if keep:
+            self._keep(call, given["past_key_values"], read, position + here.sum(1))
+        trace = self._traced(call, hidden, inner, None, tokens.shape[1])
+        if mask is None:
+            return trace
+        traces = tuple(MemoryTrace.mapped(each, lambda x: repad(x, mask)) for each in trace.traces)
+        # What the model makes of padding is left as it is: nobody asks for it.
+        return trace._replace(traces=traces, state=trace.state._replace(position=position + mask.sum(1)))
+
+    def _position(self, rows: int, state: State | None) -> Tensor:
+        if state is not None:
+            return state.position
+        return note_positions(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
+
+    def _cache(self, state: State | None, longest: int) -> Any:
+        """What transformers keeps of earlier calls: keys and values ``[r h s e]``."""
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache()
+        if longest:
+            assert state is not None
+            for index, block in enumerate(state.blocks):
+                k, v = (
+                    x[:, x.shape[1] - longest :].transpose(1, 2)
+                    for x in (block.attention.k, block.attention.v)
+                )
+                cache.update(k, v, index)
+        return cache
+
+    def _keep(self, call: Call, cache: Any, read: Tensor, position: Tensor) -> None:
+        """Each layer's keys and values from a cache, a row's newest last."""
+        order = None
+        if not bool((read[:, 1:] >= read[:, :-1]).all()):  # padding between or behind tokens
+            order = read.to(torch.uint8).argsort(dim=1, stable=True)
+        for index, layer in enumerate(cache.layers):
+            k, v = (x.transpose(1, 2) for x in (layer.keys, layer.values))
+            if order is not None:
+                place = order[..., None, None].expand(-1, -1, *k.shape[2:])
+                k, v = k.gather(1, place), v.gather(1, place)
+            call.ends[index] = AttentionState(k, v, position, position)
+
+    def _run(self, call: Call, layers: bool, **given: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with self._during(call):
+            out = self.base.base_model(**given, output_hidden_states=layers or None)
+        return out.last_hidden_state, out.hidden_states[:-1] if layers else ()
+
+    def _traced(
+        self, call: Call, hidden: Tensor, inner: tuple[Tensor, ...], borders: list[int] | None, tokens: int
+    ) -> Trace:
+        counts: Any = tokens if borders is None else torch.tensor(borders, device=hidden.device).diff()
+        position = advanced(call.position, counts)
+        blocks: tuple[Any, ...] = ()
+        if call.keep:
+            blocks = tuple(SiteState(call.ends[n], call.memories.get(n)) for n in range(len(self.sites)))
+        traces = tuple(call.traces.get(n) for n in range(len(self.sites)))
+        return Trace(hidden, State(blocks, position), traces, inner)
+
+    def describe(self) -> dict[str, Any]:
+        from remanence.attached.folder import describe
+
+        return describe(self)
+
+    def save(self, folder: str | Path) -> None:
+        """Write what is new: configuration and weights of the memories, and which model they belong to."""
+        from remanence.attached.folder import save
+
+        save(self, folder)
+
+    def narrowed(self, state: State) -> State:
+        """A state of this model with a wider window, for the window of now."""
+        if self._window is None:
+            return state
+        return state._replace(
+            blocks=tuple(site.narrowed(part) for site, part in zip(self.sites, state.blocks, strict=True))
+        )
+
+
+def _check_window(model: Any, window: int | None) -> None:
+    """Refuse to narrow what is not known; make transformers know how, for the others."""
+    if window is None:
+        return
+    kind, kinds = model.config.model_type, ", ".join(pretrained.FAMILIES)
+    if kind not in pretrained.FAMILIES:
+        raise ValueError(f"window: expected None for {kind}, got {window}; only {kinds} can be narrowed")
+    _register()
+
+
+def _register() -> None:
+    """Tell transformers of attention over windows; it makes no masks for what it does not know."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attend)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What transformers calls with queries, keys and values ``[b h t e]``, rotated."""
+    site: Site = module.remanence_site  # type: ignore[assignment]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return site.attend(module, q, k, v, scaling), None

@@ -1,0 +1,133 @@
+"""An attention module of a pretrained model, and the memory that stands beside it or in front of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from remanence.attached.store import StoreBeside
+from remanence.attached.window import WindowState, attend, to_base
+from remanence.core.state import TensorTuple
+from remanence.layers.attention import AttentionState
+from remanence.mixers.memory import Memory
+from remanence.ops.layout import repad
+
+if TYPE_CHECKING:
+    from remanence.attached.model import Attached
+
+
+class _SiteState(NamedTuple):
+    attention: Any
+    memory: Any
+
+
+class SiteState(_SiteState, TensorTuple):
+    """A layer's keys and values (`AttentionState`, or `WindowState` of a narrowed model), and its memory if it has
+    one.
+    """
+
+    __slots__ = ()
+
+    def crop(self, tokens: int) -> SiteState:
+        return SiteState(
+            self.attention.crop(tokens), None if self.memory is None else self.memory.crop(tokens)
+        )
+
+
+class Site:
+    """What happens at one attention module. It is no module itself: the memory belongs to the attached model."""
+
+    def __init__(self, owner: Attached, index: int, module: nn.Module) -> None:
+        self.owner, self.index = owner, index
+        config = owner.config
+        self.has_memory = index in config.layers
+        module.remanence_site = self  # type: ignore[assignment]
+        if not self.has_memory:
+            return
+        if config.kind == "knn":
+            owner.memories[str(index)] = StoreBeside(config)
+            module.register_forward_pre_hook(self._note, with_kwargs=True)
+            return
+        memory = Memory(config)
+        nn.init.zeros_(memory.layer.o_proj.weight)  # says nothing at first
+        owner.memories[str(index)] = memory
+        if config.place == "front":
+            module.register_forward_pre_hook(self._before, with_kwargs=True)
+        else:
+            module.register_forward_hook(self._after, with_kwargs=True)
+
+    @property
+    def memory(self) -> Any:
+        return self.owner.memories[str(self.index)] if self.has_memory else None
+
+    def start(self, rows: int) -> SiteState:
+        return SiteState(self.owner.start_attention(rows), self.memory.start(rows) if self.memory else None)
+
+    def check(self, state: Any) -> None:
+        """Refuse a state of another model, or of this one with another window."""
+        kind = AttentionState if self.owner.window is None else WindowState
+        if not isinstance(state, SiteState) or not isinstance(state.attention, kind):
+            raise ValueError(
+                f"state: expected one of this model ({kind.__name__}), got another's ({type(state).__name__})"
+            )
+        if (
+            isinstance(state.attention, WindowState)
+            and state.attention.window.k.shape[1] != self.owner.reach.history
+        ):
+            got = state.attention.window.k.shape[1] - self.owner.reach.slack + 1
+            raise ValueError(f"state: expected a window of {self.owner.window} tokens, got one of {got}")
+
+    def narrowed(self, state: SiteState) -> SiteState:
+        return state._replace(attention=state.attention.narrowed(self.owner.reach.history))
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """A narrowed model's attention."""
+        call = self.owner._call
+        assert call is not None
+        state = None if call.state is None else call.state.blocks[self.index].attention
+        turn = call.turn if getattr(module, "use_rope", True) else None
+        seen = attend(q, k, v, state, self.owner.reach, scaling, turn, call.offsets)
+        call.ends[self.index] = seen.state
+        if not isinstance(self.memory, StoreBeside):
+            return to_base(seen)
+        old = None if call.state is None else call.state.blocks[self.index].memory
+        plain = _projected(module, call.inputs.pop(self.index), q.shape[-1])
+        y, call.memories[self.index] = self.memory.read(seen, plain, old, call, call.mode)
+        return y
+
+    def _read(self, x: Tensor) -> Tensor:
+        """What the memory answers to a layer's input ``[b t d]``."""
+        call, memory = self.owner._call, self.memory
+        assert memory is not None
+        if call is None:  # the pretrained model is called by itself
+            return torch.zeros_like(x)
+        state = None if call.state is None else call.state.blocks[self.index].memory
+        inner = x if call.mask is None else x[call.mask].unsqueeze(0)
+        if not torch.is_autocast_enabled(x.device.type):  # new weights may be wider than the others
+            inner = inner.to(memory.layer.o_proj.weight.dtype)
+        m, call.memories[self.index], call.traces[self.index] = memory(inner, state, call.offsets, call.mode)
+        return (m if call.mask is None else repad(m, call.mask)).to(x.dtype)
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep a layer's input for the store, which is asked when attention is done."""
+        if self.owner._call is not None:
+            self.owner._call.inputs[self.index] = args[0] if args else kwargs["hidden_states"]
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """MAL: attention works on the input and what the memory says to it."""
+        x = args[0] if args else kwargs["hidden_states"]
+        y = x + self._read(x)
+        return ((y, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": y})
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """MAG: what the memory says is added to what attention does."""
+        m = self._read(args[0] if args else kwargs["hidden_states"])
+        return output + m if isinstance(output, Tensor) else (output[0] + m, *output[1:])
+
+
+def _projected(module: Any, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """A layer's queries and keys ``[b t h e]`` of its input, not rotated."""
+    q, k = (project(x).unflatten(-1, (-1, width)) for project in (module.q_proj, module.k_proj))
+    return (module.q_norm(q), module.k_norm(k)) if hasattr(module, "q_norm") else (q, k)

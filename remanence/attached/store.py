@@ -1,0 +1,110 @@
+"""A kNN store beside a pretrained model's attention: Memorizing Transformers' own retrofit.
+
+The layer's queries, keys and values are the pretrained model's, as they are before rotation. What is found is mixed in
+by a gate for each head that is shut at first: tanh of nothing, where the paper has a sigmoid, which never shuts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from remanence.attached import window
+from remanence.attached.config import AttachConfig
+from remanence.config import Mode
+from remanence.core.choices import check_choice
+from remanence.layers.attention import Attended, AttentionState
+from remanence.memory.search import SEARCHES
+from remanence.memory.store import Store
+from remanence.mixers.base import Context
+from remanence.mixers.knn import Knn, KnnState
+from remanence.ops.layout import to_rows
+
+POLICIES = ("all", "random")
+"""What may be written. Others ask for frequencies of tokens, or for what all layers have made of them."""
+
+
+class _Outside:
+    """Attention that was done elsewhere."""
+
+    @staticmethod
+    def attend(local: Attended, *_: Any, **__: Any) -> Attended:
+        return local
+
+    @staticmethod
+    def out(y: Tensor) -> Tensor:
+        return y
+
+
+class StoreBeside(Knn):
+    """A layer's store. Its input is `Attended`: the window's attention, and what is to be found and written."""
+
+    def __init__(self, config: AttachConfig) -> None:
+        nn.Module.__init__(self)
+        c, (heads, _, width) = config.knn, config.heads
+        check_choice("search", c.search, SEARCHES)
+        check_choice("write", c.write, POLICIES)
+        if c.fuse != "gate":
+            raise ValueError(f"fuse: expected 'gate', which can be shut at first, got {c.fuse!r}")
+        assert config.window is not None
+        self.config, self.window, self.segment = c, config.window, config.segment
+        self.dim, self.persistent, self.hidden = config.dim, 0, 0
+        self.attention: Any = _Outside()
+        self.borrows = self.lends = False
+        self.store = Store(c.size, heads, width, c.evict, half_life=c.half_life)
+        self.search = SEARCHES[c.search]()
+        self.log_scale, self.gate = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def _start(self, rows: int, store: Store) -> KnnState:
+        like = self.log_scale.detach()
+        heads, width = self.store.heads, self.store.width
+        none = lambda length: like.new_zeros(rows, length, heads, width)
+        nothing = torch.zeros(rows, dtype=torch.int64, device=like.device)
+        attention = AttentionState(none(0), none(0), nothing, nothing)
+        worth = torch.zeros(rows, self.window, device=like.device)
+        last = like.new_zeros(rows, 0)
+        return KnnState(attention, none(self.window), none(self.window), worth, last, store.start(rows, like))
+
+    def check(self, state: KnnState) -> None:
+        if not isinstance(state, KnnState) or state.worth.shape[1] != self.window:
+            raise ValueError(
+                f"state: expected a store beside a window of {self.window} tokens, got another's"
+            )
+
+    def worth(self, x: Any, ctx: Context) -> Tensor:
+        assert ctx.text is not None
+        return super().worth(ctx.text.tokens, ctx)
+
+    def joined(self, y: Tensor, met: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The window's attention, and the gate's share of what was found, where anything was."""
+        if met is None:
+            return y
+        assert self.gate is not None
+        found = met[0].to(y.dtype)
+        gate = torch.tanh(self.gate).to(y.dtype).unsqueeze(-1)
+        return y + gate * torch.where(met[1].unsqueeze(-1) > -torch.inf, found - y, torch.zeros_like(y))
+
+    def read(
+        self,
+        seen: window.Attended,
+        plain: tuple[Tensor, Tensor],
+        state: KnnState | None,
+        call: Any,
+        mode: Mode,
+    ) -> tuple[Tensor, KnnState]:
+        """What the window's attention becomes, ``[b t h e]``, and the state. `plain` are queries and keys, not
+        rotated.
+        """
+        q, k = (to_rows(x, call.offsets)[0] for x in plain)
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        position = seen.state.position
+        empty = k[:, :0].detach()
+        local = Attended(seen.y, q, k, seen.v, AttentionState(empty, empty, position, position), seen.back)
+        ctx = Context(call.position, call.offsets, mode, call.text, call.shared, call.keep)
+        if state is None:  # with as many slots as the call can fill
+            state = self._start(len(position), self.store.resized(0))
+        y, after, _ = self(local, state, ctx)
+        return y, after

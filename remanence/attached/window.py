@@ -1,0 +1,184 @@
+"""A pretrained model's attention, narrowed to a sliding window that goes on to see the first tokens of its text.
+
+A text's first tokens take up what attention has no use for elsewhere; a window that slides off them breaks the model
+(StreamingLLM). Their distance to a query never grows beyond that at which they leave the window, as a model may have
+been trained on no more: a query meets them as if it stood there. Everything else keeps its true distance, so that
+nothing depends on how a text is cut into calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from remanence.core.state import TensorTuple, note_positions, noted_positions
+from remanence.layers.attention import AttentionState, carried
+from remanence.layers.softmax import sliding_attention
+from remanence.ops.layout import from_rows, to_rows
+
+UNSEEN = -1e30
+"""The score of a first token that the window itself still sees. Finite, so that where all are, gradients are too."""
+
+
+class _WindowState(NamedTuple):
+    k: Tensor
+    v: Tensor
+    window: AttentionState
+
+
+class WindowState(_WindowState, TensorTuple):
+    """Keys and values ``[r s h e]`` of each text's first tokens, zeros where they have not been read; the window."""
+
+    __slots__ = ()
+
+    @property
+    def position(self) -> Tensor:
+        return self.window.position
+
+    def crop(self, tokens: int) -> WindowState:
+        window = self.window.crop(tokens)
+        read = torch.arange(self.k.shape[1], device=self.k.device) < window.position.unsqueeze(-1)
+        k, v = (x * read[..., None, None] for x in (self.k, self.v))
+        return WindowState(k, v, window)
+
+    def narrowed(self, history: int) -> WindowState:
+        """With a shorter window's history."""
+        k, v, position, slack = self.window
+        cut = k.shape[1] - history
+        return self._replace(window=AttentionState(k[:, cut:], v[:, cut:], position, slack.clamp(max=0)))
+
+
+class Reach(NamedTuple):
+    """What attention sees: tokens of the window, first tokens, and how many more are kept to be taken back."""
+
+    window: int
+    sinks: int
+    slack: int
+
+    @property
+    def history(self) -> int:
+        return self.window - 1 + self.slack
+
+    @property
+    def farthest(self) -> int:
+        """The position from which on a query meets the first tokens as if it stood there."""
+        return self.window + self.sinks - 1
+
+    def start(self, rows: int, heads: int, like: Tensor, width: int) -> WindowState:
+        none = lambda length: like.new_zeros(rows, length, heads, width, requires_grad=False)
+        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
+        window = AttentionState(none(self.history), none(self.history), nothing, nothing)
+        return WindowState(none(self.sinks), none(self.sinks), window)
+
+
+def relative_turn(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The cosines and sines that turn what stands at one position to another. Both come from the model's own rotary
+    embedding, scaled as it may be.
+    """
+    (cos, sin), (c, s) = ([x.double() for x in pair] for pair in (now, wanted))
+    size = cos.square() + sin.square()
+    return ((c * cos + s * sin) / size).float(), ((s * cos - c * sin) / size).float()
+
+
+def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """``[r t h e]`` by cosines and sines ``[r t e]``, halves of a head being pairs."""
+    a, b = x.chunk(2, -1)
+    cos, sin = (each.unsqueeze(-2) for each in turn)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+class Attended(NamedTuple):
+    """Attention ``[r t h e]``, a row for each document; with it values of as many heads, the state, and the way back
+    from rows.
+    """
+
+    y: Tensor
+    v: Tensor
+    state: WindowState
+    back: Tensor | None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: WindowState | None,
+    reach: Reach,
+    scaling: float,
+    turn: tuple[Tensor, Tensor] | None,
+    offsets: list[int] | None,
+) -> Attended:
+    """Queries ``[b t H e]`` over keys and values ``[b t h e]`` of their own call and of the state, all rotated. `turn`
+    brings queries to where they meet the first tokens; None where keys have no positions.
+    """
+    (q, back), (k, _), (v, _) = (to_rows(x, offsets) for x in (q, k, v))
+    rows, tokens, heads, width = q.shape
+    fresh = state is None
+    if state is None:
+        state = reach.start(rows, k.shape[2], k, width)
+    position, old = state.position, state.window
+    firsts = [_first_tokens(new, kept, position, offsets) for new, kept in ((k, state.k), (v, state.v))]
+    keys, values = (
+        x if fresh else torch.cat([past.to(x.dtype), x], 1) for past, x in ((old.k, k), (old.v, v))
+    )
+    wide = lambda x: x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x
+    asked = q * (scaling * width**0.5)  # softmax divides by the root of the width
+    none = (k.new_zeros(0, heads, width),) * 2
+    known = [0] * rows if fresh else noted_positions(position)
+    inside = known is not None and max(known) + tokens <= reach.window
+    both = inside or not reach.sinks
+    near = sliding_attention(
+        asked, wide(keys), wide(values), none, reach.window, None if fresh else position, lse=not both
+    )
+    y = near
+    if not both:
+        turn = None if turn is None else (to_rows(turn[0], offsets)[0], to_rows(turn[1], offsets)[0])
+        place = position.unsqueeze(-1) + torch.arange(tokens, device=q.device)
+        y = _with_firsts(near, asked, wide(firsts[0]), wide(firsts[1]), place, turn, reach.window).to(q.dtype)
+    window = carried(old, k, v, offsets, reach.history, reach.slack)
+    return Attended(y, wide(v), WindowState(firsts[0], firsts[1], window), back)
+
+
+def _first_tokens(new: Tensor, kept: Tensor, position: Tensor, offsets: list[int] | None) -> Tensor:
+    """The first tokens' keys or values ``[r s h e]``, with those that this call reads."""
+    if not kept.shape[1]:
+        return kept
+    slot = torch.arange(kept.shape[1], device=new.device) - position.unsqueeze(-1)  # of the call's tokens
+    count = (
+        torch.full_like(position, new.shape[1])
+        if offsets is None
+        else torch.tensor(offsets, device=new.device).diff()
+    )
+    index = slot.clamp(0, new.shape[1] - 1)[..., None, None].expand(-1, -1, *new.shape[2:])
+    here = ((slot >= 0) & (slot < count.unsqueeze(-1)))[..., None, None]
+    return torch.where(here, new.gather(1, index).to(kept.dtype), kept)
+
+
+def _with_firsts(
+    near: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Tensor,
+    turn: tuple[Tensor, Tensor] | None,
+    window: int,
+) -> Tensor:
+    """One softmax over a window, of which the output and the log-sum-exp are known ``[r t h e+1]``, and over the first
+    tokens that have left it.
+    """
+    y, total = near[..., :-1], near[..., -1:]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        q = q.to(wide) if turn is None else _turned(q.to(wide), turn)
+        score = torch.einsum("rthe,rshe->rths", q, k.to(wide)) * q.shape[-1] ** -0.5
+        left = place.unsqueeze(-1) - torch.arange(k.shape[1], device=place.device) >= window
+        score = score.masked_fill(~left.unsqueeze(2), UNSEEN)
+        both = torch.logaddexp(total, score.logsumexp(-1, keepdim=True))
+        return y * (total - both).exp() + torch.einsum("rths,rshe->rthe", (score - both).exp(), v.to(wide))
+
+
+def to_base(seen: Attended, y: Tensor | None = None) -> Tensor:
+    """What transformers expects of attention: ``[b t h e]``, as its queries came."""
+    return from_rows(seen.y if y is None else y, seen.back)

@@ -1,0 +1,67 @@
+"""The command that attaches a memory to a pretrained model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from remanence.cli.arguments import Folder
+from remanence.core.terminal import say
+
+
+@dataclass(frozen=True)
+class Attach:
+    """Give a pretrained Hugging Face model a memory: a folder with what is new, its weights and its configuration.
+
+    The memory says nothing at first: `remanence train attach --init_from=OUT` trains it. Extra `hf`.
+    """
+
+    base: tyro.conf.Positional[str]
+    """Folder, name or GGUF file of a causal language model."""
+    out: Folder
+    """New folder to write."""
+    memory: Literal["neural", "knn"] = "neural"
+    """A neural memory, or a store of past keys and values in one layer."""
+    place: Literal["beside", "front"] = "beside"
+    """Of a neural memory: beside attention (MAG) or in front of it (MAL)."""
+    every: int = 4
+    """A memory in every so many layers."""
+    window: int | None = 512
+    """Tokens that attention is narrowed to. None: all, as the model was made; its state then grows with the text."""
+    sinks: int = 4
+    """The first tokens of a text, which a narrowed attention goes on to see."""
+    attention: str | None = None
+    """What the attention modules are called, for models that are not of the Llama family."""
+    lora: int = 0
+    """The rank of trained changes to the attention's projections (extra `lora`). 0: none."""
+    seed: int = 0
+    """Of the new weights."""
+
+    def run(self) -> None:
+        import torch
+
+        from remanence.attached.base import Source
+        from remanence.core.files import replacing_folder
+        from remanence.hf import attach
+
+        out = self.out
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"out: expected a new or empty folder, got {out}; nothing is ever overwritten")
+        torch.manual_seed(self.seed)
+        model = attach(
+            self.base, memory=self.memory, place=self.place, every=self.every, window=self.window, sinks=self.sinks,
+            attention=self.attention, lora=self.lora,
+        )  # fmt: skip
+        tokenizer = Source.of(self.base).tokenizer()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing_folder(out) as temporary:
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+        new = sum(weight.numel() for _, weight in model.model.saved_parameters())
+        all_of_it = sum(weight.numel() for weight in model.parameters())
+        layers = ", ".join(str(layer) for layer in model.model.config.layers)
+        say(
+            f"{out}: {new:,} new parameters of {all_of_it:,}, in layers {layers}; untrained, says nothing yet"
+        )

@@ -1,0 +1,317 @@
+"""Conversations in which facts are told, something else is read, and the facts are asked for: what a memory is to keep
+for a model whose attention has lost sight of them. And the texts beside them, read on from step to step.
+
+Names that are asked for in evaluation are never told in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from remanence.core.tokens import Tokenizer, pair_tokens
+from remanence.data import Batch, Tokens
+from remanence.tasks.draw import IGNORED
+
+FIRST = [
+    "Ada",
+    "Boris",
+    "Clara",
+    "Diego",
+    "Elena",
+    "Felix",
+    "Greta",
+    "Hassan",
+    "Irene",
+    "Jonas",
+    "Karin",
+    "Lewis",
+    "Maya",
+    "Nadia",
+    "Oscar",
+    "Petra",
+    "Quentin",
+    "Rosa",
+    "Samir",
+    "Tessa",
+    "Ursula",
+    "Victor",
+    "Wanda",
+    "Xavier",
+    "Yara",
+    "Zoltan",
+    "Agnes",
+    "Bruno",
+    "Celia",
+    "Dmitri",
+    "Edith",
+    "Farid",
+    "Gloria",
+    "Hugo",
+    "Ingrid",
+    "Jamal",
+]
+LAST = [
+    "Abbott",
+    "Becker",
+    "Castro",
+    "Dalton",
+    "Eriksen",
+    "Fischer",
+    "Garner",
+    "Holloway",
+    "Ivanov",
+    "Jensen",
+    "Keller",
+    "Lindqvist",
+    "Moreau",
+    "Novak",
+    "Okafor",
+    "Palmer",
+    "Quigley",
+    "Romero",
+    "Sanders",
+    "Takeda",
+    "Ulrich",
+    "Vargas",
+    "Whitman",
+    "Yilmaz",
+    "Zimmer",
+    "Archer",
+    "Bowen",
+    "Chandra",
+    "Drake",
+    "Ellison",
+]
+HELD_OUT = 5
+"""One name of so many is for evaluation alone."""
+
+
+class Kind(NamedTuple):
+    """What can be said of someone: the statement, which is also the answer, the question, and the values."""
+
+    said: str
+    asked: str
+    values: tuple[str, ...]
+
+
+def _kind(said: str, asked: str, values: str) -> Kind:
+    return Kind(said, asked, tuple(value.strip() for value in values.split(",")))
+
+
+KINDS = (
+    _kind("{name} lives in {value}.", "Where does {name} live?",
+          "Lisbon, Oslo, Prague, Dublin, Cairo, Lima, Seoul, Boston, Vienna, Athens, Nairobi, Madrid, Hanoi, Havana, "
+          "Zurich, Warsaw, Denver, Kyoto, Quebec, Naples, Bergen, Tunis, Sydney, Bogota"),
+    _kind("{name} works as a {value}.", "What does {name} work as?",
+          "baker, pilot, nurse, lawyer, farmer, dentist, painter, plumber, teacher, singer, tailor, butcher, judge, "
+          "carpenter, librarian, gardener, chemist, sailor, miner, barber, translator, surgeon, potter, clerk"),
+    _kind("{name} owns a {value}.", "Which animal does {name} own?",
+          "parrot, rabbit, tortoise, pony, hamster, lizard, goat, ferret, canary, donkey, pigeon, snake, goose, cat, "
+          "beagle, llama, hedgehog, rooster, poodle, frog, crab, sheep, owl, mouse"),
+    _kind("{name} plays the {value}.", "Which instrument does {name} play?",
+          "violin, flute, trumpet, cello, guitar, piano, drums, harp, oboe, banjo, organ, clarinet, accordion, tuba, "
+          "mandolin, bassoon, saxophone, lute, viola, trombone, recorder, bagpipes, ukulele, xylophone"),
+    _kind("The favourite fruit of {name} is the {value}.", "What is the favourite fruit of {name}?",
+          "apple, mango, cherry, plum, peach, grape, lemon, melon, papaya, apricot, banana, fig, kiwi, lime, orange, "
+          "pear, pineapple, quince, raspberry, strawberry, tangerine, coconut, blueberry, pomegranate"),
+    _kind("The car of {name} is {value}.", "What colour is the car of {name}?",
+          "red, blue, green, yellow, black, white, silver, purple, orange, brown, pink, grey, golden, beige, "
+          "maroon, violet, crimson, navy, olive"),
+    _kind("{name} was born in {value}.", "In which month was {name} born?",
+          "January, February, March, April, May, June, July, August, September, October, November, December"),
+    _kind("{name} collects {value}.", "What does {name} collect?",
+          "stamps, coins, maps, shells, clocks, dolls, knives, masks, buttons, posters, feathers, fossils, spoons, "
+          "lamps, bottles, keys, postcards, medals, marbles, teapots, mirrors, hats, comics, stones"),
+)  # fmt: skip
+
+
+class Fact(NamedTuple):
+    """Something said of a name, and how it is asked for."""
+
+    statement: str
+    question: str
+    value: str
+
+
+def draw_facts(rng: np.random.Generator, count: int, held_out: bool) -> list[Fact]:
+    """Facts about as many different names: those for evaluation, or the others."""
+    names = [
+        (a, b) for a in range(len(FIRST)) for b in range(len(LAST)) if ((a + b) % HELD_OUT == 0) == held_out
+    ]
+    facts = []
+    for index in rng.permutation(len(names))[:count]:
+        a, b = names[index]
+        name, kind = f"{FIRST[a]} {LAST[b]}", KINDS[int(rng.integers(len(KINDS)))]
+        value = kind.values[int(rng.integers(len(kind.values)))]
+        facts.append(Fact(kind.said.format(name=name, value=value), kind.asked.format(name=name), value))
+    return facts
+
+
+class Turns:
+    """How a conversation is written: in ChatML where a tokenizer has its marks, in plain words elsewhere."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        marks = [tokenizer.encode(mark) for mark in ("<|im_start|>", "<|im_end|>")]
+        self.chatml = all(len(mark) == 1 for mark in marks)
+
+    def user(self, text: str) -> str:
+        return f"<|im_start|>user\n{text}<|im_end|>\n" if self.chatml else f"\n\nUser: {text}"
+
+    @property
+    def begun(self) -> str:
+        """What stands in front of an answer."""
+        return "<|im_start|>assistant\n" if self.chatml else "\n\nAnswer:"
+
+    def answer(self, text: str, ended: bool = True) -> str:
+        end = "<|im_end|>\n" if self.chatml else "\n"
+        return ("" if self.chatml else " ") + text + end * ended
+
+    def question(self, fact: Fact) -> str:
+        return self.user(fact.question) + self.begun
+
+    def telling(self, facts: Sequence[Fact]) -> str:
+        told = " ".join(fact.statement for fact in facts)
+        return self.user(f"Please remember this. {told}") + self.begun + self.answer("I will remember it.")
+
+    def between(self) -> tuple[str, str]:
+        """What stands in front of and behind the text that is read in between."""
+        opened, closed = self.user("Now read this.\n\0").split("\0")
+        return opened, closed + self.begun + self.answer("I have read it.")
+
+
+class Told:
+    """Rows ``[rows, length]``: some are conversations, begun anew with every step; the others read texts on, piece by
+    piece, their memory carried, and leave them after some pieces.
+
+    Every token is a target; one that need not be remembered counts `weight` times as much as one that must. With a
+    curriculum of lengths each has an equal part of the steps, in the fewer rows the longer they are. A batch depends on
+    the seed and the step alone.
+    """
+
+    CARRIED = 8
+    """Pieces that a row reads of a text before it leaves it."""
+    NEAREST = 64
+    """Tokens that are read between telling and asking, at least."""
+
+    def __init__(
+        self, data: Tokens, lengths: Sequence[int], tokens: int, steps: int, *, facts: int, share: float,
+        weight: float, seed: int = 0, rank: int = 0,
+    ) -> None:  # fmt: skip
+        self.data, self.tokenizer, self.turns = data, data.tokenizer, Turns(data.tokenizer)
+        self.lengths, self.tokens, self.steps = tuple(lengths), tokens, steps
+        self.facts, self.share, self.weight, self.seed, self.rank = facts, share, weight, seed, rank
+        longest = max(self.lengths)
+        if tokens % longest:
+            raise ValueError(
+                f"data.curriculum: expected divisors of a step's {tokens} tokens (batch x data.length), got {longest}"
+            )
+        if not (data.lengths > longest + 1).any():
+            raise ValueError(f"data: expected a document of more than {longest + 1:,} tokens, got none")
+        needed = len(self._conversation(np.random.default_rng(0), facts, 0)[0]) + self.NEAREST
+        if share and needed > min(self.lengths):
+            raise ValueError(
+                f"data.pairs: expected few enough facts for rows of {min(self.lengths)} tokens, got {facts}, which "
+                f"take some {needed}"
+            )
+
+    def stage(self, number: int) -> tuple[int, int]:
+        """The length of a step's rows, and the step that it began with."""
+        part = min(number * len(self.lengths) // self.steps, len(self.lengths) - 1)
+        while part and self.lengths[part] == self.lengths[part - 1]:
+            part -= 1
+        return self.lengths[part], -(-part * self.steps // len(self.lengths))
+
+    def _rng(self, number: int, row: int, what: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=[self.seed, number], counter=[0, 0, row, what]))
+
+    def _conversation(
+        self, rng: np.random.Generator, count: int, reading: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Facts told, so many tokens of a text, and every fact asked for, in another order; and which tokens are to be
+        known: of an answer, what follows the words of the question.
+        """
+        facts = draw_facts(rng, count, held_out=False)
+        opened, closed = self.turns.between()
+        parts = [self._encode(self.turns.telling(facts)), self._encode(opened), self._piece(rng, reading)]
+        parts.append(self._encode(closed))
+        marks = [np.zeros(len(part), bool) for part in parts]
+        for index in rng.permutation(count):
+            fact = facts[index]
+            begun = fact.statement.removesuffix(f" {fact.value}.")
+            prompt, answer = pair_tokens(
+                self.tokenizer, self.turns.question(fact) + self.turns.answer(begun, ended=False),
+                self.turns.answer(fact.statement).removeprefix(self.turns.answer(begun, ended=False)),
+            )  # fmt: skip
+            parts += [np.array(prompt, np.int64), np.array(answer, np.int64)]
+            marks += [np.zeros(len(prompt), bool), np.ones(len(answer), bool)]
+        return np.concatenate(parts), np.concatenate(marks)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode(text), np.int64)
+
+    def _piece(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        """Some tokens of some text."""
+        room = np.maximum(self.data.lengths - length, 0)
+        document = int(rng.choice(len(room), p=room / room.sum()))
+        start = int(rng.integers(room[document]))
+        return self.data.piece(document, start, start + length).astype(np.int64)
+
+    def _told(self, number: int, row: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """A conversation of exactly ``length + 1`` tokens."""
+        rng = self._rng(number, row, 4)
+        count = int(rng.integers(1, self.facts + 1, 2).max())  # many more often than few
+        keep = rng.bit_generator.state
+        bare = len(self._conversation(rng, count, 0)[0])
+        rng.bit_generator.state = keep
+        reading = max(self.NEAREST, length + 1 - bare)
+        tokens, marks = self._conversation(rng, count, reading)
+        tokens, marks = (
+            tokens[: length + 1],
+            marks[: length + 1],
+        )  # a text may be one token more or less in between
+        missing = length + 1 - len(tokens)
+        if missing:
+            tokens, marks = (
+                np.append(tokens, self._piece(rng, missing)),
+                np.append(marks, np.zeros(missing, bool)),
+            )
+        return tokens, marks
+
+    def _read(self, number: int, row: int, length: int, first: int) -> tuple[np.ndarray, bool]:
+        """A row's piece of its text and one token more, and whether it begins there."""
+        pieces = int(min(self.CARRIED, (self.data.lengths.max() - 1) // length))
+        turn, piece = divmod(number - first + row, pieces)
+        rng = self._rng(turn, row, 5 + first)
+        room = np.maximum(self.data.lengths - pieces * length - 1, 0)
+        if not room.any():  # the longest documents just fit
+            room = (self.data.lengths > pieces * length).astype(np.int64)
+        document = int(rng.choice(len(room), p=room / room.sum()))
+        start = int(rng.integers(room[document])) + piece * length
+        return self.data.piece(document, start, start + length + 1).astype(
+            np.int64
+        ), piece == 0 or number == first
+
+    def step(self, number: int) -> Batch:
+        length, first = self.stage(number)
+        rows = self.tokens // length
+        talks = round(self.share * rows)
+        read, answers, begins = [], [], []
+        for row in range(rows):
+            own = self.rank * rows + row
+            if row < talks:
+                tokens, marks = self._told(number, own, length)
+                begin = True
+            else:
+                tokens, begin = self._read(number, own, length, first)
+                marks = np.zeros(len(tokens), bool)
+            read.append(tokens)
+            answers.append(marks)
+            begins.append(begin)
+        text = torch.from_numpy(np.stack(read))
+        weights = torch.where(torch.from_numpy(np.stack(answers))[:, 1:], 1.0, self.weight)
+        targets = text[:, 1:].where(weights > 0, IGNORED)
+        return Batch(text[:, :-1].contiguous(), targets, None, None, torch.tensor(begins), weights)

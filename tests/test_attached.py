@@ -1,0 +1,456 @@
+"""A memory attached to a pretrained model: nothing changes before it is trained, and all our laws hold after that."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+import remanence
+from remanence.attached import folder as attached_folder
+from remanence.attached.base import digest
+from remanence.cli import main
+from remanence.core.tokens import ByteTokenizer
+from remanence.data import Tokens
+from remanence.hf import AttachedForCausalLM
+from remanence.tasks.told import Told, Turns, draw_facts
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
+
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
+}
+SMALL = {"heads": 2, "head_dim": 16, "chunk": 16}
+
+
+def base(family="llama", **changes):
+    torch.manual_seed(0)
+    config, model, own = FAMILIES[family]
+    return model(config(**SHAPE | own | changes)).eval()
+
+
+def trained(model):
+    """As if it had been trained: the memory says something."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.model.saved_parameters():
+            if name.endswith("o_proj.weight"):
+                weight.normal_(std=0.3)
+            if name.endswith(".gate"):
+                weight.fill_(0.7)
+    return model.model.eval()
+
+
+def tokens(rows=2, length=70, seed=0):
+    return torch.randint(3, 300, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+# Before it is trained
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_bit_identical_to_the_bases(family, dtype):
+    model, x = base(family).to(dtype), tokens()
+    with torch.no_grad():
+        whole, first = model(x).logits, model(x[:, :33])
+        rest = model(x[:, 33:], past_key_values=first.past_key_values).logits
+        for place in ("beside", "front"):
+            own = remanence.attach(copy.deepcopy(model), every=2, place=place, **SMALL)
+            assert torch.equal(own(x).logits, whole)
+            assert torch.equal(own(x, use_cache=False).logits, whole)
+            begun = own(x[:, :33])
+            assert torch.equal(begun.logits, first.logits)
+            assert torch.equal(own(x[:, 33:], past_key_values=begun.past_key_values).logits, rest)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_says_what_the_base_says_with_padding_too(family):
+    model, x = base(family), tokens(2, 20)
+    mask = torch.ones_like(x)
+    mask[0, :5] = 0
+    about = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "output_logits": True}
+    about |= {"return_dict_in_generate": True}
+    wanted = model.generate(x, **about)
+    got = remanence.attach(model, every=2, **SMALL).generate(x, **about)
+    assert torch.equal(got.sequences, wanted.sequences)
+    torch.testing.assert_close(got.logits, wanted.logits)
+
+
+def test_a_model_of_another_family_by_the_name_of_its_attention():
+    config = {
+        "vocab_size": 300,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    model, x = GPT2LMHeadModel(GPT2Config(**config)).eval(), tokens()
+    whole = model(x).logits
+    assert torch.equal(remanence.attach(model, attention="attn", every=1, **SMALL)(x).logits, whole)
+
+
+def test_lora_changes_nothing_at_first_and_is_trained():
+    model, x = base(), tokens()
+    whole = model(x).logits
+    own = remanence.attach(model, every=2, lora=2, **SMALL)
+    assert torch.equal(own(x).logits, whole)
+    names = [name for name, weight in own.named_parameters() if weight.requires_grad]
+    assert any(".lora_A." in name for name in names) and all(
+        "lora" in name or "memories" in name for name in names
+    )
+
+
+# Laws
+
+
+def settings():
+    return {
+        "whole": {"every": 2, **SMALL},
+        "front": {"every": 2, "place": "front", **SMALL},
+        "window": {"every": 2, "window": 24, "sinks": 3, **SMALL},
+        "window alone": {"every": 2, "window": 24, "sinks": 0, **SMALL},
+        "store": {"memory": "knn", "window": 16, "sinks": 2, "k": 4, "size": 64},
+    }
+
+
+@pytest.mark.parametrize("kind", settings())
+def test_a_text_read_in_any_pieces_is_the_text_read_whole(kind):
+    model, x = trained(remanence.attach(base(), **settings()[kind])), tokens()
+    with torch.no_grad():
+        whole, end = model(x)
+        assert (whole - model(x, memory="off")[0]).abs().max() > 0.01  # the memory has something to say
+        for cut in (1, 15, 24, 27, 40, 69):
+            first, state = model(x[:, :cut])
+            second, state = model(x[:, cut:], state)
+            torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=2e-5)
+            assert state.position.tolist() == end.position.tolist() == [70, 70]
+        steps, state = [], None
+        for column in range(50):
+            logits, state = model(x[:, column : column + 1], state)
+            steps.append(logits)
+        torch.testing.assert_close(torch.cat(steps, 1), whole[:, :50], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", settings())
+def test_later_tokens_change_nothing_before_them(kind):
+    model, x = trained(remanence.attach(base(), **settings()[kind])), tokens()
+    other = x.clone()
+    other[:, 41:] = 7
+    with torch.no_grad():
+        assert torch.equal(model(x)[0][:, :41], model(other)[0][:, :41])
+
+
+@pytest.mark.parametrize("kind", settings())
+def test_rows_never_share_a_state_and_padding_is_not_read(kind):
+    model, x = trained(remanence.attach(base(), **settings()[kind])), tokens()
+    mask = torch.ones_like(x, dtype=torch.bool)
+    mask[0, :9] = False
+    mask[1, 50:] = False
+    with torch.no_grad():
+        logits, state = model(x, mask=mask)
+        near = {"rtol": 1e-4, "atol": 2e-5}
+        torch.testing.assert_close(logits[0, 9:], model(x[:1, 9:])[0][0], **near)
+        torch.testing.assert_close(logits[1, :50], model(x[1:, :50])[0][0], **near)
+        assert state.position.tolist() == [61, 50]
+        after = model(x[:, :3], state)[0]  # rows that stand at different places go on
+        for row, own in enumerate((x[0, 9:], x[1, :50])):
+            alone = model(torch.cat([own, x[row, :3]]).unsqueeze(0))[0][0, -3:]
+            torch.testing.assert_close(after[row], alone, **near)
+        packed = torch.cat([x[0, 9:], x[1, :50]]).unsqueeze(0)
+        torch.testing.assert_close(model(packed, offsets=[0, 61, 111])[0][0, :61], logits[0, 9:], **near)
+
+
+def test_a_window_with_first_tokens_is_the_model_on_those_tokens_and_the_last():
+    """With one layer, keys are of single tokens: what StreamingLLM would have in its cache is a text of its own."""
+    model, x = base(num_hidden_layers=1), tokens(1, 60)
+    plain = copy.deepcopy(model)
+    own = remanence.attach(model, every=1, window=16, sinks=3, **SMALL).model
+    with torch.no_grad():
+        logits = own(x)[0]
+        for place in (10, 18, 19, 30, 59):
+            cached = (
+                x[:, : place + 1] if place < 19 else torch.cat([x[:, :3], x[:, place - 15 : place + 1]], 1)
+            )
+            torch.testing.assert_close(logits[0, place], plain(cached).logits[0, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_texts_beginning_has_no_gradient_made_of_nothing():
+    """Keys that begin as the query before have none at a document's first token; brought to unit length, it was
+    nothing divided by nothing, and gradients were a million times too large.
+    """
+    model = remanence.attach(base(), every=2, induction=True, **SMALL)
+    trained(model)
+    model(tokens(), labels=tokens()).loss.backward()
+    assert max(float(weight.grad.norm()) for weight in model.parameters() if weight.grad is not None) < 100
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_checkpointing_gives_the_same_gradients(window):
+    found = []
+    for on in (False, True):
+        model = remanence.attach(base(), every=2, window=window, **SMALL)
+        own = trained(model).train()
+        own.checkpointing = on
+        own(tokens())[0].square().mean().backward()
+        found.append([weight.grad for _, weight in own.saved_parameters()])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_store_finds_what_the_window_has_lost():
+    model = trained(remanence.attach(base(), memory="knn", window=16, sinks=2, k=1, size=64))
+    x = tokens(1, 64)
+    with torch.no_grad():
+        before = model(x)[1]
+        store = before.blocks[model.config.layers[0]].memory.store
+        assert int((store.position >= 0).sum()) == 48  # all but the last window
+        near, far = (model(x[:, :1], before, memory=mode)[0] for mode in ("off", "on"))
+        assert (near - far).abs().max() > 1e-3
+
+
+# Files
+
+
+def test_a_folder_holds_what_is_new_and_names_the_rest(tmp_path):
+    base().save_pretrained(tmp_path / "base")
+    model = remanence.attach(tmp_path / "base", every=2, window=24, **SMALL)
+    own = trained(model)
+    model.save_pretrained(tmp_path / "own")
+    stored = remanence.core.tensors.read_header(tmp_path / "own" / "model.safetensors").entries
+    assert all(".memories." in name for name in stored)
+    x = tokens()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "own").eval()
+    assert isinstance(again, AttachedForCausalLM)
+    with torch.no_grad():
+        assert torch.equal(again(x).logits, own(x)[0])
+    assert not any(weight.requires_grad for weight in again.model.base.parameters())
+    with pytest.raises(ValueError, match="made for another pretrained model than this LlamaForCausalLM"):
+        attached_folder.load(tmp_path / "own", base(hidden_size=64))
+    other = base()
+    other.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    with pytest.raises(ValueError, match="made for another pretrained model"):
+        attached_folder.load(tmp_path / "own", other)
+
+
+@pytest.mark.parametrize("kind", ["whole", "window", "store"])
+def test_a_session_reads_forks_and_saves(tmp_path, kind):
+    own = trained(remanence.attach(base(), **settings()[kind]))
+    session = remanence.Session(own)
+    reading = session.read("A text that is longer than any window. " * 4)
+    assert reading.tokens == 156
+    said = session.fork().generate("And", max_tokens=4, temperature=0)
+    session.save(tmp_path / "text.mem")
+    again = remanence.Session(own).load(tmp_path / "text.mem")
+    assert again.fork().generate("And", max_tokens=4, temperature=0) == said
+    for before, after in zip(session.state.tensors(), again.state.tensors(), strict=True):
+        assert torch.equal(before, after)
+    other = base()
+    other.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    with pytest.raises(ValueError, match="another configuration: base"):
+        remanence.Session(trained(remanence.attach(other, **settings()[kind]))).load(tmp_path / "text.mem")
+
+
+def test_a_session_takes_what_attach_returns():
+    model = remanence.attach(base(), every=2, window=24, **SMALL)
+    assert remanence.Session(model).read("a few words").tokens == 11
+
+
+def test_two_digests_agree_in_every_dtype_and_with_lora():
+    model = base()
+    first = digest(model)
+    assert digest(copy.deepcopy(model).bfloat16()) == first
+    assert digest(remanence.attach(model, every=2, lora=2, **SMALL).model.base) == first
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(4):
+        words = " ".join(f"word{index} {number}" for index in range(900))
+        (folder / f"{number}.txt").write_text(words)
+    subprocess.run(
+        [sys.executable, "-m", "remanence", "data", "prepare", folder, "--out", folder / "tokens"], check=True
+    )
+    return folder / "tokens"
+
+
+def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus):
+    base().save_pretrained(tmp_path / "base")
+    remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
+    data = DataConfig(kind="told", path=str(corpus), length=512, curriculum=(512, 1024), pairs=1, share=0.5)
+    config = TrainConfig(
+        init_from=str(tmp_path / "own"), data=data, batch=4, steps=6, carry=True, windows=(64, 32), device="cpu",
+        optimizer=OptimizerConfig(lr=1e-3, warmup=2), save_every=2, log_every=1,
+    )  # fmt: skip
+    whole = fit(config, tmp_path / "whole")
+    assert whole.window == 16
+    before = base().state_dict()
+    assert all(torch.equal(before[name], weight) for name, weight in whole.base.state_dict().items())
+    with remanence.train.Run.open(config, tmp_path / "halves") as run:
+        windows = []
+        for _ in range(4):
+            run.step()
+            windows.append(run.model.window)
+    assert windows == [64, 64, 32, 16]
+    halves = fit(None, tmp_path / "halves", resume=True)
+    for (name, one), (_, other) in zip(whole.saved_parameters(), halves.saved_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    assert all(np.isfinite(json.loads(line)["loss"]) for line in lines)
+    session = remanence.Session(tmp_path / "whole" / "model")
+    assert session.read("It was so.").tokens == 10
+
+
+def test_the_trainer_trains_it(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = remanence.attach(base(), every=2, **SMALL)
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4, 24)]
+    about = TrainingArguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], use_cpu=True,
+        save_strategy="no",
+    )  # fmt: skip
+    before = model.model.base.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
+    Trainer(model=model, args=about, train_dataset=rows).train()
+    assert torch.equal(model.model.base.state_dict()["model.layers.0.mlp.up_proj.weight"], before)
+    assert any(bool(weight.any()) for name, weight in model.model.saved_parameters() if "o_proj" in name)
+
+
+# Facts that are told
+
+
+def told(corpus, **changes):
+    about = {"lengths": (512, 1024), "tokens": 2048, "steps": 10, "facts": 2, "share": 0.5, "weight": 0.1}
+    return Told(Tokens(corpus), **{**about, **changes})
+
+
+def test_told_rows_are_a_function_of_the_step_and_hold_every_answer(corpus):
+    source = told(corpus)
+    for number in (0, 4, 5, 9):
+        batch, again = source.step(number), told(corpus).step(number)
+        assert all(
+            torch.equal(x, y) for x, y in zip(batch, again, strict=True) if isinstance(x, torch.Tensor)
+        )
+        length = 512 if number < 5 else 1024
+        assert batch.tokens.shape == (2048 // length, length)
+        assert bool(batch.begins.all()) == (number in (0, 5))
+        assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    batch, tokenizer = source.step(3), ByteTokenizer()
+    text = tokenizer.decode(batch.tokens[0].tolist())
+    known = tokenizer.decode(batch.targets[0][batch.weights[0] == 1].tolist())
+    statements = text.split("Please remember this. ")[1].split("\n")[0]
+    assert known.strip()
+    assert all(part.strip(" .") in statements for part in known.split("\n") if part.strip())
+
+
+def test_texts_go_on_where_a_row_left_them(corpus):
+    source = told(corpus, share=0.0)
+    first, second = source.step(0), source.step(1)
+    assert bool(first.begins.all())
+    goes_on = [row for row in range(4) if not second.begins[row]]
+    assert goes_on
+    for row in goes_on:
+        assert torch.equal(first.targets[row, -1], second.tokens[row, 0])
+
+
+def test_names_that_are_asked_for_in_evaluation_are_never_told_in_training():
+    rng = np.random.default_rng(0)
+    seen = {fact.question for _ in range(200) for fact in draw_facts(rng, 20, held_out=False)}
+    held = {fact.question for _ in range(200) for fact in draw_facts(rng, 20, held_out=True)}
+    assert len(seen) > 1000 and len(held) > 500 and not seen & held
+    assert not Turns(ByteTokenizer()).chatml
+
+
+# What is refused
+
+
+def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus):
+    bert = BertModel(BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4))
+    for model, fields, message in (
+        (torch.nn.Linear(2, 2), {}, "model: expected a causal language model of transformers, got 'Linear'"),
+        (bert, {}, "model: expected a causal language model, got BertModel"),
+        (gpt2, {}, "attention: expected the name of the attention modules.*candidates: attn"),
+        (gpt2, {"attention": "mlp2", "every": 1}, "got 'mlp2' \\(0 found\\); candidates: attn"),
+        (gpt2, {"attention": "attn", "every": 1, "window": 8}, "window: expected None for gpt2"),
+        (base(), {"every": 9}, "every: expected a number from 1 to the model's 4 layers, got 9"),
+        (base(), {"layers": [7]}, "layers: expected some of 0 to 3"),
+        (base(), {"memory": "knn"}, "window: expected a number of tokens with memory='knn'"),
+        (base(), {"headz": 2}, "headz"),
+        (tmp_path / "none.gguf", {}, "base: expected a GGUF file, got .*none.gguf, which is not there"),
+        (tmp_path / "nothing", {}, "base: expected the folder or name of a causal language model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            remanence.attach(model, **fields)
+    model = base()
+    remanence.attach(model, every=2, **SMALL)
+    with pytest.raises(ValueError, match="got one that has been attached to already"):
+        remanence.attach(model, every=2, **SMALL)
+
+
+def test_a_quantised_base_that_cannot_be_trained_is_refused():
+    model = base()
+
+    class Quantizer:
+        is_trainable = False
+        quantization_config = type("Config", (), {"quant_method": "eetq"})()
+
+    model.hf_quantizer = Quantizer()
+    remanence.attach(copy.deepcopy(model), every=2, **SMALL)  # its weights are plain numbers all the same
+    weight = model.model.layers[0].mlp.up_proj.weight
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="LlamaForCausalLM quantised by eetq, which cannot be trained"):
+        remanence.attach(model, every=2, **SMALL)
+
+
+def test_the_command_line_attaches_reads_and_refuses(tmp_path, capsys):
+    base().save_pretrained(tmp_path / "base")
+    ByteTokenizer().save(tmp_path / "base")
+    (tmp_path / "text.txt").write_text("A text of some length. " * 20)
+    own = str(tmp_path / "own")
+    main(["attach", str(tmp_path / "base"), own, "--window", "24"])
+    assert "new parameters of" in capsys.readouterr().out
+    main(["read", own, str(tmp_path / "text.txt"), "--save", str(tmp_path / "text.mem")])
+    main(["generate", own, "--memory", str(tmp_path / "text.mem"), "--prompt", "And", "--max-tokens", "3"])
+    main(["inspect", str(tmp_path / "text.mem")])
+    main(["inspect", own])
+    for words, message in (
+        (["attach", str(tmp_path / "base"), own], "out: expected a new or empty folder"),
+        (["attach", str(tmp_path / "missing"), str(tmp_path / "x")], "base: expected the folder or name"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            main(words)
+        assert error.value.code == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
