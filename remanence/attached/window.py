@@ -110,8 +110,9 @@ def attend(
     turn: tuple[Tensor, Tensor] | None,
     offsets: list[int] | None,
 ) -> Attended:
-    """Queries ``[b t H e]`` over keys and values ``[b t h e]`` of their own call and of the state, all rotated. `turn`
-    brings queries to where they meet the first tokens; None where keys have no positions.
+    """Queries over keys and values ``[b t h e]`` of their own call and of the state, all rotated; several heads of
+    queries may share one of keys. `turn` brings queries to where they meet the first tokens; None where keys have no
+    positions.
     """
     (q, back), (k, _), (v, _) = (to_rows(x, offsets) for x in (q, k, v))
     rows, tokens, heads, width = q.shape
