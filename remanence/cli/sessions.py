@@ -53,8 +53,7 @@ class Read:
         if not self.files:
             raise ValueError("files: expected at least one text to read, got none")
         for path in self.files:
-            if not path.is_file():
-                raise ValueError(f"{path}: no such file")
+            check_text("files", path)
         hint = "--resume reads on where it ended, --memory adds to it"
         check_target("--save", save, unless=save if self.resume else self.memory, hint=hint)
         continued = self.resume and save.exists()
@@ -244,8 +243,7 @@ class Lens:
         from remanence.lens import Page, look, norms, stride, watched
 
         text, out = self.text, self.out
-        if not text.is_file():
-            raise ValueError(f"--text: {text}: no such file")
+        check_text("--text", text)
         if out.resolve() == text.resolve():
             raise ValueError(f"--out: expected another file than --text, got {out}")
         session = open_session(self.model, self.device, self.memory)
@@ -298,6 +296,16 @@ def open_session(
         model.memory = mode
     session = Session(model, load_tokenizer(folder), write=write)
     return session if memory is None else session.load(memory, force=force)
+
+
+def check_text(what: str, path: Path) -> None:
+    """Refuse what is no file to read, or has nothing in it."""
+    if path.is_dir():
+        raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
+    if not path.is_file():
+        raise ValueError(f"{what}: {path}: no such file")
+    if not path.stat().st_size:
+        raise ValueError(f"{what}: expected a text, got {path}, which is empty")
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:

@@ -21,6 +21,9 @@ def run_config(run: str | Path) -> TrainConfig:
     if not path.is_file():
         raise ValueError(f"out: expected a run, with its config.json, got {run}")
     data = read_json(path)
+    if "model_type" in data:
+        hint = "it is ready to use, or to copy, and needs no export"
+        raise ValueError(f"run: expected a training run, got the model {run}; {hint}")
     try:
         return TrainConfig.from_dict(data)
     except ValueError as error:
