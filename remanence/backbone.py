@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +19,7 @@ from remanence.config import MODES, Mode, ModelConfig, change
 from remanence.core.choices import check_choice
 from remanence.core.ragged import SegmentSplit
 from remanence.core.state import TensorTuple, advanced, note_positions, positions_of
+from remanence.fields import ModelFields
 from remanence.layers import RMSNorm, SwiGLU, operand
 from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
 from remanence.ops.checks import check_offsets, documents
@@ -132,7 +133,7 @@ class Backbone(nn.Module):
     "layers", one after the other.
     """
 
-    def __init__(self, config: ModelConfig, **fields: Any) -> None:
+    def __init__(self, config: ModelConfig, **fields: Unpack[ModelFields]) -> None:
         super().__init__()
         if not isinstance(config, ModelConfig):
             raise ValueError(f"config: expected a ModelConfig, as preset('tiny') makes one, got {config!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -25,7 +26,8 @@ RECIPE = f"{PACKAGED}, or a Python file with a function recipe() that returns a 
 class Train:
     """Train a model by a recipe, in a new folder or, with --resume, from the last checkpoint of one.
 
-    --any.field=value changes a field of the recipe's config.
+    --any.field=value changes a field of the recipe's config. All of them are listed below, with what they are unless a
+    recipe says otherwise.
     """
 
     OPTIONS: ClassVar = ("text", "out", "resume", "dry-run", "gpus", "gpu", "help")
@@ -45,6 +47,15 @@ class Train:
     gpu: str = "H100"
     """For --dry-run: of which kind."""
     overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+
+    @staticmethod
+    def list_fields() -> Iterator[str]:
+        """Every field of a run's config, for --help."""
+        from remanence.core.fields import all_fields, described
+        from remanence.train import TrainConfig
+
+        yield "fields of the config:"
+        yield from described(all_fields(TrainConfig()))
 
     def run(self) -> None:
         overrides = dict(self.overrides)

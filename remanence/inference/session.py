@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 
@@ -12,7 +12,7 @@ from remanence.core.errors import DivergedError
 from remanence.core.state import positions_of
 from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.inference import memfile
-from remanence.inference.generate import WRITES, Generation, Sampling, Write, check_tokenizer
+from remanence.inference.generate import WRITES, Generation, Sampling, SamplingFields, Write, check_tokenizer
 from remanence.inference.reader import Read, piece_of, read
 from remanence.model import Model, State
 
@@ -98,13 +98,13 @@ class Session:
         self.state = piece.state
         return piece
 
-    def generate(self, prompt: str, **sampling: Any) -> str:
+    def generate(self, prompt: str, **sampling: Unpack[SamplingFields]) -> str:
         """Read the prompt and go on from it. The arguments are those of `Sampling`: max_tokens, temperature,
         stop, ...
         """
         return "".join(self.stream(prompt, **sampling))
 
-    def stream(self, prompt: str, **sampling: Any) -> Iterator[str]:
+    def stream(self, prompt: str, **sampling: Unpack[SamplingFields]) -> Iterator[str]:
         """`generate`, as it comes. What has come is remembered even if the loop is left early; finish it before reading
         on.
 
