@@ -141,8 +141,9 @@ class Eval:
             bar = progress.add()
 
             def show(name: str, done: int, total: int) -> None:
-                if name != bar.name:
+                if not bar.name:
                     bar.begin(name, total, done)
+                bar.rename(name)
                 bar.update(done)
 
             try:

@@ -6,6 +6,7 @@ import lzma
 import os
 from dataclasses import replace
 from math import log
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,8 @@ def sized(config: TrainConfig) -> TrainConfig:
         raise ValueError("steps: expected --steps=N with several processes, which would each time their own")
     text = read_text("data.path", config.data.path)
     step = config.batch * config.data.length
-    seconds = step / measured(config, resolve(config.device))
+    rates = [measured(config, resolve(config.device)) for _ in range(3)]  # other work comes and goes
+    seconds = step / median(rates)
     readings = READINGS * text.size // step
     steps = max(FEWEST, min(int(SECONDS / seconds), readings))
     carry = config.carry and text.size >= 2 * config.data.length * len(text.train)
