@@ -15,11 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from remanence.config import MODES, Mode, ModelConfig, change
+from remanence.config import MODES, Mode, ModelConfig, ModelFields, change
 from remanence.core.choices import check_choice
 from remanence.core.ragged import SegmentSplit
 from remanence.core.state import TensorTuple, advanced, note_positions, positions_of
-from remanence.fields import ModelFields
 from remanence.layers import RMSNorm, SwiGLU, operand
 from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
 from remanence.ops.checks import check_offsets, documents

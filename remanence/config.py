@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import gcd, isqrt, nextafter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from remanence.core.choices import brief, check_choice
+from remanence.core.keywords import KnnFields, MemoryFields
 from remanence.core.vocabulary import BYTES
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from remanence.fields import ModelFields
 
 Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
 
@@ -350,6 +346,24 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
         return build(cls, data)
+
+
+class ModelFields(TypedDict, total=False):
+    """The fields of `ModelConfig` as keyword arguments. Its parts may be given as fields in a dict."""
+
+    vocabulary: int
+    dim: int
+    depth: int
+    pattern: str | tuple[str, ...]
+    heads: int
+    ffn: int | None
+    window: int
+    segment: int
+    persistent: int
+    rotary: float
+    tie: bool
+    memory: MemoryConfig | MemoryFields
+    knn: KnnConfig | KnnFields
 
 
 # dim, depth, heads, and what differs from the defaults, which are the NeurIPS paper's (window 2048, segment 512, 128

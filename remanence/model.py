@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from remanence.backbone import Backbone, Schedule, State, Trace, memories
-from remanence.config import Mode, ModelConfig, change
+from remanence.config import Mode, ModelConfig, ModelFields, change
 from remanence.core.migrations import current_name
-from remanence.fields import ModelFields
 from remanence.mixers import Mixer, Text
 
 __all__ = ["Model", "Schedule", "State", "Trace", "matched", "memories", "parameters"]

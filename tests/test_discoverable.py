@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from remanence import ModelConfig, fields, preset
-from remanence.config import KnnConfig, MemoryConfig
+from remanence import ModelConfig, preset
+from remanence.config import KnnConfig, MemoryConfig, ModelFields
 from remanence.core.fields import Field, all_fields, described, shown
+from remanence.core.keywords import KnnFields, MemoryFields
 from remanence.core.overrides import parse_value
 from remanence.evaluate import TASKS
 from remanence.inference.generate import Sampling, SamplingFields
@@ -52,14 +53,12 @@ class TestHelp:
 
 
 class TestTypes:
-    @pytest.mark.parametrize(
-        ("typed", "config"), [(fields.MemoryFields, MemoryConfig), (fields.KnnFields, KnnConfig)]
-    )
+    @pytest.mark.parametrize(("typed", "config"), [(MemoryFields, MemoryConfig), (KnnFields, KnnConfig)])
     def test_typed_fields_are_those_of_the_config(self, typed, config):
         assert typing.get_type_hints(typed) == typing.get_type_hints(config)
 
     def test_typed_fields_of_a_model_and_of_sampling(self):
-        typed, config = typing.get_type_hints(fields.ModelFields), typing.get_type_hints(ModelConfig)
+        typed, config = typing.get_type_hints(ModelFields), typing.get_type_hints(ModelConfig)
         loose = ("pattern", "memory", "knn")
         assert typed.keys() == config.keys()
         assert {name: typed[name] for name in typed if name not in loose} == {

@@ -81,10 +81,10 @@ class TestReach:
         )
 
 
-def test_the_lens_says_how_large_its_page_will_be(warned, tmp_path):
+def test_the_lens_says_how_large_its_page_will_be(command, tmp_path):
     Model(ModelConfig(**MODEL, pattern=("lmm",), memory={"heads": 2, "chunk": 4})).save(tmp_path / "m")
     out = tmp_path / "page.html"
-    said = warned("lens", tmp_path / "m", "--text", text(tmp_path / "a", 20_000), "--out", out)
+    said = command("lens", tmp_path / "m", "--text", text(tmp_path / "a", 20_000), "--out", out)
     told = float(said.split(f"{out}: about ")[1].split(" MB")[0].replace(",", ""))
     assert told == pytest.approx(out.stat().st_size / 1e6, rel=0.1)
 

@@ -54,6 +54,8 @@ class Read:
             raise ValueError("files: expected at least one text to read, got none")
         for path in self.files:
             check_text("files", path)
+        if not any(path.stat().st_size for path in self.files):
+            raise ValueError(f"files: expected a text, got {self.files[0]}, which is empty")
         hint = "--resume reads on where it ended, --memory adds to it"
         check_target("--save", save, unless=save if self.resume else self.memory, hint=hint)
         continued = self.resume and save.exists()
@@ -245,6 +247,8 @@ class Lens:
 
         text, out = self.text, self.out
         check_text("--text", text)
+        if not text.stat().st_size:
+            raise ValueError(f"--text: expected a text, got {text}, which is empty")
         if out.resolve() == text.resolve():
             raise ValueError(f"--out: expected another file than --text, got {out}")
         session = open_session(self.model, self.device, self.memory)
@@ -254,7 +258,7 @@ class Lens:
         several = len(set(model.config.pattern)) > 1
         names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in shown_layers]
         start = norms(shown_layers, session.state).tolist()
-        say(f"{out}: about {page_bytes(list(shown_layers.values()), source.size) / 1e6:,.1f} MB", error=True)
+        say(f"{out}: about {page_bytes(list(shown_layers.values()), source.size) / 1e6:,.1f} MB")
         with (
             replacing(out) as temporary,
             open(temporary, "w", encoding="utf-8", newline="\n") as file,
@@ -324,13 +328,11 @@ def warn_of_reach(folder: Path, session: Session, size: int) -> None:
 
 
 def check_text(what: str, path: Path) -> None:
-    """Refuse what is no file to read, or has nothing in it."""
+    """Refuse what is no file to read."""
     if path.is_dir():
         raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
     if not path.is_file():
         raise ValueError(f"{what}: {path}: no such file")
-    if not path.stat().st_size:
-        raise ValueError(f"{what}: expected a text, got {path}, which is empty")
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from remanence.config import MemoryConfig, build, change
 from remanence.core.choices import check_choice
+from remanence.core.keywords import MemoryFields
 from remanence.core.state import TensorTuple, take_back
 from remanence.core.state import aligned as stands_aligned
-from remanence.fields import MemoryFields
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, by_heads, project
 from remanence.ops import MLP, NETS, RULES, Deep, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
 from remanence.ops.checks import check_offsets, documents

@@ -59,12 +59,27 @@ def sized(config: TrainConfig) -> TrainConfig:
         raise ValueError("steps: expected --steps=N with several processes, which would each time their own")
     text = read_text("data.path", config.data.path)
     step = config.batch * config.data.length
-    rates = [measured(config, resolve(config.device)) for _ in range(3)]  # other work comes and goes
-    seconds = step / median(rates)
+    seconds = step / _fastest(config)
     readings = READINGS * text.size // step
     steps = max(FEWEST, min(int(SECONDS / seconds), readings))
     carry = config.carry and text.size >= 2 * config.data.length * len(text.train)
     return replace(config, steps=steps, carry=carry)
+
+
+def _fastest(config: TrainConfig) -> float:
+    """Tokens per second of one row, as the middle of three timings, for other work comes and goes. On a CPU also with
+    one thread, which is left set if it is faster: threads that wait for each other on busy cores take many times as
+    long.
+    """
+    device, alone = resolve(config.device), replace(config, batch=1, accumulate=1)
+    threads = torch.get_num_threads()
+    found: dict[int, float] = {}
+    for number in sorted({1, threads}) if device.type == "cpu" else [threads]:
+        torch.set_num_threads(number)
+        found[number] = median(measured(alone, device) for _ in range(3))
+    best = max(found, key=lambda number: found[number])
+    torch.set_num_threads(best)
+    return found[best]
 
 
 class HeldOut(NamedTuple):

@@ -1,13 +1,12 @@
 """The fields of configs as keyword arguments: an editor completes them, and a type checker refuses others.
 
-They are those of `MemoryConfig`, `KnnConfig` and `ModelConfig`, none of which has to be given; a test compares both.
+They are those of `remanence.config`'s classes, none of which has to be given; a test compares both. A model's own are
+beside its config.
 """
 
 from __future__ import annotations
 
 from typing import Literal, TypedDict
-
-from remanence.config import KnnConfig, MemoryConfig
 
 
 class MemoryFields(TypedDict, total=False):
@@ -45,21 +44,3 @@ class KnnFields(TypedDict, total=False):
     evict: Literal["oldest", "importance"]
     half_life: float | None
     shared: bool
-
-
-class ModelFields(TypedDict, total=False):
-    """Of `ModelConfig`. Its parts may be given as fields in a dict."""
-
-    vocabulary: int
-    dim: int
-    depth: int
-    pattern: str | tuple[str, ...]
-    heads: int
-    ffn: int | None
-    window: int
-    segment: int
-    persistent: int
-    rotary: float
-    tie: bool
-    memory: MemoryConfig | MemoryFields
-    knn: KnnConfig | KnnFields
