@@ -6,8 +6,8 @@ remanence train --text book.txt --out my-run --init_from=none --batch=8 --optimi
 
 The end of the text is held out, and the run ends with its bits per byte beside those of `xz -9`. It takes as many steps
 as this machine does in six minutes (`train/text.py: sized`); --steps=N takes another number. A model that begins with
-nothing is an LMM of 1.6M parameters here. It is the fairer comparison with xz, which knows no English either, and the
-one for other languages; on English books the shipped model is ahead (docs/training.md).
+nothing is an LMM of 1.6M parameters here: the fairer comparison with xz, which knows no English either. Both are
+measured in docs/training.md.
 """
 
 from remanence.config import preset
