@@ -266,6 +266,14 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     data = read_json(path, MOST)
     kind, own = data.get("model_type"), data.get("remanence")
+    if {"model", "data", "steps"} <= data.keys():  # a TrainConfig
+        finished = (folder / "model" / "config.json").is_file()
+        helps = (
+            f"its model is {folder / 'model'}"
+            if finished
+            else f"`remanence export {folder} FOLDER` writes one"
+        )
+        raise ValueError(f"model: expected a model's folder, got the training run {folder}; {helps}")
     if kind != "remanence":
         raise ValueError(f"{path}: expected model_type 'remanence', got {brief(kind)}")
     if not isinstance(own, dict):

@@ -341,10 +341,12 @@ def test_wrong_overrides_are_one_line(run, arguments, message):
     assert message in run(*arguments, code=2)
 
 
-def test_an_empty_file_is_read_as_nothing(run, tmp_path):
+def test_an_empty_file_is_read_as_nothing_beside_others_and_refused_alone(run, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    said = run("read", "m", tmp_path / "empty.txt", "--save", tmp_path / "e.mem")
-    assert "0 tokens read" in said
+    (tmp_path / "short.txt").write_text("short")
+    assert "which is empty" in run("read", "m", tmp_path / "empty.txt", "--save", tmp_path / "e.mem", code=2)
+    files = tmp_path / "empty.txt", tmp_path / "short.txt"
+    assert "5 tokens read" in run("read", "m", *files, "--save", tmp_path / "e.mem")
 
 
 def test_ctrl_c_saves_what_was_read(home, tmp_path):

@@ -97,6 +97,9 @@ def _parse(arguments: list[str]) -> Command:
         told = COLOURS.sub("", errors.getvalue()).splitlines()
         lines = [line.strip("╰╯│─ ") for line in told if not line.startswith("╭")]
         _fail(f"remanence: error: {' '.join(line for line in lines if line)}", 2)
+    if overridable is not None:
+        for line in overridable.list_fields():
+            say(line)
     sys.exit(code)
 
 

@@ -54,7 +54,7 @@ class New:
             hint = "nothing is ever overwritten"
             raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; {hint}")
         tokenizer = ByteTokenizer() if self.tokenizer is None else read_tokenizer(self.tokenizer)
-        config = preset(self.preset, tuple(self.variant.split("+")), vocabulary=tokenizer.vocabulary)
+        config = preset(self.preset, self.variant, vocabulary=tokenizer.vocabulary)
         torch.manual_seed(self.seed)
         model = Model(matched(config) if self.match else config)
         is_new = not out.exists()

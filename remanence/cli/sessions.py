@@ -53,8 +53,9 @@ class Read:
         if not self.files:
             raise ValueError("files: expected at least one text to read, got none")
         for path in self.files:
-            if not path.is_file():
-                raise ValueError(f"{path}: no such file")
+            check_text("files", path)
+        if not any(path.stat().st_size for path in self.files):
+            raise ValueError(f"files: expected a text, got {self.files[0]}, which is empty")
         hint = "--resume reads on where it ended, --memory adds to it"
         check_target("--save", save, unless=save if self.resume else self.memory, hint=hint)
         continued = self.resume and save.exists()
@@ -67,6 +68,7 @@ class Read:
             if notes.get("source") != source.fingerprint() or type(notes.get("begun")) is not int:
                 raise ValueError(f"--resume: expected the files that {save} was reading, got others")
         before = session.tokens
+        warn_of_reach(self.model, session, source.size)
         surprise = self._read(session, source, notes)
         memfile.save(save, session.model, session.state, notes)
         mean = f", mean surprise {surprise:.4f}" if surprise is not None else ""
@@ -241,11 +243,12 @@ class Lens:
         """Write the page while the text is read."""
         from remanence.core.files import display_name, replacing
         from remanence.inference import memfile
-        from remanence.lens import Page, look, norms, stride, watched
+        from remanence.lens import Page, look, norms, page_bytes, stride, watched
 
         text, out = self.text, self.out
-        if not text.is_file():
-            raise ValueError(f"--text: {text}: no such file")
+        check_text("--text", text)
+        if not text.stat().st_size:
+            raise ValueError(f"--text: expected a text, got {text}, which is empty")
         if out.resolve() == text.resolve():
             raise ValueError(f"--out: expected another file than --text, got {out}")
         session = open_session(self.model, self.device, self.memory)
@@ -255,6 +258,7 @@ class Lens:
         several = len(set(model.config.pattern)) > 1
         names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in shown_layers]
         start = norms(shown_layers, session.state).tolist()
+        say(f"{out}: about {page_bytes(list(shown_layers.values()), source.size) / 1e6:,.1f} MB")
         with (
             replacing(out) as temporary,
             open(temporary, "w", encoding="utf-8", newline="\n") as file,
@@ -298,6 +302,37 @@ def open_session(
         model.memory = mode
     session = Session(model, load_tokenizer(folder), write=write)
     return session if memory is None else session.load(memory, force=force)
+
+
+def warn_of_reach(folder: Path, session: Session, size: int) -> None:
+    """Say, before so many bytes are read, if the model's memory was never trained over as many tokens."""
+    from remanence.core.files import read_json
+    from remanence.core.shipped import located
+    from remanence.core.tokens import REACH, TRAINED
+
+    if not session.model.has_memory:
+        return
+    path = located(folder) / TRAINED
+    if not path.is_file():
+        hint = "if it is untrained, its memory keeps nothing of use"
+        say(f"{folder}: there is no {TRAINED} that says how it was trained; {hint}", error=True)
+        return
+    reach, apiece = read_json(path).get(REACH), 1 if session.tokenizer.vocabulary < 1024 else 4
+    tokens = session.tokens + size // apiece
+    if isinstance(reach, int) and tokens > reach:
+        about = "" if apiece == 1 else "about "
+        told = (
+            f"{about}{tokens:,} tokens will have been read, and its memory was trained over {reach:,} at most"
+        )
+        say(f"{folder}: {told}; what it keeps beyond that was not learned", error=True)
+
+
+def check_text(what: str, path: Path) -> None:
+    """Refuse what is no file to read."""
+    if path.is_dir():
+        raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
+    if not path.is_file():
+        raise ValueError(f"{what}: {path}: no such file")
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:

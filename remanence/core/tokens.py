@@ -15,9 +15,9 @@ from remanence.core.files import LARGEST, canonical, read_json, replacing, write
 from remanence.core.shipped import located
 from remanence.core.vocabulary import BYTES
 
-TRAINED, TOKENIZER = "trained.json", "tokenizer"
-"""Beside a trained model: the steps and tokens it was trained on, the kind of their data, and whether it was saved with
-a tokenizer.
+TRAINED, TOKENIZER, REACH = "trained.json", "tokenizer", "reach"
+"""Beside a trained model: the steps and tokens it was trained on, the kind of their data, whether it was saved with a
+tokenizer, and over how many tokens a memory was trained at most.
 """
 
 PIECE = 1 << 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -63,6 +63,17 @@ class Sampling:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop: expected texts of at least one character, got {list(self.stop)!r}")
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of `Sampling` as keyword arguments, which an editor completes."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop: tuple[str, ...]
+    seed: int
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

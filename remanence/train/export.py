@@ -7,9 +7,11 @@ from typing import Any
 
 from remanence.core.files import read_json, replacing_folder, sealed, write_json
 from remanence.core.state import positions_of
-from remanence.core.tokens import TOKENIZER, TRAINED, load_tokenizer
+from remanence.core.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.inference import memfile
 from remanence.model import State
+from remanence.tasks.dna import STRETCH
+from remanence.tasks.facts import PIECES
 from remanence.train import checkpoint
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
@@ -21,6 +23,9 @@ def run_config(run: str | Path) -> TrainConfig:
     if not path.is_file():
         raise ValueError(f"out: expected a run, with its config.json, got {run}")
     data = read_json(path)
+    if "model_type" in data:
+        hint = "it is ready to use, or to copy, and needs no export"
+        raise ValueError(f"run: expected a training run, got the model {run}; {hint}")
     try:
         return TrainConfig.from_dict(data)
     except ValueError as error:
@@ -38,7 +43,19 @@ def save_model(model: Any, run: Path, folder: Path, trained: dict[str, Any]) -> 
 
 def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
     told = {"tokens": progress.tokens, "steps": progress.step, "data": config.data.kind}
+    if config.data.kind != "forecast":
+        told |= {REACH: reached(progress, config)}
     return {**told, "split": config.data.split} if config.data.kind == "forecast" else told
+
+
+def reached(progress: Progress, config: TrainConfig) -> int:
+    """Tokens that a row's memory has read at most, one after the other, since it was empty."""
+    carried = config.carry or config.begin != "fresh"
+    longest = (
+        PIECES if config.data.kind == "facts" else STRETCH if config.data.kind == "genome" else progress.step
+    )
+    rows = max((config.data.length, *config.data.curriculum))
+    return rows * max(1, min(progress.step, longest) if carried else 1)
 
 
 def export(run: str | Path, out: str | Path, memory: str | Path | None = None, row: int = 0) -> Path:

@@ -26,6 +26,7 @@ from remanence.tasks.dna import STRETCH, Classes, Genome
 from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
+from remanence.train import text
 from remanence.train.config import TrainConfig
 from remanence.train.windows import Forecasting
 
@@ -109,6 +110,12 @@ def _documents(config: TrainConfig, batch: int, rank: int, world: int) -> Source
     return Documents(_shards(config), config.data.length, batch, config.seed, rank, world)
 
 
+def _text(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    source = text.source(config, batch, rank, world)
+    _check_vocabulary(config, "text", source.data.vocabulary)
+    return source
+
+
 def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     return Facts(_shards(config), data.length, batch, data.weight, data.ramp, config.seed, rank, world)
@@ -189,6 +196,7 @@ def _forecast(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "packed": _packed,
     "documents": _documents,
+    "text": _text,
     "facts": _facts,
     "recall": _recall,
     "needle": _needle,
