@@ -129,7 +129,7 @@ def byte_level_json() -> dict[str, Any]:
 class JsonTokenizer:
     """A tokenizer of the ``tokenizers`` library, from its ``tokenizer.json``."""
 
-    def __init__(self, path: Path, end: str | None = None) -> None:
+    def __init__(self, path: Path, end: str | None = None, words: Mapping[str, str] | None = None) -> None:
         try:
             from tokenizers import Tokenizer as Inner
         except ImportError:
@@ -151,7 +151,7 @@ class JsonTokenizer:
             raise ValueError(
                 f"{path}: expected a token for the end of a text (eos_token) {brief(end)}, got none"
             )
-        self.end_text = end
+        self.end_text, self.words = end, dict(words or {})
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -183,7 +183,7 @@ class JsonTokenizer:
     def save(self, folder: Path) -> None:
         with replacing(folder / "tokenizer.json") as temporary:
             temporary.write_text(self.text, encoding="utf-8")
-        write_settings(folder, json.loads(self.text), self.end_text, self.end)
+        write_settings(folder, json.loads(self.text), self.end_text, self.end, self.words)
 
 
 class _JsonDecoder:
@@ -223,6 +223,9 @@ DIGEST = "remanence_digest"
 format takes no entries of ours.
 """
 
+TEMPLATE, LONGEST_TEMPLATE = "chat_template", 2**17
+"""The entry with a chat's template, and the most characters that are taken for one."""
+
 THEIRS = "model_max_length"
 """An entry that transformers writes into every ``tokenizer_config.json``, and we into none. It keeps our digest, and
 writes a ``tokenizer.json`` of its own beside it: so the digest does not count there.
@@ -234,9 +237,16 @@ def _digest(settings: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical([rest, tokenizer])).hexdigest()[:32]
 
 
-def write_settings(folder: Path, tokenizer: Mapping[str, Any], end: str | None, number: int | None) -> None:
+def write_settings(
+    folder: Path,
+    tokenizer: Mapping[str, Any],
+    end: str | None,
+    number: int | None,
+    words: Mapping[str, str] | None = None,
+) -> None:
     """What Hugging Face wants to know beside the tokens: padding stands at the left, and where a text ends."""
     settings: dict[str, Any] = {
+        **(words or {}),
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
@@ -277,12 +287,26 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
     if (bases := read_dna_json(tokenizer)) is not None:
         return bases
-    end = settings.get("eos_token")
-    text = end.get("content") if isinstance(end, dict) else end
-    if not isinstance(text, str) and end is not None:
+    end, words = settings.get("eos_token"), _words(path, settings)
+    if words.get("eos_token") is None and end is not None:
         where = path.with_name(SETTINGS)
         raise ValueError(f"{where}: eos_token: expected a text, or null for none, got {brief(end)}")
-    return JsonTokenizer(path, text)
+    return JsonTokenizer(path, words.get("eos_token"), words)
+
+
+def _words(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a chat is written with: the tokens that templates name, and the template, which may lie in its own file."""
+    found = {name: settings.get(name) for name in ("bos_token", "eos_token")}
+    words = {name: told.get("content") if isinstance(told, dict) else told for name, told in found.items()}
+    template, file = settings.get(TEMPLATE), path.with_name(f"{TEMPLATE}.jinja")
+    if file.is_file() and file.stat().st_size <= LONGEST_TEMPLATE:
+        template = file.read_text(encoding="utf-8", errors="replace")
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
+    if isinstance(template, str) and len(template) <= LONGEST_TEMPLATE:
+        words[TEMPLATE] = template
+    return {name: text for name, text in words.items() if isinstance(text, str)}
 
 
 def _settings(path: Path) -> dict[str, Any]:
