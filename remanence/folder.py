@@ -32,7 +32,7 @@ AUTO_MAP = {
     "AutoConfig": f"{AUTO}.RemanenceConfig",
     "AutoModelForCausalLM": f"{AUTO}.RemanenceForCausalLM",
 }
-AUTO_CODE = '''"""For Hugging Face, with trust_remote_code=True: the model is in the package remanence (pip install 'remanence[hf]')."""
+AUTO_CODE = '''"""For Hugging Face, with trust_remote_code=True: the model is in the package remanence[hf]."""
 
 from remanence.hf import RemanenceConfig, RemanenceForCausalLM
 

@@ -1,5 +1,5 @@
-"""Our models in Hugging Face: after ``import remanence.hf``, or with ``trust_remote_code=True``, ``AutoModelForCausalLM``
-reads the folders that `Model.save` writes.
+"""Our models in Hugging Face: after ``import remanence.hf``, or with ``trust_remote_code=True``, its Auto classes read
+the folders that `Model.save` writes.
 
 ``generate``, pipelines, the Trainer and lm-eval then work as on any causal language model. The native model is inside,
 with all that it can do: ``hf_model.model.memory = "frozen"``.

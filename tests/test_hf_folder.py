@@ -75,7 +75,8 @@ for folder in ({str(place)!r}, {str(tmp_path / "again")!r}):
         assert [path.read_text() for path in (tmp_path / "again").glob("*.py")] == [AUTO_CODE]
         assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == AUTO_MAP
         assert Model.load(tmp_path / "again").config == native.config
-        refused = f"import transformers; transformers.AutoConfig.from_pretrained({str(place)!r}, trust_remote_code=False)"
+        given = f"{str(place)!r}, trust_remote_code=False"
+        refused = f"import transformers; transformers.AutoConfig.from_pretrained({given})"
         assert "trust_remote_code=True" in alone("-c", refused, code=1)
 
     @torch.no_grad()
@@ -168,7 +169,7 @@ class TestAMemoryFile:
         assert torch.equal(beams, whole[:, 40:])
 
     def test_what_it_holds_can_be_saved_again(self, read, tmp_path):
-        outer, x, path = read
+        outer, _, path = read
         cache = RemanenceCache.from_file(path, outer)
         outer(tokens(1, 3), past_key_values=cache)
         memfile.save(tmp_path / "more.mem", outer.model, cache.state)

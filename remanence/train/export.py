@@ -43,8 +43,8 @@ def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
 
 
 def export(run: str | Path, out: str | Path, memory: str | Path | None = None, row: int = 0) -> Path:
-    """Write a run's model to a folder, for `Model.load` and Hugging Face: the finished one, or the last checkpoint's, with
-    a model card.
+    """Write a run's model to a folder, for `Model.load` and Hugging Face: the finished one, or the last checkpoint's. A
+    model card comes with it.
 
     `memory` is a file for the memory of one of the batch's rows at the end, of a run that carried them (``carry``).
     """

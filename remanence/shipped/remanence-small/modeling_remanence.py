@@ -1,4 +1,4 @@
-"""For Hugging Face, with trust_remote_code=True: the model is in the package remanence (pip install 'remanence[hf]')."""
+"""For Hugging Face, with trust_remote_code=True: the model is in the package remanence[hf]."""
 
 from remanence.hf import RemanenceConfig, RemanenceForCausalLM
 
