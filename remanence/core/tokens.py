@@ -1,16 +1,19 @@
-"""Text to tokens and back: bytes, or any ``tokenizer.json``. A tokenizer lies in its model's folder."""
+"""Text to tokens and back: bytes, or any ``tokenizer.json``, or what can be made one. It lies in its model's folder."""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from remanence.core.choices import LONGEST, brief
+from remanence.core.converted import converted
+from remanence.core.errors import first_line
 from remanence.core.files import LARGEST, canonical, read_json, replacing, write_json
 from remanence.core.shipped import located
 from remanence.core.vocabulary import BYTES
@@ -129,7 +132,14 @@ def byte_level_json() -> dict[str, Any]:
 class JsonTokenizer:
     """A tokenizer of the ``tokenizers`` library, from its ``tokenizer.json``."""
 
-    def __init__(self, path: Path, end: str | None = None, words: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        end: str | None = None,
+        words: Mapping[str, str] | None = None,
+        text: str | None = None,
+    ) -> None:
+        """`text` is the ``tokenizer.json`` that was made of a file of another kind."""
         try:
             from tokenizers import Tokenizer as Inner
         except ImportError:
@@ -138,7 +148,7 @@ class JsonTokenizer:
             ) from None
         self.path = path
         with _one_line(path, "not a tokenizer.json"):
-            self.text = path.read_text(encoding="utf-8")
+            self.text = path.read_text(encoding="utf-8") if text is None else text
             self.inner = Inner.from_str(self.text)
             self.inner.no_padding()
             self.inner.no_truncation()  # a text is as long as it is
@@ -272,9 +282,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A ``tokenizer.json``, with the end of a text that a ``tokenizer_config.json`` beside it names."""
+    """A ``tokenizer.json``, with the end of a text that a ``tokenizer_config.json`` beside it names; or a file of
+    tiktoken's (``.tiktoken``) or SentencePiece's (``.model``).
+    """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
+    if path.suffix in OTHERS:
+        letters = {byte: letter for letter, byte in byte_level_json()["model"]["vocab"].items()}
+        made, ending = converted(path, letters)
+        return JsonTokenizer(path, ending, text=json.dumps(made, ensure_ascii=False))
     tokenizer, settings = read_json(path, LARGEST), _settings(path)
     if DIGEST in settings and THEIRS not in settings and settings[DIGEST] != _digest(settings, tokenizer):
         raise ValueError(
@@ -292,6 +308,38 @@ def read_tokenizer(path: Path) -> Tokenizer:
         where = path.with_name(SETTINGS)
         raise ValueError(f"{where}: eos_token: expected a text, or null for none, got {brief(end)}")
     return JsonTokenizer(path, words.get("eos_token"), words)
+
+
+OTHERS = (".tiktoken", ".model")
+HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def tokenizer_file(name: str | Path) -> Path:
+    """The file that is meant: itself, the ``tokenizer.json`` of a folder, or that of a model on Hugging Face's hub,
+    which is downloaded once.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path / "tokenizer.json"
+    hub = HUB.fullmatch(path.as_posix()) and path.suffix not in (".json", *OTHERS)
+    if path.exists() or not hub:
+        return path
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+    except ImportError:
+        raise ValueError(
+            f"tokenizer: {path} on the hub needs the extra 'hf'; pip install 'remanence[hf]'"
+        ) from None
+    try:
+        for beside in (SETTINGS, f"{TEMPLATE}.jinja"):
+            with suppress(EntryNotFoundError):
+                hf_hub_download(path.as_posix(), beside)
+        return Path(hf_hub_download(path.as_posix(), "tokenizer.json"))
+    except Exception as error:  # of many kinds: no such model, no network, no permission
+        raise ValueError(
+            f"tokenizer: expected a file, a folder, or a model on Hugging Face's hub, got {path} ({first_line(error)})"
+        ) from None
 
 
 def _words(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
