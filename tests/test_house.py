@@ -27,7 +27,7 @@ ROOMS = {
     "data": {"core"},
     "tasks": {"core", "data", "config"},
     "series": {"core", "backbone", "tasks", "config"},
-    "hf": {"core", "folder", "model", "config"},
+    "hf": {"core", "folder", "model", "inference", "config"},
     "lens": {"core", "ops", "layers", "memory", "mixers", "model", "inference"},
     "train": {
         "",
@@ -48,6 +48,7 @@ ROOMS = {
     "evaluate": {"", "core", "ops", "model", "inference", "data", "tasks", "series", "train", "hf", "config"},
     "forecast": {"core", "config", "data", "tasks", "series", "train", "evaluate"},
     "report": {"", "core", "model", "config"},
+    "shipped": {"hf"},
     "testing": set(),
     "cli": {
         "",

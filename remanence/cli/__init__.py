@@ -17,12 +17,13 @@ from typing import Annotated, NoReturn
 
 import tyro
 
+from remanence.cli.chat import Chat
 from remanence.cli.data import Data
 from remanence.cli.demo import Demo
 from remanence.cli.evaluate import Eval
 from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
-from remanence.cli.sessions import Chat, Generate, Lens, Read
+from remanence.cli.sessions import Generate, Lens, Read
 from remanence.cli.train import Export, Train
 from remanence.core.overrides import split_overrides
 from remanence.core.terminal import guarded, say

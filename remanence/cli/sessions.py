@@ -1,11 +1,10 @@
-"""The commands that run a model on text, with or without a memory file: read, generate, chat, lens."""
+"""The commands that run a model on text, with or without a memory file: read, generate, lens."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -110,10 +109,12 @@ class Sampled:
     """Only among so many of the most likely."""
     top_p: float | None = None
     """Only among the most likely whose probabilities add up to this."""
+    no_repeat: int | None = None
+    """No phrase of so many tokens is said twice in one answer."""
     stop: tuple[str, ...] = ()
     """Texts that end the output."""
-    seed: int = 0
-    """Of the random choice."""
+    seed: int | None = None
+    """Of the random choice. Default: another one each time."""
     write: Write = "all"
     """What is written to the neural memory: the prompt and the model's own words, the prompt, or none of it."""
     force: bool = False
@@ -129,6 +130,7 @@ class Sampled:
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            no_repeat=self.no_repeat,
             stop=self.stop,
             seed=self.seed,
         )
@@ -179,42 +181,6 @@ class Generate(Sampled):
                 say_generated(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
         if self.save is not None:
             memfile.save(self.save, session.model, generation.state)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chat(Sampled):
-    """Talk with a model line by line. With --memory it remembers from one conversation to the next."""
-
-    model: Folder
-    """The model's folder."""
-    memory: Path | None = None
-    """Memory file to take up if it exists, and to write after every answer."""
-
-    def run(self) -> None:
-        sampling = self.sampling()
-        if self.memory is not None:
-            check_target("--memory", self.memory, unless=self.memory, hint="")
-        existing = self.memory if self.memory is not None and self.memory.exists() else None
-        session = open_session(self.model, self.device, existing, "on", self.write, self.force)
-        interactive = sys.stdin.isatty()
-        if interactive:
-            say(f"{session.tokens:,} tokens remembered. An empty line is ignored; Ctrl-D ends.")
-        while True:
-            try:
-                line = input("> " if interactive else "")
-            except EOFError:
-                return
-            if not line:
-                continue
-            try:
-                for text in session.stream(line + "\n", **vars(sampling)):
-                    say_generated(text)
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-            say_generated("\n")
-            if self.memory is not None:
-                session.save(self.memory)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from remanence.core.files import read_json, replacing_folder, sealed, write_json
 from remanence.core.state import positions_of
 from remanence.core.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.inference import memfile
-from remanence.model import State
+from remanence.model import Model, State
 from remanence.tasks.dna import STRETCH
 from remanence.tasks.facts import PIECES
 from remanence.train import checkpoint
+from remanence.train.card import write_card
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
 
@@ -59,7 +60,8 @@ def reached(progress: Progress, config: TrainConfig) -> int:
 
 
 def export(run: str | Path, out: str | Path, memory: str | Path | None = None, row: int = 0) -> Path:
-    """Write a run's model to a folder, for `Model.load` and Hugging Face: the finished one, or the last checkpoint's.
+    """Write a run's model to a folder, for `Model.load` and Hugging Face: the finished one, or the last checkpoint's. A
+    model card comes with it.
 
     `memory` is a file for the memory of one of the batch's rows at the end, of a run that carried them (``carry``).
     """
@@ -77,7 +79,10 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     model = checkpoint.load_model(found[0])
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing_folder(out) as temporary:
-        save_model(model, run, temporary, _trained(found[0], config))
+        trained = _trained(found[0], config)
+        save_model(model, run, temporary, trained)
+        if isinstance(model, Model):
+            write_card(model, temporary, out.resolve().name, trained)
         if carried is not None and memory is not None:
             memfile.save(memory, model, carried)
     return found[0]
