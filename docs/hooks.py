@@ -1,4 +1,4 @@
-"""What the site has beside the pages of this folder: the notebooks of ``examples``, and what each command's help says."""
+"""What the site has beside the pages of this folder: the notebooks of ``examples``, and every command's help."""
 
 import contextlib
 import io
@@ -44,5 +44,7 @@ def help_of(command):
     os.environ.update(COLUMNS="96", NO_COLOR="1")
     with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
         cli.main([*command.split(), "--help"])
-    plain = cli.COLOURS.sub("", told.getvalue()).strip()
+    plain = re.sub(
+        r"\n *[-─]{9,} *(?=\n)", "", cli.COLOURS.sub("", told.getvalue()).strip()
+    )  # no rules below headings
     return f"```text\n{plain}\n```"

@@ -53,24 +53,33 @@ def drawing(width, height, title, *parts):
     card = f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="10"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     return "\n".join(
-        [head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", marker, card, *parts, "</svg>", ""]
+        [
+            head,
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}</style>",
+            marker,
+            card,
+            *parts,
+            "</svg>",
+            "",
+        ]
     )
 
 
 def memory():
     return drawing(
-        460, 366, "A neural memory: a token's key and value are written into a small net, its query is answered from it",
+        460, 366, "A neural memory: a key and its value are written into a small net, queries are answered",
         box(180, 14, 100, 30, "token", "token x"),
         *[arrow((230, 44), (230, 62), (x, 62), (x, 84)) for x in (59, 163, 277, 396)],
         box(14, 84, 90, 30, "token", "key k"), box(118, 84, 90, 30, "token", "value v"),
-        box(222, 84, 110, 30, "token", "gates θ η α"), box(346, 84, 100, 30, "token", "query q"),
+        box(222, 84, 110, 30, "token", "gates θ η α"), box(346, 84, 100, 30, "token", "query q"),  # noqa: RUF001
         arrow((59, 114), (59, 152)), arrow((163, 114), (163, 152)), arrow((277, 114), (277, 222)),
         arrow((396, 114), (396, 222)),
-        box(14, 152, 194, 30, "join", "surprise ½ |M(k) − v|²"),
+        box(14, 152, 194, 30, "join", "surprise ½ |M(k) - v|²"),
         arrow((163, 182), (163, 222)), arrow((59, 222), (59, 182)),
         box(14, 222, 80, 46, "memory", "memory", "before"),
         arrow((94, 245), (120, 245)),
-        box(120, 222, 216, 46, "join", "one step of gradient descent", "step θ, momentum η, forgetting α"),
+        box(120, 222, 216, 46, "join", "one step of gradient descent", "step θ, momentum η, forgetting α"),  # noqa: RUF001
         arrow((336, 245), (362, 245)),
         box(362, 222, 84, 46, "memory", "memory", "after"),
         arrow((382, 268), (382, 294), (59, 294), (59, 268), state=True),
