@@ -77,7 +77,7 @@ def test_links_work_on_an_index_page(wheel):
     for link in ours:
         kind, version, path = link.removeprefix(f"{HOME}/").split("/", 2)
         assert version == f"v{remanence.__version__}" and (ROOT / path.partition("#")[0]).exists(), link
-        assert kind == ("raw" if path.endswith(".png") else "blob")
+        assert kind == ("raw" if path.endswith((".png", ".svg")) else "blob")
 
 
 def test_without_an_address_links_to_files_are_words():
