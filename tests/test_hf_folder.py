@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,12 +179,3 @@ class TestAMemoryFile:
         _, _, path = read
         with pytest.raises(ValueError, match=r"book\.mem: "):
             RemanenceCache.from_file(path, wrapped("lmm"))
-
-
-def test_the_pages_own_way_from_a_file_to_an_answer(tmp_path, monkeypatch, capsys):
-    """The Python of docs/huggingface.md, as it stands there."""
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(compile(block, "huggingface.md", "exec"), {})
-    assert "harbor? 4170283" in capsys.readouterr().out
