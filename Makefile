@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: setup demo test test-all test-gpu lint format bench bench-long bench-knn bench-gpu bench-knn-gpu clean
+.PHONY: setup demo docs test test-all test-gpu lint format bench bench-long bench-knn bench-gpu bench-knn-gpu clean
 
 setup: .venv/ready
 
@@ -16,6 +16,10 @@ setup: .venv/ready
 
 demo: setup
 	$(BIN)/remanence demo
+
+# The site, in out/site: open out/site/index.html.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: setup
 	$(BIN)/ruff check .

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from remanence.config import MODES, Mode, ModelConfig, change
+from remanence.config import MODES, Mode, ModelConfig, ModelFields, change
 from remanence.core.choices import check_choice
 from remanence.core.ragged import SegmentSplit
 from remanence.core.state import TensorTuple, advanced, note_positions, positions_of
@@ -132,7 +132,7 @@ class Backbone(nn.Module):
     "layers", one after the other.
     """
 
-    def __init__(self, config: ModelConfig, **fields: Any) -> None:
+    def __init__(self, config: ModelConfig, **fields: Unpack[ModelFields]) -> None:
         super().__init__()
         if not isinstance(config, ModelConfig):
             raise ValueError(f"config: expected a ModelConfig, as preset('tiny') makes one, got {config!r}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import gcd, isqrt, nextafter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from remanence.core.choices import brief, check_choice
+from remanence.core.keywords import KnnFields, MemoryFields
 from remanence.core.vocabulary import BYTES
 
 Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
@@ -243,7 +244,8 @@ class ModelConfig:
         vocabulary: number of different tokens.
         dim: width of the residual stream.
         depth: number of layers.
-        pattern: names of entries of `remanence.mixers.BLOCKS`, repeated to `depth`: ("mac",), ("lmm", "window"), ...
+        pattern: names of entries of `remanence.mixers.BLOCKS`, repeated to `depth`: ("mac",), ("lmm", "window"), ...;
+            "lmm+window" is the same.
         heads: attention heads. Memory heads are the memory's own.
         ffn: width of the feed-forward layers. Default: 8/3 of dim, rounded up to a multiple of 8.
         window: tokens that sliding attention sees, the current one included.
@@ -278,14 +280,11 @@ class ModelConfig:
             raise ValueError(
                 f"heads: expected a divisor of dim={self.dim} that leaves heads of even width, got {self.heads}"
             )
-        if (
-            not isinstance(self.pattern, (tuple, list))
-            or not self.pattern
-            or not all(isinstance(x, str) for x in self.pattern)
-        ):
-            raise ValueError(
-                f"pattern: expected names of blocks, as ('mac',) or ('lmm', 'window'), got {brief(self.pattern)}"
-            )
+        named = isinstance(self.pattern, (str, tuple, list)) and all(isinstance(x, str) for x in self.pattern)
+        pattern = tuple(x for part in _pattern(self.pattern) for x in _pattern(part)) if named else ()
+        if not all(pattern) or not pattern:
+            expected = "expected names of blocks, as ('mac',), ('lmm', 'window') or 'lmm+window'"
+            raise ValueError(f"pattern: {expected}, got {brief(self.pattern)}")
         if not _is_number(self.rotary, ABOVE_0, LARGE):
             raise ValueError(
                 f"rotary: expected a base above 0 and at most {LARGE:.0e}, got {brief(self.rotary)}"
@@ -312,7 +311,7 @@ class ModelConfig:
         if not isinstance(knn, KnnConfig):
             raise ValueError(f"knn: expected a KnnConfig, or its fields in a dict, got {type(knn).__name__}")
         object.__setattr__(self, "knn", knn)
-        object.__setattr__(self, "pattern", tuple(self.pattern))
+        object.__setattr__(self, "pattern", pattern)
         object.__setattr__(self, "memory", memory)
 
     @property
@@ -349,6 +348,24 @@ class ModelConfig:
         return build(cls, data)
 
 
+class ModelFields(TypedDict, total=False):
+    """The fields of `ModelConfig` as keyword arguments. Its parts may be given as fields in a dict."""
+
+    vocabulary: int
+    dim: int
+    depth: int
+    pattern: str | tuple[str, ...]
+    heads: int
+    ffn: int | None
+    window: int
+    segment: int
+    persistent: int
+    rotary: float
+    tie: bool
+    memory: MemoryConfig | MemoryFields
+    knn: KnnConfig | KnnFields
+
+
 # dim, depth, heads, and what differs from the defaults, which are the NeurIPS paper's (window 2048, segment 512, 128
 # persistent tokens, chunk 16). Its table 5 gives the four larger sizes; `tiny` and `small` are ours, for a CPU.
 _SMALL = {"window": 128, "segment": 128, "persistent": 16}
@@ -362,22 +379,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Any) -> ModelConfig:
+def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Unpack[ModelFields]) -> ModelConfig:
     """A configuration by name: ``preset("340m", "mag", window=1024, memory={"chunk": 64})``.
 
-    The variant is an entry of `remanence.mixers.BLOCKS`, a pattern of several, or "memorizing": sliding windows with a
-    kNN layer at three quarters of the depth. The vocabulary, unless given, is the byte tokenizer's for `tiny` and
-    `small`, and 32,000 for the papers' sizes.
+    The variant is an entry of `remanence.mixers.BLOCKS`, a pattern of several ("mag+knn", or a tuple of names), or
+    "memorizing": sliding windows with a kNN layer at three quarters of the depth. The vocabulary, unless given, is the
+    byte tokenizer's for `tiny` and `small`, and 32,000 for the papers' sizes.
     """
     check_choice("preset", name, PRESETS)
     own = PRESETS[name]
     alone = variant in ("memorizing", ("memorizing",))
     pattern = memorizing(changes.get("depth", own["depth"])) if alone else _pattern(variant)
-    changes = {"vocabulary": BYTES if own["dim"] < 768 else 32_000, "pattern": pattern, **changes}
-    memory = changes.pop("memory", {})
+    given = {"vocabulary": BYTES if own["dim"] < 768 else 32_000, "pattern": pattern, **changes}
+    memory = given.pop("memory", {})
     if isinstance(memory, Mapping):
         memory = {**own.get("memory", {}), **memory}
-    return build(ModelConfig, {**own, **changes, "memory": memory})
+    return build(ModelConfig, {**own, **given, "memory": memory})
 
 
 def memorizing(depth: int, *layers: int) -> tuple[str, ...]:
@@ -392,4 +409,5 @@ def memorizing(depth: int, *layers: int) -> tuple[str, ...]:
 
 
 def _pattern(variant: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (variant,) if isinstance(variant, str) else tuple(variant)
+    """Names of blocks, given as such or joined by +."""
+    return tuple(variant.split("+")) if isinstance(variant, str) else tuple(variant)

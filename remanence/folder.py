@@ -1,4 +1,5 @@
-"""The folder a model is saved in: ``config.json`` and ``model.safetensors``, as Hugging Face has them.
+"""The folder a model is saved in: ``config.json`` and ``model.safetensors``, as Hugging Face has them, and a few lines
+of Python by which Hugging Face finds `remanence.hf`. We never run what lies in a folder.
 
 A folder may come from anyone. All of it is judged before anything is built or read: the configuration by itself, then
 against what the headers of the weights' files say, so that nothing in it costs more than the weights themselves.
@@ -18,7 +19,7 @@ from remanence.config import ModelConfig
 from remanence.core.choices import brief
 from remanence.core.device import memory_of
 from remanence.core.errors import first_line
-from remanence.core.files import DIGEST, read_json, sealed, unsealed, write_json
+from remanence.core.files import DIGEST, read_json, replacing, sealed, unsealed, write_json
 from remanence.core.migrations import current_name
 from remanence.core.shipped import located, shipped_models
 from remanence.core.tensors import FLOATS, Entry, aligned, read_header, read_tensors, write_tensors
@@ -26,6 +27,19 @@ from remanence.model import Model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = "backbone.blocks."
+AUTO = "modeling_remanence"
+AUTO_MAP = {
+    "AutoConfig": f"{AUTO}.RemanenceConfig",
+    "AutoModelForCausalLM": f"{AUTO}.RemanenceForCausalLM",
+}
+AUTO_CODE = '''"""For Hugging Face, with trust_remote_code=True: the model is in the package remanence[hf]."""
+
+from remanence.hf import RemanenceConfig, RemanenceForCausalLM
+
+__all__ = ["RemanenceConfig", "RemanenceForCausalLM"]
+'''
+"""A module in the folder, and what Hugging Face's Auto classes take from it: nobody has to import `remanence.hf`."""
+
 CONFIG = "config"
 """Of the weights' metadata: the digest of the configuration that they were saved with."""
 
@@ -47,11 +61,18 @@ def save_model(model: Model, folder: str | Path) -> None:
     words = {"format": "pt", CONFIG: described["remanence"][DIGEST]}
     write_tensors(folder / WEIGHTS, tensors, words)
     write_json(folder / "config.json", described)
+    write_auto(folder)
     if index.is_file():  # of another model that was here
         with suppress(ValueError):
             for part in set(_places(index).values()) - {WEIGHTS}:
                 (folder / part).unlink(missing_ok=True)
         index.unlink()
+
+
+def write_auto(folder: Path) -> None:
+    """The module that ``auto_map`` names."""
+    with replacing(folder / f"{AUTO}.py") as temporary:
+        temporary.write_text(AUTO_CODE, encoding="utf-8")
 
 
 def load_model(
@@ -251,6 +272,7 @@ def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """``config.json``: a Hugging Face configuration whose ``remanence`` entry is ours, with a digest."""
     return {
         "architectures": ["RemanenceForCausalLM"],
+        "auto_map": AUTO_MAP,
         "model_type": "remanence",
         "dtype": str(dtype).removeprefix("torch."),
         "vocab_size": config.vocabulary,
@@ -266,6 +288,14 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     data = read_json(path, MOST)
     kind, own = data.get("model_type"), data.get("remanence")
+    if {"model", "data", "steps"} <= data.keys():  # a TrainConfig
+        finished = (folder / "model" / "config.json").is_file()
+        helps = (
+            f"its model is {folder / 'model'}"
+            if finished
+            else f"`remanence export {folder} FOLDER` writes one"
+        )
+        raise ValueError(f"model: expected a model's folder, got the training run {folder}; {helps}")
     if kind != "remanence":
         raise ValueError(f"{path}: expected model_type 'remanence', got {brief(kind)}")
     if not isinstance(own, dict):

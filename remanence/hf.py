@@ -1,5 +1,5 @@
-"""Our models in Hugging Face: after ``import remanence.hf``, ``AutoModelForCausalLM`` reads the folders that
-`Model.save` writes.
+"""Our models in Hugging Face: after ``import remanence.hf``, or with ``trust_remote_code=True``, its Auto classes read
+the folders that `Model.save` writes.
 
 ``generate``, pipelines, the Trainer and lm-eval then work as on any causal language model. The native model is inside,
 with all that it can do: ``hf_model.model.memory = "frozen"``.
@@ -24,7 +24,8 @@ from remanence.config import KnnConfig, MemoryConfig, ModelConfig, build, preset
 from remanence.core.files import unsealed
 from remanence.core.migrations import TENSORS
 from remanence.core.tensors import aligned
-from remanence.folder import describe
+from remanence.folder import AUTO_MAP, describe, write_auto
+from remanence.inference import memfile
 from remanence.model import Model, State, Trace
 
 try:
@@ -64,7 +65,7 @@ class RemanenceConfig(PreTrainedConfig):
         else:
             native = ModelConfig.from_dict(unsealed("remanence", remanence))
         super().__init__(**{**_names(native), **kwargs})
-        self.remanence = native.to_dict()
+        self.remanence, self.auto_map = native.to_dict(), dict(AUTO_MAP)
 
     @property
     def native(self) -> ModelConfig:
@@ -77,6 +78,16 @@ class RemanenceConfig(PreTrainedConfig):
                 )
         return native
 
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As of every configuration, with the module that its ``auto_map`` names."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        write_auto(Path(save_directory))
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: a folder names this package, and needs no copy of its source."""
+
 
 def _names(native: ModelConfig) -> dict[str, Any]:
     """What transformers calls a configuration's fields."""
@@ -84,7 +95,7 @@ def _names(native: ModelConfig) -> dict[str, Any]:
     return {
         name: described[name]
         for name in described
-        if name not in ("architectures", "model_type", "dtype", "remanence")
+        if name not in ("architectures", "auto_map", "model_type", "dtype", "remanence")
     }
 
 
@@ -102,6 +113,18 @@ class RemanenceCache(Cache):
         self.length = 0 if state is None else int(state.position.max())
         # Columns since the last one with padding: as many tokens can be counted back.
         self.unpadded = self.length
+
+    @classmethod
+    def from_file(
+        cls, path: str | Path, model: RemanenceForCausalLM, *, force: bool = False
+    ) -> RemanenceCache:
+        """What a memory file holds, to go on from: ``model.generate(prompt, past_key_values=cache)`` reads the prompt
+        alone, after all that the memory has read. One document's memory serves every prompt of a batch. `force` accepts
+        a memory made with other weights.
+        """
+        cache = cls(memfile.load(path, model.model, force=force))
+        cache.length = cache.unpadded = 0  # what was read is no column of the prompts
+        return cache
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self.length}, batch_size={self.batch_size})"
@@ -228,6 +251,8 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values: expected a RemanenceCache or None, got {type(past_key_values).__name__}"
             )
         cache = RemanenceCache() if past_key_values is None else past_key_values
+        if cache.batch_size == 1 < len(input_ids):  # one memory for all prompts, and for every beam
+            cache.batch_repeat_interleave(len(input_ids))
         mask = (
             None
             if attention_mask is None
@@ -268,6 +293,10 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 "attention_mask: expected padding on the left only (padding_side='left'), got a row that ends in it"
             )
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing, as of the configuration."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from remanence.backbone import Backbone, Schedule, State, Trace, memories
-from remanence.config import Mode, ModelConfig, change
+from remanence.config import Mode, ModelConfig, ModelFields, change
 from remanence.core.migrations import current_name
 from remanence.mixers import Mixer, Text
 
@@ -28,7 +28,7 @@ class Model(nn.Module):
     segments.
     """
 
-    def __init__(self, config: ModelConfig, **fields: Any) -> None:
+    def __init__(self, config: ModelConfig, **fields: Unpack[ModelFields]) -> None:
         super().__init__()
         if not isinstance(config, ModelConfig):
             raise ValueError(f"config: expected a ModelConfig, as preset('tiny') makes one, got {config!r}")

@@ -119,7 +119,7 @@ def test_chat_remembers_from_one_conversation_to_the_next(run, home, tmp_path, m
                 raise EOFError from None
 
         monkeypatch.setattr("builtins.input", answer)
-        run("chat", "m", "--memory", path, "--max-tokens", 3)
+        run("chat", "m", "--memory", path, "--max-tokens", 3, "--temperature", 0)
         assert memfile.peek(path)[0]["tokens"] == [turn * (5 + 1 + 3)]
     session = Session(home / "m")
     for line in ("hello\n", "again\n"):
@@ -341,10 +341,12 @@ def test_wrong_overrides_are_one_line(run, arguments, message):
     assert message in run(*arguments, code=2)
 
 
-def test_an_empty_file_is_read_as_nothing(run, tmp_path):
+def test_an_empty_file_is_read_as_nothing_beside_others_and_refused_alone(run, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    said = run("read", "m", tmp_path / "empty.txt", "--save", tmp_path / "e.mem")
-    assert "0 tokens read" in said
+    (tmp_path / "short.txt").write_text("short")
+    assert "which is empty" in run("read", "m", tmp_path / "empty.txt", "--save", tmp_path / "e.mem", code=2)
+    files = tmp_path / "empty.txt", tmp_path / "short.txt"
+    assert "5 tokens read" in run("read", "m", *files, "--save", tmp_path / "e.mem")
 
 
 def test_ctrl_c_saves_what_was_read(home, tmp_path):

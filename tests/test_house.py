@@ -28,7 +28,7 @@ ROOMS = {
     "data": {"core"},
     "tasks": {"core", "data", "config"},
     "series": {"core", "backbone", "tasks", "config"},
-    "hf": {"core", "attached", "folder", "model", "config"},
+    "hf": {"core", "attached", "folder", "model", "inference", "config"},
     "lens": {"core", "ops", "layers", "memory", "mixers", "model", "inference"},
     "train": {
         "",
@@ -63,6 +63,7 @@ ROOMS = {
     },
     "forecast": {"core", "config", "data", "tasks", "series", "train", "evaluate"},
     "report": {"", "core", "model", "config"},
+    "shipped": {"hf"},
     "testing": set(),
     "cli": {
         "",

@@ -229,7 +229,7 @@ def test_reading_begins_from_a_memory(run, tmp_path):
     ("arguments", "message"),
     [
         (["none", "--text", "t.txt"], "expected one with a neural memory, got the blocks window"),
-        (["m", "--text", "empty.txt"], "expected at least one token, got none in empty.txt"),
+        (["m", "--text", "empty.txt"], "--text: expected a text, got empty.txt, which is empty"),
         (["m", "--text", "missing.txt"], "--text: missing.txt: no such file"),
         (["m", "--text", "t.txt.xz"], "--text: expected a plain text, got one packed as xz; unpack it first"),
         (

@@ -390,7 +390,7 @@ class TestBadInput:
                 {"pattern": ("atention",)},
                 "pattern: expected one of mac, .* got 'atention'; did you mean 'attention'",
             ),
-            ({"pattern": "mac"}, "pattern: expected names of blocks, as .* got 'mac'"),
+            ({"pattern": "mac+"}, "pattern: expected names of blocks, as .* got 'mac\\+'"),
             ({"heads": 3}, "heads: expected a divisor of dim=16"),
             ({"heads": 16}, "heads: expected a divisor of dim=16 that leaves heads of even width, got 16"),
             ({"segment": 6}, r"segment: expected a multiple of the memory's chunk \(4\), got 6"),

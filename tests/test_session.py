@@ -62,6 +62,56 @@ def test_a_batch_of_unequal_prompts_is_each_alone(variant, temperature):
             assert_close(together.state.rows(row), alone.state, 1e-9)
 
 
+def test_without_a_seed_every_call_draws_anew_and_a_seed_repeats_it():
+    """Forks of one session, and the same call again: another text each time, unless a seed is given."""
+    session = Session(bytes_model("lmm"))
+    session.read(TEXT[:9])
+    forks = [session.fork() for _ in range(3)]
+    fields = {"max_tokens": 8, "temperature": 1.0}
+    assert len({fork.generate("And", **fields) for fork in forks}) == 3
+    assert len({session.fork().generate("And", **fields, seed=3) for _ in range(3)}) == 1
+    assert len({session.fork().generate("And", max_tokens=8) for _ in range(3)}) == 1, "greedy has no chance"
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    session.generate("And", **fields)
+    assert torch.equal(torch.get_rng_state(), state), "nobody else's random numbers are used up"
+
+
+class TestNoRepeat:
+    def phrases(self, tokens, size):
+        return [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
+
+    @pytest.mark.parametrize("size", [1, 2, 5])
+    @pytest.mark.parametrize("temperature", [0.0, 0.5])
+    def test_no_phrase_is_said_twice(self, size, temperature):
+        """The rows of a batch have each their own; without the rule, the model says the same again and again."""
+        subject, prompts = bytes_model("window"), [TEXT[:5], TEXT[:31]]
+        fields = {"max_tokens": 30, "temperature": temperature, "seed": 1}
+        free = Generation(subject, prompts, Sampling(**fields)).run()
+        held = Generation(subject, prompts, Sampling(**fields, no_repeat=size)).run()
+        for row, prompt in enumerate(prompts):
+            said = self.phrases(held.tokens[row], size)
+            assert len(said) == len(set(said))
+            other = Sampling(**{**fields, "seed": 1 + row}, no_repeat=size)
+            assert held.tokens[row] == Generation(subject, [prompt], other).run().tokens[0]
+        assert sum(map(len, held.tokens)) > 20
+        if not temperature:
+            assert any(len(found) > len(set(found)) for found in (self.phrases(t, size) for t in free.tokens))
+
+    def test_only_the_token_that_would_repeat_is_barred(self, monkeypatch):
+        """With logits that are always the same, a before b before the rest."""
+        logits = torch.full((257,), -9.0)
+        logits[97], logits[98] = 2.0, 1.0
+        monkeypatch.setattr(Generation, "_finite", lambda *_: logits.expand(1, -1))
+        found = Generation(bytes_model("lmm"), ["x"], Sampling(max_tokens=5, no_repeat=2)).run()
+        assert found.texts == ["aaba\0"], "aa, ab, ba; then neither aa nor ab again"
+
+    def test_something_is_always_said(self, monkeypatch):
+        monkeypatch.setattr(Generation, "_finite", lambda *_: torch.zeros(1, 4))
+        found = Generation(bytes_model("lmm"), ["x"], Sampling(max_tokens=9, no_repeat=1)).run()
+        assert len(found.tokens[0]) == 9 and set(found.tokens[0][:4]) == {0, 1, 2, 3}
+
+
 def test_stop_texts_end_the_output_and_are_never_shown(monkeypatch):
     subject = bytes_model("lmm")
     script = "say ab then abc and more"
@@ -239,7 +289,8 @@ def test_a_diverged_memory_is_not_used():
         (lambda s: s.generate("a", top_k=0), "top_k: expected a whole number of at least 1, got 0"),
         (lambda s: s.generate("a", top_p=1.5), "top_p: expected a number above 0 and up to 1, got 1.5"),
         (lambda s: s.generate("a", stop=[""]), r"stop: expected texts of at least one character, got \[''\]"),
-        (lambda s: s.generate("a", seed=10**30), r"seed: expected a whole number from 0 to 2\^62"),
+        (lambda s: s.generate("a", seed=10**30), r"seed: expected a whole number from 0 to 2\^62, or"),
+        (lambda s: s.generate("a", no_repeat=0), "no_repeat: expected a whole number of at least 1, got 0"),
         (
             lambda s: s.generate("a", max_tokens=-1),
             "max_tokens: expected a whole number of at least 0, got -1",

@@ -507,7 +507,8 @@ def test_a_folder_holds_one_model(folder, tmp_path):
     write_json(tmp_path / "config.json", read_json(folder / "config.json"))
     Model.load(tmp_path)
     subject.save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    names = ["config.json", "model.safetensors", "modeling_remanence.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert all(map(torch.equal, Model.load(tmp_path).parameters(), subject.parameters()))
     other = Model(change(subject.config, {"window": subject.config.window + 1}))
     other.save(tmp_path / "other")

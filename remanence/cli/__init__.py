@@ -18,12 +18,13 @@ from typing import Annotated, NoReturn
 import tyro
 
 from remanence.cli.attach import Attach
+from remanence.cli.chat import Chat
 from remanence.cli.data import Data
 from remanence.cli.demo import Demo
 from remanence.cli.evaluate import Eval
 from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
-from remanence.cli.sessions import Chat, Generate, Lens, Read
+from remanence.cli.sessions import Generate, Lens, Read
 from remanence.cli.train import Export, Train
 from remanence.core.overrides import split_overrides
 from remanence.core.terminal import guarded, say
@@ -99,6 +100,9 @@ def _parse(arguments: list[str]) -> Command:
         told = COLOURS.sub("", errors.getvalue()).splitlines()
         lines = [line.strip("╰╯│─ ") for line in told if not line.startswith("╭")]
         _fail(f"remanence: error: {' '.join(line for line in lines if line)}", 2)
+    if overridable is not None:
+        for line in overridable.list_fields():
+            say(line)
     sys.exit(code)
 
 

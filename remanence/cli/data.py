@@ -27,7 +27,9 @@ class Data:
     out: Path | None = None
     """Folder for the shards."""
     tokenizer: Path | None = None
-    """A tokenizer.json (extra `hf`). Default: bytes."""
+    """A tokenizer.json, .tiktoken or SentencePiece .model, or a model's name on Hugging Face's hub (extra `hf`).
+    Default: bytes.
+    """
     field: str = "text"
     """Where a line of jsonl, or a row of a table, has its text."""
     workers: int = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
@@ -35,8 +35,8 @@ class Eval:
     Of a recipe instead: ablate, depth.
 
     --task.setting=value changes a task's setting, --setting=value that of every named task that has it, and
-    --recipe.field=value the recipe (docs/evaluation.md lists the settings). With --json, an evaluation that was
-    interrupted goes on when started again.
+    --recipe.field=value the recipe. All settings are listed below. With --json, an evaluation that was interrupted goes
+    on when started again.
     """
 
     OPTIONS: ClassVar = ("memory", "json", "device", "seed", "help")
@@ -55,6 +55,16 @@ class Eval:
     seed: int = 0
     """Of all that is drawn."""
     overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+
+    @staticmethod
+    def list_fields() -> Iterator[str]:
+        """Every setting of every task, for --help."""
+        from remanence.core.fields import all_fields, described
+        from remanence.evaluate import TASKS
+
+        for name, task in TASKS.items():
+            yield f"settings of {name}:"
+            yield from described(all_fields(task.Settings(), f"{name}."))
 
     def run(self) -> None:
         """Measure, print the tables, write rows and plots."""
@@ -131,8 +141,9 @@ class Eval:
             bar = progress.add()
 
             def show(name: str, done: int, total: int) -> None:
-                if name != bar.name:
+                if not bar.name:
                     bar.begin(name, total, done)
+                bar.rename(name)
                 bar.update(done)
 
             try:

@@ -40,21 +40,24 @@ class New:
     seed: int = 0
     """Of the initial weights."""
     tokenizer: Path | None = None
-    """A tokenizer.json (extra `hf`). Default: bytes."""
+    """A tokenizer.json, .tiktoken or SentencePiece .model, or a model's name on Hugging Face's hub (extra `hf`).
+    Default: bytes.
+    """
 
     def run(self) -> None:
         import torch
 
         from remanence.config import preset
-        from remanence.core.tokens import ByteTokenizer, read_tokenizer
+        from remanence.core.tokens import ByteTokenizer, read_tokenizer, tokenizer_file
         from remanence.model import Model, matched
 
         out = self.out
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             hint = "nothing is ever overwritten"
             raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; {hint}")
-        tokenizer = ByteTokenizer() if self.tokenizer is None else read_tokenizer(self.tokenizer)
-        config = preset(self.preset, tuple(self.variant.split("+")), vocabulary=tokenizer.vocabulary)
+        own = None if self.tokenizer is None else read_tokenizer(tokenizer_file(self.tokenizer))
+        tokenizer = own or ByteTokenizer()
+        config = preset(self.preset, self.variant, vocabulary=tokenizer.vocabulary)
         torch.manual_seed(self.seed)
         model = Model(matched(config) if self.match else config)
         is_new = not out.exists()

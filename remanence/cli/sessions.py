@@ -1,11 +1,10 @@
-"""The commands that run a model on text, with or without a memory file: read, generate, chat, lens."""
+"""The commands that run a model on text, with or without a memory file: read, generate, lens."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,8 +52,9 @@ class Read:
         if not self.files:
             raise ValueError("files: expected at least one text to read, got none")
         for path in self.files:
-            if not path.is_file():
-                raise ValueError(f"{path}: no such file")
+            check_text("files", path)
+        if not any(path.stat().st_size for path in self.files):
+            raise ValueError(f"files: expected a text, got {self.files[0]}, which is empty")
         hint = "--resume reads on where it ended, --memory adds to it"
         check_target("--save", save, unless=save if self.resume else self.memory, hint=hint)
         continued = self.resume and save.exists()
@@ -67,6 +67,7 @@ class Read:
             if notes.get("source") != source.fingerprint() or type(notes.get("begun")) is not int:
                 raise ValueError(f"--resume: expected the files that {save} was reading, got others")
         before = session.tokens
+        warn_of_reach(self.model, session, source.size)
         surprise = self._read(session, source, notes)
         memfile.save(save, session.model, session.state, notes)
         mean = f", mean surprise {surprise:.4f}" if surprise is not None else ""
@@ -108,10 +109,12 @@ class Sampled:
     """Only among so many of the most likely."""
     top_p: float | None = None
     """Only among the most likely whose probabilities add up to this."""
+    no_repeat: int | None = None
+    """No phrase of so many tokens is said twice in one answer."""
     stop: tuple[str, ...] = ()
     """Texts that end the output."""
-    seed: int = 0
-    """Of the random choice."""
+    seed: int | None = None
+    """Of the random choice. Default: another one each time."""
     write: Write = "all"
     """What is written to the neural memory: the prompt and the model's own words, the prompt, or none of it."""
     force: bool = False
@@ -127,6 +130,7 @@ class Sampled:
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            no_repeat=self.no_repeat,
             stop=self.stop,
             seed=self.seed,
         )
@@ -179,42 +183,6 @@ class Generate(Sampled):
             memfile.save(self.save, session.model, generation.state)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chat(Sampled):
-    """Talk with a model line by line. With --memory it remembers from one conversation to the next."""
-
-    model: Folder
-    """The model's folder."""
-    memory: Path | None = None
-    """Memory file to take up if it exists, and to write after every answer."""
-
-    def run(self) -> None:
-        sampling = self.sampling()
-        if self.memory is not None:
-            check_target("--memory", self.memory, unless=self.memory, hint="")
-        existing = self.memory if self.memory is not None and self.memory.exists() else None
-        session = open_session(self.model, self.device, existing, "on", self.write, self.force)
-        interactive = sys.stdin.isatty()
-        if interactive:
-            say(f"{session.tokens:,} tokens remembered. An empty line is ignored; Ctrl-D ends.")
-        while True:
-            try:
-                line = input("> " if interactive else "")
-            except EOFError:
-                return
-            if not line:
-                continue
-            try:
-                for text in session.stream(line + "\n", **vars(sampling)):
-                    say_generated(text)
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-            say_generated("\n")
-            if self.memory is not None:
-                session.save(self.memory)
-
-
 @dataclass(frozen=True)
 class Lens:
     """Show a text as the model's memories saw it, as one HTML page.
@@ -241,11 +209,12 @@ class Lens:
         """Write the page while the text is read."""
         from remanence.core.files import display_name, replacing
         from remanence.inference import memfile
-        from remanence.lens import Page, look, norms, stride, watched
+        from remanence.lens import Page, look, norms, page_bytes, stride, watched
 
         text, out = self.text, self.out
-        if not text.is_file():
-            raise ValueError(f"--text: {text}: no such file")
+        check_text("--text", text)
+        if not text.stat().st_size:
+            raise ValueError(f"--text: expected a text, got {text}, which is empty")
         if out.resolve() == text.resolve():
             raise ValueError(f"--out: expected another file than --text, got {out}")
         session = open_session(self.model, self.device, self.memory)
@@ -255,6 +224,7 @@ class Lens:
         several = len(set(model.config.pattern)) > 1
         names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in shown_layers]
         start = norms(shown_layers, session.state).tolist()
+        say(f"{out}: about {page_bytes(list(shown_layers.values()), source.size) / 1e6:,.1f} MB")
         with (
             replacing(out) as temporary,
             open(temporary, "w", encoding="utf-8", newline="\n") as file,
@@ -298,6 +268,37 @@ def open_session(
         model.memory = mode
     session = Session(model, load_tokenizer(folder), write=write)
     return session if memory is None else session.load(memory, force=force)
+
+
+def warn_of_reach(folder: Path, session: Session, size: int) -> None:
+    """Say, before so many bytes are read, if the model's memory was never trained over as many tokens."""
+    from remanence.core.files import read_json
+    from remanence.core.shipped import located
+    from remanence.core.tokens import REACH, TRAINED
+
+    if not session.model.has_memory:
+        return
+    path = located(folder) / TRAINED
+    if not path.is_file():
+        hint = "if it is untrained, its memory keeps nothing of use"
+        say(f"{folder}: there is no {TRAINED} that says how it was trained; {hint}", error=True)
+        return
+    reach, apiece = read_json(path).get(REACH), 1 if session.tokenizer.vocabulary < 1024 else 4
+    tokens = session.tokens + size // apiece
+    if isinstance(reach, int) and tokens > reach:
+        about = "" if apiece == 1 else "about "
+        told = (
+            f"{about}{tokens:,} tokens will have been read, and its memory was trained over {reach:,} at most"
+        )
+        say(f"{folder}: {told}; what it keeps beyond that was not learned", error=True)
+
+
+def check_text(what: str, path: Path) -> None:
+    """Refuse what is no file to read."""
+    if path.is_dir():
+        raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
+    if not path.is_file():
+        raise ValueError(f"{what}: {path}: no such file")
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:

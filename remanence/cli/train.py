@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -13,6 +14,9 @@ from remanence.cli.arguments import Folder
 from remanence.core.progress import Progress
 from remanence.core.terminal import say
 from remanence.recipes import NAMES
+
+if TYPE_CHECKING:
+    from remanence.train import TrainConfig
 
 PACKAGED = f"One of {', '.join(NAMES)}"
 RECIPE = f"{PACKAGED}, or a Python file with a function recipe() that returns a TrainConfig."
@@ -22,13 +26,16 @@ RECIPE = f"{PACKAGED}, or a Python file with a function recipe() that returns a 
 class Train:
     """Train a model by a recipe, in a new folder or, with --resume, from the last checkpoint of one.
 
-    --any.field=value changes a field of the recipe's config.
+    --any.field=value changes a field of the recipe's config. All of them are listed below, with what they are unless a
+    recipe says otherwise.
     """
 
-    OPTIONS: ClassVar = ("out", "resume", "dry-run", "gpus", "gpu", "help")
+    OPTIONS: ClassVar = ("text", "out", "resume", "dry-run", "gpus", "gpu", "help")
     OWNER: ClassVar = "the config"
 
-    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE", help=RECIPE)]
+    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE", help=RECIPE)] = Path("text")
+    text: str | None = None
+    """A text of your own to train on: a file, a folder or hf:NAME. What --data.path is to the recipe `text`."""
     out: Path | None = None
     """The run's folder."""
     resume: bool = False
@@ -41,13 +48,27 @@ class Train:
     """For --dry-run: of which kind."""
     overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
 
+    @staticmethod
+    def list_fields() -> Iterator[str]:
+        """Every field of a run's config, for --help."""
+        from remanence.core.fields import all_fields, described
+        from remanence.train import TrainConfig
+
+        yield "fields of the config:"
+        yield from described(all_fields(TrainConfig()))
+
     def run(self) -> None:
+        overrides = dict(self.overrides)
+        if self.text is not None:
+            if self.recipe != Path("text"):
+                raise ValueError(f"--text: expected the recipe text, or none, got {self.recipe}")
+            overrides["data.path"] = self.text
         if self.dry_run:
-            print_plan(self.recipe, dict(self.overrides), self.gpus, self.gpu)
+            print_plan(self.recipe, overrides, self.gpus, self.gpu)
         elif self.out is None:
             raise ValueError("--out: expected a folder for the run, got none")
         else:
-            train(self.recipe, self.out, dict(self.overrides), self.resume)
+            train(self.recipe, self.out, overrides, self.resume)
 
 
 @dataclass(frozen=True)
@@ -76,13 +97,12 @@ class Export:
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
     """Train by a recipe and show progress. Of several processes, only the first prints."""
-    from remanence.recipes import load_recipe
-    from remanence.train import fit, override, run_config
+    from remanence.train import fit, run_config
 
     if resume and overrides:
         name = next(iter(overrides))
         raise ValueError(f"--{name}: expected no changes beside --resume, as the run's own config counts")
-    config = run_config(out) if resume else override(load_recipe(recipe), overrides)
+    config = run_config(out) if resume else made_config(recipe, overrides)
     first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started, if it did
     with Progress(steps=True, every=0, visible=first) as progress:
         bar = progress.add("training", config.steps)
@@ -106,9 +126,36 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
     count = sum(parameter.numel() for parameter in model.parameters())
     if (out / "model" / "config.json").is_file():
         say(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
+        if config.data.kind == "text":
+            measure_held_out(out, config.data.path)
     else:
         last = sorted((out / "checkpoints").glob("[0-9]*"))[-1]
         say(f"{out}: stopped and saved after step {int(last.name)}; --resume goes on")
+
+
+def made_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
+    """A recipe's config with fields changed. One on a text takes as many steps as this machine has time for."""
+    from remanence.recipes import load_recipe
+    from remanence.train import override, resolve_config
+    from remanence.train.text import sized
+
+    config = resolve_config(override(load_recipe(recipe), overrides))
+    return sized(config) if config.data.kind == "text" and "steps" not in overrides else config
+
+
+def measure_held_out(out: Path, path: str | None) -> None:
+    """Bits per byte of what a run on a text has held out, beside those of xz: printed, and written beside the model."""
+    from remanence.core.files import write_json
+    from remanence.core.tokens import load_tokenizer
+    from remanence.data.own import read_text
+    from remanence.model import Model
+    from remanence.train.text import held_out
+
+    folder = out / "model"
+    found = held_out(Model.load(folder).eval(), load_tokenizer(folder), read_text("data.path", path))
+    write_json(out / "held-out.json", found._asdict())
+    xz = f"xz -9 {found.xz_after:.3f} after the text before it, {found.xz_alone:.3f} alone"
+    say(f"held out: {found.model:.3f} bits per byte of the last {found.bytes:,} bytes; {xz}")
 
 
 def _describe(line: dict[str, Any]) -> str:
@@ -132,12 +179,11 @@ def print_plan(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: s
 
     from remanence.core.choices import check_choice
     from remanence.core.console import Console
-    from remanence.recipes import load_recipe
-    from remanence.train import SOURCES, override, resolve_config
+    from remanence.train import SOURCES
     from remanence.train.metrics import check_trackers
     from remanence.train.plan import plan
 
-    config = resolve_config(override(load_recipe(recipe), overrides))
+    config = made_config(recipe, overrides)
     check_choice("data.kind", config.data.kind, SOURCES)
     check_trackers(config.trackers)
     if gpus is not None and gpus < 1:

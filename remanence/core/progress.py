@@ -80,6 +80,13 @@ class Bar:
         if self.progress.bars is not None:
             self.progress.bars.reset(self.task, description=name, total=total, completed=int(done))
 
+    def rename(self, name: str) -> None:
+        """Go on with another part of the same work."""
+        if name != self.name:
+            self.name = name
+            if self.progress.bars is not None:
+                self.progress.bars.update(self.task, description=name)
+
     @property
     def elapsed(self) -> float:
         """Seconds since the work began."""

@@ -1,23 +1,26 @@
-"""Text to tokens and back: bytes, or any ``tokenizer.json``. A tokenizer lies in its model's folder."""
+"""Text to tokens and back: bytes, or any ``tokenizer.json``, or what can be made one. It lies in its model's folder."""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from remanence.core.choices import LONGEST, brief
+from remanence.core.converted import converted
+from remanence.core.errors import first_line
 from remanence.core.files import LARGEST, canonical, read_json, replacing, write_json
 from remanence.core.shipped import located
 from remanence.core.vocabulary import BYTES
 
-TRAINED, TOKENIZER = "trained.json", "tokenizer"
-"""Beside a trained model: the steps and tokens it was trained on, the kind of their data, and whether it was saved with
-a tokenizer.
+TRAINED, TOKENIZER, REACH = "trained.json", "tokenizer", "reach"
+"""Beside a trained model: the steps and tokens it was trained on, the kind of their data, whether it was saved with a
+tokenizer, and over how many tokens a memory was trained at most.
 """
 
 PIECE = 1 << 16
@@ -129,7 +132,14 @@ def byte_level_json() -> dict[str, Any]:
 class JsonTokenizer:
     """A tokenizer of the ``tokenizers`` library, from its ``tokenizer.json``."""
 
-    def __init__(self, path: Path, end: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        end: str | None = None,
+        words: Mapping[str, str] | None = None,
+        text: str | None = None,
+    ) -> None:
+        """`text` is the ``tokenizer.json`` that was made of a file of another kind."""
         try:
             from tokenizers import Tokenizer as Inner
         except ImportError:
@@ -138,7 +148,7 @@ class JsonTokenizer:
             ) from None
         self.path = path
         with _one_line(path, "not a tokenizer.json"):
-            self.text = path.read_text(encoding="utf-8")
+            self.text = path.read_text(encoding="utf-8") if text is None else text
             self.inner = Inner.from_str(self.text)
             self.inner.no_padding()
             self.inner.no_truncation()  # a text is as long as it is
@@ -151,7 +161,7 @@ class JsonTokenizer:
             raise ValueError(
                 f"{path}: expected a token for the end of a text (eos_token) {brief(end)}, got none"
             )
-        self.end_text = end
+        self.end_text, self.words = end, dict(words or {})
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -183,7 +193,7 @@ class JsonTokenizer:
     def save(self, folder: Path) -> None:
         with replacing(folder / "tokenizer.json") as temporary:
             temporary.write_text(self.text, encoding="utf-8")
-        write_settings(folder, json.loads(self.text), self.end_text, self.end)
+        write_settings(folder, json.loads(self.text), self.end_text, self.end, self.words)
 
 
 class _JsonDecoder:
@@ -223,6 +233,9 @@ DIGEST = "remanence_digest"
 format takes no entries of ours.
 """
 
+TEMPLATE, LONGEST_TEMPLATE = "chat_template", 2**17
+"""The entry with a chat's template, and the most characters that are taken for one."""
+
 THEIRS = "model_max_length"
 """An entry that transformers writes into every ``tokenizer_config.json``, and we into none. It keeps our digest, and
 writes a ``tokenizer.json`` of its own beside it: so the digest does not count there.
@@ -234,9 +247,16 @@ def _digest(settings: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical([rest, tokenizer])).hexdigest()[:32]
 
 
-def write_settings(folder: Path, tokenizer: Mapping[str, Any], end: str | None, number: int | None) -> None:
+def write_settings(
+    folder: Path,
+    tokenizer: Mapping[str, Any],
+    end: str | None,
+    number: int | None,
+    words: Mapping[str, str] | None = None,
+) -> None:
     """What Hugging Face wants to know beside the tokens: padding stands at the left, and where a text ends."""
     settings: dict[str, Any] = {
+        **(words or {}),
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
@@ -262,9 +282,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A ``tokenizer.json``, with the end of a text that a ``tokenizer_config.json`` beside it names."""
+    """A ``tokenizer.json``, with the end of a text that a ``tokenizer_config.json`` beside it names; or a file of
+    tiktoken's (``.tiktoken``) or SentencePiece's (``.model``).
+    """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
+    if path.suffix in OTHERS:
+        letters = {byte: letter for letter, byte in byte_level_json()["model"]["vocab"].items()}
+        made, ending = converted(path, letters)
+        return JsonTokenizer(path, ending, text=json.dumps(made, ensure_ascii=False))
     tokenizer, settings = read_json(path, LARGEST), _settings(path)
     if DIGEST in settings and THEIRS not in settings and settings[DIGEST] != _digest(settings, tokenizer):
         raise ValueError(
@@ -277,12 +303,58 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
     if (bases := read_dna_json(tokenizer)) is not None:
         return bases
-    end = settings.get("eos_token")
-    text = end.get("content") if isinstance(end, dict) else end
-    if not isinstance(text, str) and end is not None:
+    end, words = settings.get("eos_token"), _words(path, settings)
+    if words.get("eos_token") is None and end is not None:
         where = path.with_name(SETTINGS)
         raise ValueError(f"{where}: eos_token: expected a text, or null for none, got {brief(end)}")
-    return JsonTokenizer(path, text)
+    return JsonTokenizer(path, words.get("eos_token"), words)
+
+
+OTHERS = (".tiktoken", ".model")
+HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def tokenizer_file(name: str | Path) -> Path:
+    """The file that is meant: itself, the ``tokenizer.json`` of a folder, or that of a model on Hugging Face's hub,
+    which is downloaded once.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path / "tokenizer.json"
+    hub = HUB.fullmatch(path.as_posix()) and path.suffix not in (".json", *OTHERS)
+    if path.exists() or not hub:
+        return path
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+    except ImportError:
+        raise ValueError(
+            f"tokenizer: {path} on the hub needs the extra 'hf'; pip install 'remanence[hf]'"
+        ) from None
+    try:
+        for beside in (SETTINGS, f"{TEMPLATE}.jinja"):
+            with suppress(EntryNotFoundError):
+                hf_hub_download(path.as_posix(), beside)
+        return Path(hf_hub_download(path.as_posix(), "tokenizer.json"))
+    except Exception as error:  # of many kinds: no such model, no network, no permission
+        raise ValueError(
+            f"tokenizer: expected a file, a folder, or a model on Hugging Face's hub, got {path} ({first_line(error)})"
+        ) from None
+
+
+def _words(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a chat is written with: the tokens that templates name, and the template, which may lie in its own file."""
+    found = {name: settings.get(name) for name in ("bos_token", "eos_token")}
+    words = {name: told.get("content") if isinstance(told, dict) else told for name, told in found.items()}
+    template, file = settings.get(TEMPLATE), path.with_name(f"{TEMPLATE}.jinja")
+    if file.is_file() and file.stat().st_size <= LONGEST_TEMPLATE:
+        template = file.read_text(encoding="utf-8", errors="replace")
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
+    if isinstance(template, str) and len(template) <= LONGEST_TEMPLATE:
+        words[TEMPLATE] = template
+    return {name: text for name, text in words.items() if isinstance(text, str)}
 
 
 def _settings(path: Path) -> dict[str, Any]:

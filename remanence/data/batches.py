@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from remanence.data.own import OwnTokens
 from remanence.data.shards import Tokens
 
 
@@ -40,7 +41,7 @@ class Packed:
     """
 
     def __init__(
-        self, data: Tokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1
+        self, data: Tokens | OwnTokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1
     ) -> None:
         self.data, self.length, self.batch, self.seed, self.rank, self.world = (
             data,
@@ -108,7 +109,7 @@ class Documents:
     """
 
     def __init__(
-        self, data: Tokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1
+        self, data: Tokens | OwnTokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1
     ) -> None:
         self.data, self.length, self.batch, self.seed, self.rank, self.world = (
             data,
@@ -119,8 +120,11 @@ class Documents:
             world,
         )
         if len(data) < batch * world:
+            fewer = f"--batch={len(data) // world} reads so many at once, " if len(data) >= world else ""
             raise ValueError(
-                f"data: expected at least {batch * world} documents, one for each row, got {len(data)}"
+                f"data: expected at least {batch * world} documents, one for each row, got {len(data)}; {fewer}"
+                "`remanence train --text FILE` cuts a text into as many as it needs, and --data.kind=packed "
+                "--carry=false reads rows of any"
             )
         # For each row, the step after the last one of each epoch.
         self.ends: list[list[int]] = [[] for _ in range(batch)]

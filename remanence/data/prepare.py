@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from remanence.core.files import locked, read_json, remove_leftovers, sealed, write_json
-from remanence.core.tokens import ByteTokenizer, Tokenizer, read_tokenizer
+from remanence.core.tokens import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 from remanence.data import streams
 from remanence.data.shards import (
     FORMAT,
@@ -83,6 +83,7 @@ def prepare(
     for name, value in (("workers", workers), ("max_tokens", max_tokens), ("max_documents", max_documents)):
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    tokenizer = None if tokenizer is None else tokenizer_file(tokenizer)
     own = _tokenizer(tokenizer)
     digest = None if tokenizer is None else sha256(Path(tokenizer).read_bytes()).hexdigest()
     settings = {"field": field, "tokenizer": digest, "end": own.end}

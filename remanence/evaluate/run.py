@@ -98,7 +98,9 @@ def _key(unit: Setting) -> str:
 
 
 Show = Callable[[str, int, int], None]
-"""Called with what is measured, the tokens read so far, and about how many there are in all."""
+"""Called with what is measured, the tokens read so far, and about how many there are in all tasks and modes together.
+At first with what is known already.
+"""
 
 
 def evaluate(
@@ -126,13 +128,14 @@ def _evaluate(
         journal and journal.with_name(f"{journal.name.removesuffix('.units.jsonl')}.bookmark.mem")
     )
     rows, here = [], origin(subject)
+    amount = _Amount.of(tasks, modes, kept, show)
     try:
         for task in tasks:
             for mode in modes:
                 if subject.network is not None:
                     subject.network.memory = mode
                 subject.mode = mode
-                found, told = _measured(subject, task, mode, kept, show, here)
+                found, told = _measured(subject, task, mode, kept, amount, here)
                 rows += [
                     replace(row, setting={"memory": mode, **row.setting}, origin=told)
                     for row in task.rows(found)
@@ -145,36 +148,62 @@ def _evaluate(
     return rows
 
 
+def _depends(task: Task, mode: Mode, unit: Setting) -> Setting:
+    """What a unit's result depends on."""
+    return {"task": task.name, "memory": mode, **task.identity, **unit}
+
+
+class _Amount:
+    """How much of an evaluation is done, in tokens, over all its tasks and modes."""
+
+    def __init__(self, show: Show, done: int, total: int) -> None:
+        self.show, self.done, self.total = show, done, total
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task], modes: Sequence[Mode], kept: Journal, show: Show) -> _Amount:
+        """What the journal has is done."""
+        done = total = 0
+        for task in tasks:
+            for unit in (unit for group in task.units() for unit in group):
+                known = sum(kept.find(_depends(task, mode, unit)) is not None for mode in modes)
+                cost = task.cost(unit)
+                done, total = done + known * cost, total + len(modes) * cost
+        amount = cls(show, done, total)
+        amount.tell(f"{tasks[0].name}, memory {modes[0]}", 0, 0)
+        return amount
+
+    def tell(self, name: str, inside: int, most: int) -> None:
+        """Show what is done and, of units of this cost, what has been read so far."""
+        self.show(name, self.done + min(inside, most), self.total)
+
+
 def _measured(
-    subject: Subject, task: Task, mode: Mode, kept: Journal, show: Show, here: Setting
+    subject: Subject, task: Task, mode: Mode, kept: Journal, amount: _Amount, here: Setting
 ) -> tuple[list[tuple[Setting, Result]], Setting]:
     """All units' results, and where they come from together."""
 
     def depends(unit: Setting) -> Setting:
-        return {"task": task.name, "memory": mode, **task.identity, **unit}
+        return _depends(task, mode, unit)
 
-    groups = task.units()
-    total = sum(task.cost(unit) for group in groups for unit in group)
-    done = 0
+    groups, name = task.units(), f"{task.name}, memory {mode}"
     batch = getattr(task.settings, "batch", 1)
     for group in groups:
         missing = [unit for unit in group if kept.find(depends(unit)) is None]
-        done += sum(task.cost(unit) for unit in group) - sum(task.cost(unit) for unit in missing)
         for start in range(0, len(missing), batch):
             units = missing[start : start + batch]
-            inside = 0
+            cost, inside = sum(task.cost(unit) for unit in units), 0
 
-            def passed(count: int, done: int = done) -> None:
+            def passed(count: int, cost: int = cost) -> None:
                 nonlocal inside
                 inside += count
-                show(f"{task.name}, memory {mode}", min(done + inside, total), total)
+                amount.tell(name, inside, cost)
 
             subject.passed = passed
             subject.bookmark.unit = _key({"units": [depends(unit) for unit in units]})
             for unit, result in zip(units, task.measure(units), strict=True):
                 kept.keep(depends(unit), result, here)
-            done += sum(task.cost(unit) for unit in units)
-            show(f"{task.name}, memory {mode}", done, total)
+            amount.done += cost
+            amount.tell(name, 0, 0)
     units = [unit for group in groups for unit in group]
     found = [(unit, kept.known[_key(depends(unit))]) for unit in units]
     return found, kept.origin([depends(unit) for unit in units])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -37,17 +38,19 @@ class Sampling:
         temperature: 0 takes the most likely token; above, logits are divided by it.
         top_k: only among so many of the most likely.
         top_p: only among the most likely whose probabilities add up to this.
+        no_repeat: no phrase of so many tokens is said twice in one answer; None for no such rule.
         stop: texts that end the output (and are not part of it).
         seed: of the first prompt's random numbers; the next one has the next seed, so no text depends on its
-            neighbours.
+            neighbours. None draws another one for every call.
     """
 
     max_tokens: int = 128
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    no_repeat: int | None = None
     stop: tuple[str, ...] = ()
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.max_tokens) is not int or self.max_tokens < 0:
@@ -58,11 +61,25 @@ class Sampling:
             raise ValueError(f"top_k: expected a whole number of at least 1, got {self.top_k!r}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number above 0 and up to 1, got {self.top_p!r}")
-        if type(self.seed) is not int or not 0 <= self.seed < 2**62:
-            raise ValueError(f"seed: expected a whole number from 0 to 2^62, got {self.seed!r}")
+        if self.no_repeat is not None and (type(self.no_repeat) is not int or self.no_repeat < 1):
+            raise ValueError(f"no_repeat: expected a whole number of at least 1, got {self.no_repeat!r}")
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**62):
+            raise ValueError(f"seed: expected a whole number from 0 to 2^62, or None, got {self.seed!r}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop: expected texts of at least one character, got {list(self.stop)!r}")
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of `Sampling` as keyword arguments, which an editor completes."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    no_repeat: int | None
+    stop: tuple[str, ...]
+    seed: int | None
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -80,6 +97,29 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
         before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
         logits = logits.index_fill(0, order[before >= sampling.top_p], -torch.inf)
     return int(torch.multinomial(logits.softmax(0), 1, generator=generator))
+
+
+class _Phrases:
+    """What one answer has said: the tokens that would say a phrase of `size` tokens again are not to be chosen."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size, self.said = size, list[int]()
+        self.after: dict[tuple[int, ...], set[int]] = {}
+
+    def _beginning(self) -> tuple[int, ...]:
+        """The last tokens, with which the next one makes a phrase."""
+        return tuple(self.said[len(self.said) - (self.size or 1) + 1 :])
+
+    def push(self, token: int) -> None:
+        if self.size is not None and len(self.said) >= self.size - 1:
+            self.after.setdefault(self._beginning(), set()).add(token)
+        self.said.append(token)
+
+    def without(self, logits: Tensor) -> Tensor:
+        barred = self.after.get(self._beginning(), set()) if self.after else set()
+        if not barred or len(barred) == len(logits):  # something must be said
+            return logits
+        return logits.index_fill(0, torch.tensor(sorted(barred), device=logits.device), -torch.inf)
 
 
 class Generation:
@@ -146,12 +186,15 @@ class Generation:
             )
         self.begun = True
         writers = [_Writer(self.tokenizer, self.sampling.stop) for _ in self.prompts]
-        chance = [torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(self.prompts))]
+        phrases = [_Phrases(self.sampling.no_repeat) for _ in self.prompts]
+        seed = secrets.randbits(61) if self.sampling.seed is None else self.sampling.seed
+        chance = [torch.Generator().manual_seed(seed + row) for row in range(len(self.prompts))]
         logits = self._read_prompts()
         active = [self.sampling.max_tokens > 0] * len(writers)
         while any(active):
             chosen = [
-                choose(logits[row], self.sampling, chance[row]) if on else 0 for row, on in enumerate(active)
+                choose(phrases[row].without(logits[row]), self.sampling, chance[row]) if on else 0
+                for row, on in enumerate(active)
             ]
             said = [on and token != self.tokenizer.end for on, token in zip(active, chosen, strict=True)]
             if any(said):
@@ -162,6 +205,7 @@ class Generation:
                 text = writers[row].push(token) if said[row] else ""
                 if said[row]:
                     self.tokens[row].append(token)
+                    phrases[row].push(token)
                 if not said[row] or writers[row].stopped or len(self.tokens[row]) >= self.sampling.max_tokens:
                     active[row] = False
                     text += writers[row].finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 
@@ -13,9 +13,14 @@ from remanence.core.errors import DivergedError
 from remanence.core.state import positions_of
 from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.inference import memfile
-from remanence.inference.generate import WRITES, Generation, Sampling, Write, check_tokenizer
+from remanence.inference.generate import WRITES, Generation, Sampling, SamplingFields, Write, check_tokenizer
 from remanence.inference.reader import Read, piece_of, read
 from remanence.model import Model, State
+
+Source = str | bytes | Path | Iterable[str | bytes]
+"""What a session reads."""
+FILE = 1 << 16
+"""Bytes of a file that are read at a time."""
 
 
 class Reading(NamedTuple):
@@ -61,20 +66,22 @@ class Session:
         """How many tokens have been read and said."""
         return positions_of(self.state.position)[0]
 
-    def read(self, source: str | bytes | Iterable[str | bytes]) -> Reading:
-        """Read a text, or a stream of pieces of one (an open file, a generator) in constant memory."""
+    def read(self, source: Source) -> Reading:
+        """Read a text, a file (a `Path`), or a stream of pieces of one (an open file, a generator) in constant
+        memory.
+        """
         surprise, count, before = 0.0, 0, self.tokens
         for piece in self.reading(source):
             surprise, count = surprise + piece.surprise, count + piece.surprised
         return Reading(self.tokens - before, surprise / count if count else None)
 
-    def reading(self, source: str | bytes | Iterable[str | bytes], skip: int = 0) -> Iterator[Read]:
+    def reading(self, source: Source, skip: int = 0) -> Iterator[Read]:
         """`read`, piece by piece: what `inference.reader.read` returns for each. `skip` passes over the first
         tokens.
         """
         held: list[int] = []
         size = piece_of(self.model)
-        for tokens in self.tokenizer.stream([source] if isinstance(source, (str, bytes)) else source):
+        for tokens in self.tokenizer.stream(_pieces(source)):
             passed = min(skip, len(tokens))
             skip -= passed
             held += tokens[passed:]
@@ -94,13 +101,13 @@ class Session:
         self.state = piece.state
         return piece
 
-    def generate(self, prompt: str, **sampling: Any) -> str:
+    def generate(self, prompt: str, **sampling: Unpack[SamplingFields]) -> str:
         """Read the prompt and go on from it. The arguments are those of `Sampling`: max_tokens, temperature,
         stop, ...
         """
         return "".join(self.stream(prompt, **sampling))
 
-    def stream(self, prompt: str, **sampling: Any) -> Iterator[str]:
+    def stream(self, prompt: str, **sampling: Unpack[SamplingFields]) -> Iterator[str]:
         """`generate`, as it comes. What has come is remembered even if the loop is left early; finish it before reading
         on.
 
@@ -150,3 +157,32 @@ class Session:
         other = Session(self.model, self.tokenizer, write=self.write)
         other.state = self.state
         return other
+
+
+def _pieces(source: Source) -> Iterable[str | bytes]:
+    """A source in pieces. A text that is a file's name is refused: the file was meant."""
+    if isinstance(source, Path):
+        return _file_pieces(source)
+    if isinstance(source, str) and _is_file(source):
+        hint = f"read(Path({source!r})) reads the file"
+        raise ValueError(f"source: expected a text, got the name of a file, {source!r}; {hint}")
+    return [source] if isinstance(source, (str, bytes)) else source
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return len(text) < 4096 and Path(text).is_file()
+    except (OSError, ValueError):  # a text that no file can be called
+        return False
+
+
+def _file_pieces(path: Path) -> Iterator[bytes]:
+    if not path.is_file():
+        got = "a folder" if path.is_dir() else "nothing there"
+        raise ValueError(f"source: expected a text file, got {got}: {path}")
+    with open(path, "rb") as file:
+        if not (piece := file.read(FILE)):
+            raise ValueError(f"source: expected a text, got {path}, which is empty")
+        while piece:
+            yield piece
+            piece = file.read(FILE)

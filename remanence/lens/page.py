@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +21,8 @@ import numpy as np
 from torch import Tensor
 
 from remanence.core.tokens import Tokenizer
-from remanence.lens.look import SIGNALS, Look
+from remanence.lens.look import SIGNALS, TOP, Look
+from remanence.memory.neural import NeuralMemory
 
 COSINE = 127
 """What a cosine of 1 is written as."""
@@ -78,6 +80,14 @@ class Page:
         # No "<" of the text may stand in the page's source, where it could end the block.
         text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
         self.file.write(f'<script type="application/json" data-kind="{kind}">{text}</script>\n')
+
+
+def page_bytes(memories: Sequence[NeuralMemory], size: int) -> int:
+    """About how large the page of a text of so many bytes is, if each of its tokens is one. Arrays are base64."""
+    heads = max(memory.heads for memory in memories)
+    arrays = 2 + len(memories) * (4 * len(SIGNALS) + heads * (4 + 3 * TOP))
+    frame = sum(len(_asset(f"page.{kind}")) for kind in ("html", "css", "js"))
+    return frame + round(size * (1 + arrays * 4 / 3))
 
 
 def _asset(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from remanence.config import MemoryConfig, build, change
 from remanence.core.choices import check_choice
+from remanence.core.keywords import MemoryFields
 from remanence.core.state import TensorTuple, take_back
 from remanence.core.state import aligned as stands_aligned
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, by_heads, project
@@ -145,7 +146,7 @@ class NeuralMemory(nn.Module):
     that its checkpoint lacks uninitialised.
     """
 
-    def __init__(self, config: MemoryConfig | None = None, **fields: Any) -> None:
+    def __init__(self, config: MemoryConfig | None = None, **fields: Unpack[MemoryFields]) -> None:
         super().__init__()
         if config is not None and not isinstance(config, MemoryConfig):
             raise ValueError(

@@ -89,8 +89,9 @@ def memorize(
     bfloat16 operands as they are, and adds up in float32).
 
     Args:
-        q, k, v: queries, keys, values. Keys should be normalised: the step size is relative to their squared length.
-            Values have the keys' width, or any where the net is a matrix (`NETS["linear"]`); answers have the values'.
+        q: queries.
+        k: keys. They should be normalised: the step size is relative to their squared length.
+        v: values, of the keys' width, or any where the net is a matrix (`NETS["linear"]`); answers have the values'.
         gates: log step size, log momentum, log of the share that stays, ``[b t h]`` each; see `Gates`.
         state: from `start` or from the call before. One row per batch row, or per document if packed.
         net: what the memory is: `MLP(...)`, an entry of `NETS`, or any object with ``init`` and ``apply``.

@@ -12,11 +12,18 @@ bytes of books: docs/results/babilong.md. The archive's folder en-10k has ten ti
 """
 
 from remanence.config import preset
+from remanence.core.keywords import MemoryFields
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
-    memory = {"head_dim": 128, "conv": 16, "induction": True, "forget_bias": -10.0, "threshold": 0.01}
+    memory: MemoryFields = {
+        "head_dim": 128,
+        "conv": 16,
+        "induction": True,
+        "forget_bias": -10.0,
+        "threshold": 0.01,
+    }
     return TrainConfig(
         model=preset(
             "small", ("conv_window", *["mag"] * 5), window=256, persistent=0, ffn=512, memory=memory

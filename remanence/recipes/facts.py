@@ -17,11 +17,18 @@ This made `remanence-small`: docs/results/facts.md.
 """
 
 from remanence.config import preset
+from remanence.core.keywords import MemoryFields
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
-    memory = {"head_dim": 128, "conv": 16, "induction": True, "forget_bias": -10.0, "threshold": 0.01}
+    memory: MemoryFields = {
+        "head_dim": 128,
+        "conv": 16,
+        "induction": True,
+        "forget_bias": -10.0,
+        "threshold": 0.01,
+    }
     return TrainConfig(
         model=preset("small", ("conv_window", *["mag"] * 5), window=128, ffn=416, memory=memory),
         data=DataConfig(kind="facts", length=2048, weight=0.01, ramp=2100),

@@ -122,6 +122,7 @@ class OptimizerConfig:
 KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "packed": ("path",),
     "documents": ("path",),
+    "text": ("path",),
     "recall": ("pairs", "rounds", "keys", "noise"),
     "needle": ("pairs",),
     "facts": ("path", "weight", "ramp"),
@@ -139,12 +140,13 @@ class DataConfig:
     """Where batches come from. A field that the kind does not have (`KIND_FIELDS`) is refused.
 
     Attributes:
-        kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "recall" or
-            "needle" (generated), "facts" (planted in prepared shards and asked for later), "told" (facts told and asked
-            for in conversations, beside the shards' texts), "babilong" (stories hidden in books), "genome" (FASTA),
-            "dna" (sequences with labels).
-        path: packed, documents, facts, told: the folder of the shards; babilong: bAbI's folder or archive, or hf:NAME;
-            genome: a FASTA file or a folder of them; dna: a table, or a folder in GUE's or GenomicBenchmarks' layout.
+        kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "text" (a text
+            as it is, whose end is held out), "recall" or "needle" (generated), "facts" (planted in prepared shards and
+            asked for later), "told" (facts told and asked for in conversations, beside the shards' texts), "babilong"
+            (stories hidden in books), "genome" (FASTA), "dna" (sequences with labels).
+        path: packed, documents, facts, told: the folder of the shards; text: a file, a folder of them or hf:NAME;
+            babilong: bAbI's folder or archive, or hf:NAME; genome: a FASTA file or a folder of them; dna: a table, or a
+            folder in GUE's or GenomicBenchmarks' layout.
         length: tokens of a row; dna: the most, as rows are no longer than the longest sequence needs.
         pairs: recall: pairs of a row; needle: needles of a row; told: the most facts of a conversation.
         share: told: the share of the rows that are conversations; the others read texts.
@@ -213,7 +215,7 @@ class DataConfig:
         return _build(cls, {name: value for name, value in data.items() if name not in foreign})
 
 
-CARRIED = ("documents", "facts", "told", "genome")
+CARRIED = ("documents", "text", "facts", "told", "genome")
 """Kinds of data whose rows go on from step to step."""
 
 PLAIN = {"attention", "window", "conv_window", "knn"}
@@ -326,7 +328,9 @@ class TrainConfig:
         if self.carry and (self.accumulate > 1 or self.data.kind not in CARRIED):
             kinds = " or ".join(map(repr, CARRIED))
             raise ValueError(
-                f"carry: expected data.kind={kinds} and accumulate=1, whose rows go on from step to step"
+                f"carry: expected data.kind={kinds} and accumulate=1, whose rows go on from step to step, got "
+                f"{self.data.kind!r} and {self.accumulate}; --data.kind=documents reads documents in order, "
+                "--carry=false carries nothing"
             )
         if self.carry and "attention" in self.model.blocks:
             raise ValueError(

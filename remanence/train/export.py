@@ -7,10 +7,13 @@ from typing import Any
 
 from remanence.core.files import read_json, replacing_folder, sealed, write_json
 from remanence.core.state import positions_of
-from remanence.core.tokens import TOKENIZER, TRAINED, load_tokenizer
+from remanence.core.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.inference import memfile
-from remanence.model import State
+from remanence.model import Model, State
+from remanence.tasks.dna import STRETCH
+from remanence.tasks.facts import PIECES
 from remanence.train import checkpoint
+from remanence.train.card import write_card
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
 
@@ -21,6 +24,9 @@ def run_config(run: str | Path) -> TrainConfig:
     if not path.is_file():
         raise ValueError(f"out: expected a run, with its config.json, got {run}")
     data = read_json(path)
+    if "model_type" in data:
+        hint = "it is ready to use, or to copy, and needs no export"
+        raise ValueError(f"run: expected a training run, got the model {run}; {hint}")
     try:
         return TrainConfig.from_dict(data)
     except ValueError as error:
@@ -38,11 +44,24 @@ def save_model(model: Any, run: Path, folder: Path, trained: dict[str, Any]) -> 
 
 def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
     told = {"tokens": progress.tokens, "steps": progress.step, "data": config.data.kind}
+    if config.data.kind != "forecast":
+        told |= {REACH: reached(progress, config)}
     return {**told, "split": config.data.split} if config.data.kind == "forecast" else told
 
 
+def reached(progress: Progress, config: TrainConfig) -> int:
+    """Tokens that a row's memory has read at most, one after the other, since it was empty."""
+    carried = config.carry or config.begin != "fresh"
+    longest = (
+        PIECES if config.data.kind == "facts" else STRETCH if config.data.kind == "genome" else progress.step
+    )
+    rows = max((config.data.length, *config.data.curriculum))
+    return rows * max(1, min(progress.step, longest) if carried else 1)
+
+
 def export(run: str | Path, out: str | Path, memory: str | Path | None = None, row: int = 0) -> Path:
-    """Write a run's model to a folder, for `Model.load` and Hugging Face: the finished one, or the last checkpoint's.
+    """Write a run's model to a folder, for `Model.load` and Hugging Face: the finished one, or the last checkpoint's. A
+    model card comes with it.
 
     `memory` is a file for the memory of one of the batch's rows at the end, of a run that carried them (``carry``).
     """
@@ -60,7 +79,10 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     model = checkpoint.load_model(found[0])
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing_folder(out) as temporary:
-        save_model(model, run, temporary, _trained(found[0], config))
+        trained = _trained(found[0], config)
+        save_model(model, run, temporary, trained)
+        if isinstance(model, Model):
+            write_card(model, temporary, out.resolve().name, trained)
         if carried is not None and memory is not None:
             memfile.save(memory, model, carried)
     return found[0]

@@ -94,7 +94,10 @@ def check_trackers(names: tuple[str, ...]) -> None:
     """Before a run begins: each must be known and installed."""
     for name in names:
         check_choice("trackers", name, TRACKERS)
-        if find_spec(name) is None:
+        found = find_spec(name)
+        if (
+            found is None or found.origin is None
+        ):  # a folder of that name, such as wandb's own files, is no package
             raise ValueError(
                 f"trackers: {name!r} needs the extra of that name; pip install 'remanence[{name}]'"
             )

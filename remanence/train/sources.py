@@ -27,6 +27,7 @@ from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
 from remanence.tasks.told import Told
+from remanence.train import text
 from remanence.train.config import TrainConfig
 from remanence.train.windows import Forecasting
 
@@ -108,6 +109,12 @@ def _packed(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 def _documents(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     return Documents(_shards(config), config.data.length, batch, config.seed, rank, world)
+
+
+def _text(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    source = text.source(config, batch, rank, world)
+    _check_vocabulary(config, "text", source.data.vocabulary)
+    return source
 
 
 def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
@@ -200,6 +207,7 @@ def _forecast(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
     "packed": _packed,
     "documents": _documents,
+    "text": _text,
     "facts": _facts,
     "told": _told,
     "recall": _recall,

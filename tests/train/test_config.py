@@ -25,7 +25,7 @@ RUNS = sorted((Path(__file__).parents[1] / "fixtures").glob("v*/*/run"))
         ),
         (
             {"kind": "recall", "path": "x"},
-            "path: expected only with data.kind='packed' or 'documents' or 'facts' or 'babilong'",
+            "path: expected only with data.kind='packed' or 'documents' or 'text' or 'facts' or 'babilong'",
         ),
         (
             {"kind": "documents", "tasks": ("qa1",)},

@@ -1,0 +1,106 @@
+"""The command that talks: lines in, answers out, and a few commands of its own between them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from remanence.cli.arguments import Folder
+from remanence.cli.sessions import Sampled, check_target, open_session
+from remanence.core.terminal import say, say_generated
+
+if TYPE_CHECKING:
+    from remanence.inference.chat import Turns
+    from remanence.inference.session import Session
+
+COMMANDS = "/quit, /save [FILE], /forget"
+PHRASE_BYTES, PHRASE_TOKENS = 16, 6
+"""How long a phrase is, about three words, that an answer does not say twice: in bytes, in tokens of words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Sampled):
+    """Talk with a model line by line. With --memory it remembers from one conversation to the next.
+
+    /quit ends, /save [FILE] writes the memory, /forget begins anew. A model whose tokenizer has a chat template is
+    spoken to by it.
+    """
+
+    model: Folder
+    """The model's folder."""
+    memory: Path | None = None
+    """Memory file to take up if it exists, and to write after every answer."""
+    temperature: float = 0.7
+    """0 takes the most likely token."""
+    no_repeat: int | None = None
+    """No phrase of so many tokens is said twice in one answer. Default: 16 bytes, or 6 tokens of another tokenizer."""
+
+    def run(self) -> None:
+        from remanence.core.tokens import ByteTokenizer
+        from remanence.inference.chat import Turns
+
+        sampling = self.sampling()
+        if self.memory is not None:
+            check_target("--memory", self.memory, unless=self.memory, hint="")
+        existing = self.memory if self.memory is not None and self.memory.exists() else None
+        session = open_session(self.model, self.device, existing, "on", self.write, self.force)
+        if self.no_repeat is None:
+            of_bytes = isinstance(session.tokenizer, ByteTokenizer)
+            sampling = replace(sampling, no_repeat=PHRASE_BYTES if of_bytes else PHRASE_TOKENS)
+        turns, interactive = Turns(session.tokenizer), sys.stdin.isatty()
+        if interactive:
+            say(f"{session.tokens:,} tokens remembered. {COMMANDS}; Ctrl-D ends, Ctrl-C ends an answer.")
+        for line in lines(interactive):
+            if line.startswith("/"):
+                try:
+                    if not self.obey(line, session, turns):
+                        return
+                except (ValueError, OSError) as error:
+                    if not interactive:
+                        raise
+                    say(f"{error}", error=True)
+                continue
+            try:
+                for text in session.stream(turns.text(line), **vars(sampling)):
+                    say_generated(text)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+            say_generated("\n")
+            if sampling.seed is not None:  # or every answer would have the same chances
+                sampling = replace(sampling, seed=sampling.seed + 1)
+            if self.memory is not None:
+                session.save(self.memory)
+
+    def obey(self, line: str, session: Session, turns: Turns) -> bool:
+        """Do what a line asks for that begins with a slash; false if it ends the chat."""
+        command, _, rest = line.partition(" ")
+        if command == "/save":
+            path = Path(rest.strip()) if rest.strip() else self.memory
+            if path is None:
+                raise ValueError("/save: expected a file, as there is no --memory: /save FILE, got none")
+            check_target("/save", path, unless=self.memory, hint="only the --memory in use is overwritten")
+            session.save(path)
+            say(f"{path}: {session.tokens:,} tokens, {path.stat().st_size:,} bytes")
+        elif line.strip() == "/forget":
+            kept = f"; {self.memory} keeps them until the next answer" if self.memory is not None else ""
+            say(f"{session.tokens:,} tokens forgotten{kept}")
+            session.state, turns.begun = session.model.start(1), False
+        elif line.strip() != "/quit":
+            hint = "to say it to the model, begin with a space"
+            raise ValueError(f"{command}: expected one of {COMMANDS}; {hint}")
+        return line.strip() != "/quit"
+
+
+def lines(interactive: bool) -> Iterator[str]:
+    """What is typed or piped in, without empty lines."""
+    while True:
+        try:
+            line = input("> " if interactive else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line

@@ -1,0 +1,121 @@
+"""A text of one's own, held in memory: a part to train on, and its end, which is held out."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cached_property
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from remanence.core.overrides import format_length
+from remanence.core.tokens import Tokenizer
+from remanence.data.shards import INDEX, dtype_for
+from remanence.data.texts import Texts
+
+SHARE, HELD = 10, 1 << 16
+"""The last tenth is held out, but no more than so many bytes: enough to measure, and read in seconds."""
+LEAST, MOST = 4096, 1 << 28
+"""Bytes that a text must have, and that are read of it."""
+
+
+class OwnText(NamedTuple):
+    """The bytes of documents: those to train on, and those held out. `cut`: whether the first held-out one is the rest
+    of the last one that is trained on.
+    """
+
+    train: list[bytes]
+    held: list[bytes]
+    cut: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes to train on."""
+        return sum(map(len, self.train))
+
+
+def read_text(what: str, source: str | None) -> OwnText:
+    """Read a file, a folder or hf:NAME, and hold out its end. `what` is the argument that an error names."""
+    if source and (Path(source) / INDEX).is_file():
+        raise ValueError(
+            f"{what}: expected texts, got the prepared folder {source}; "
+            f"`remanence train text --data.kind=documents --data.path={source}` reads it"
+        )
+    texts = Texts(what, source, "a text file, a folder of them or hf:NAME")
+    documents, size = list[bytes](), 0
+    for pieces in texts:
+        document = b"".join(pieces)[: MOST - size]
+        size += len(document)
+        documents += [document] if document else []
+        if size == MOST:
+            read = f"{format_length(MOST)} bytes"
+            warnings.warn(
+                f"{source}: only the first {read} are read; `remanence data prepare` takes all", stacklevel=2
+            )
+            break
+    if not size:
+        raise ValueError(f"{what}: expected a text of at least {LEAST:,} bytes, got {source}, which is empty")
+    if size < LEAST:
+        raise ValueError(f"{what}: expected a text of at least {LEAST:,} bytes, got {size:,} in {source}")
+    return _split(documents, min(size // SHARE, HELD))
+
+
+def _split(documents: list[bytes], wanted: int) -> OwnText:
+    """Hold out the last `wanted` bytes, or a character more. A document across the border is cut there."""
+    train, held = list(documents), list[bytes]()
+    while wanted >= len(train[-1]):
+        held.insert(0, train.pop())
+        wanted -= len(held[0])
+    at = len(train[-1]) - wanted
+    while wanted and at and train[-1][at] & 0xC0 == 0x80:  # inside a character of UTF-8
+        at -= 1
+    if wanted and at:
+        held.insert(0, train[-1][at:])
+        train[-1] = train[-1][:at]
+    return OwnText(train, held, bool(wanted and at))
+
+
+class OwnTokens:
+    """Documents as tokens in memory, to be read as a prepared folder is (`data/shards.py: Tokens`).
+
+    With `rows`, they are cut into so many stretches or more, none longer than a row's share of the text.
+    """
+
+    def __init__(self, text: OwnText, tokenizer: Tokenizer, rows: int | None = None) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, tokenizer.vocabulary
+        end = [] if tokenizer.end is None else [tokenizer.end]
+        tokens, borders = list[np.ndarray](), [0]
+        for number, document in enumerate(text.train):
+            found = [token for piece in tokenizer.stream([document]) for token in piece]
+            if not (text.cut and number == len(text.train) - 1):
+                found += end
+            tokens.append(np.asarray(found, dtype_for(self.vocabulary)))
+            borders.append(borders[-1] + len(found))
+        self.shards = [np.concatenate(tokens)]
+        if rows is not None:
+            borders = _stretches(borders, max(1, borders[-1] // rows))
+        self.start, self.end = np.array(borders[:-1]), np.array(borders[1:])
+        self.lengths = self.end - self.start
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all tokens and where documents end."""
+        return sha256(self.shards[0].tobytes() + self.end.astype("<i8").tobytes()).hexdigest()[:32]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def piece(self, document: int, start: int, stop: int) -> np.ndarray:
+        first, end = int(self.start[document]), int(self.end[document])
+        return self.shards[0][min(first + start, end) : min(first + stop, end)]
+
+
+def _stretches(borders: list[int], most: int) -> list[int]:
+    """Borders with others between them, so that nothing is longer than `most`."""
+    found = [0]
+    for start, end in pairwise(borders):
+        found += [*range(start + most, end, most), end]
+    return found

@@ -1,0 +1,117 @@
+"""A run on a text of one's own: how it is read, how long the run takes, and what it has achieved."""
+
+from __future__ import annotations
+
+import lzma
+import os
+from dataclasses import replace
+from math import log
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from remanence.core.device import resolve
+from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from remanence.data import Documents, Packed
+from remanence.data.own import OwnText, OwnTokens, read_text
+from remanence.inference.reader import traces
+from remanence.model import Model
+from remanence.train.config import TrainConfig
+from remanence.train.plan import measured
+
+SECONDS = 360
+"""Of training, as timed before it: other work on the machine may make it half as long again."""
+READINGS = 4
+"""How often a text is read at most. A short one would be learned by heart."""
+FEWEST = 20
+"""Steps at least."""
+BEFORE = 1 << 14
+"""Tokens that a model reads before the held-out part, if a document goes on there."""
+XZ = 1 << 23
+"""Bytes that xz reads before it."""
+
+
+def own_tokens(config: TrainConfig, tokenizer: Tokenizer, rows: int) -> OwnTokens:
+    """What a run trains on: stretches for each row if it carries its memory, else documents as they are."""
+    text = read_text("data.path", config.data.path)
+    return OwnTokens(text, tokenizer, rows if config.carry else None)
+
+
+def source(config: TrainConfig, batch: int, rank: int, world: int) -> Packed | Documents:
+    """The source of the kind "text"."""
+    tokens = own_tokens(config, tokenizer_for(config), batch * world)
+    kind = Documents if config.carry else Packed
+    return kind(tokens, config.data.length, batch, config.seed, rank, world)
+
+
+def tokenizer_for(config: TrainConfig) -> Tokenizer:
+    """That of the model which the run begins from, else bytes."""
+    return ByteTokenizer() if config.init_from is None else load_tokenizer(config.init_from)
+
+
+def sized(config: TrainConfig) -> TrainConfig:
+    """A config whose steps take a few minutes on this machine, and read the text a few times at most. Memories are
+    carried unless documents are short; those are packed.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("steps: expected --steps=N with several processes, which would each time their own")
+    text = read_text("data.path", config.data.path)
+    step = config.batch * config.data.length
+    seconds = step / _fastest(config)
+    readings = READINGS * text.size // step
+    steps = max(FEWEST, min(int(SECONDS / seconds), readings))
+    carry = config.carry and text.size >= 2 * config.data.length * len(text.train)
+    return replace(config, steps=steps, carry=carry)
+
+
+def _fastest(config: TrainConfig) -> float:
+    """Tokens per second of one row, as the middle of three timings, for other work comes and goes. On a CPU also with
+    one thread, which is left set if it is faster: threads that wait for each other on busy cores take many times as
+    long.
+    """
+    device, alone = resolve(config.device), replace(config, batch=1, accumulate=1)
+    threads = torch.get_num_threads()
+    found: dict[int, float] = {}
+    for number in sorted({1, threads}) if device.type == "cpu" else [threads]:
+        torch.set_num_threads(number)
+        found[number] = median(measured(alone, device) for _ in range(3))
+    best = max(found, key=lambda number: found[number])
+    torch.set_num_threads(best)
+    return found[best]
+
+
+class HeldOut(NamedTuple):
+    """Bits per byte of a held-out part: a model's, and those of ``xz -9``, after the text before it and alone."""
+
+    bytes: int
+    model: float
+    xz_after: float
+    xz_alone: float
+
+
+@torch.no_grad()
+def held_out(model: Model, tokenizer: Tokenizer, text: OwnText) -> HeldOut:
+    """Measure a model on what was held out. It has read the text right before, as far as the same document goes on."""
+    place, nats = model.embed.weight.device, 0.0
+    for number, document in enumerate(text.held):
+        before = _encoded(tokenizer, text.train[-1][-BEFORE:]) if text.cut and not number else []
+        # Without anything before it, a document's first token does not count, as everywhere.
+        tokens = torch.tensor([before + _encoded(tokenizer, document)], device=place)
+        for part, trace in traces(model, tokens[:, :-1]):
+            targets = tokens[0, 1:][part]
+            losses = F.cross_entropy(model.logits(trace.hidden[0]).float(), targets, reduction="none")
+            nats += float(losses[max(0, len(before) - 1 - part.start) :].double().sum())
+    held, read = b"".join(text.held), b"".join(text.train)[-XZ:]
+    after = _xz(read + held) - _xz(read)
+    bits = nats / log(2), 8 * after, 8 * _xz(held)
+    return HeldOut(len(held), *(each / len(held) for each in bits))
+
+
+def _encoded(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    return [token for piece in tokenizer.stream([text]) for token in piece]
+
+
+def _xz(data: bytes) -> int:
+    return len(lzma.compress(data, preset=9))

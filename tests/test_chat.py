@@ -1,0 +1,173 @@
+"""Talking line by line: the commands between the lines, templates of instruction models, and no phrase twice."""
+
+import io
+import json
+import sys
+
+import pytest
+from models import pairs_tokenizer
+
+from remanence import Session, cli
+from remanence.core.files import read_json, write_json
+from remanence.core.tokens import load_tokenizer
+from remanence.inference import memfile
+from remanence.inference.chat import Turns
+from remanence.testing import assert_close
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}</>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def talk(tmp_path, command, monkeypatch):
+    """`talk(lines, ...)`: a chat with the model `m`, whose lines come from a pipe."""
+    monkeypatch.chdir(tmp_path)
+    cli.main(["new", "tiny", "m", "--variant", "lmm"])
+
+    def talk(*lines, code=0, options=()):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        options = ("--max-tokens", 2, "--device", "cpu", *options)
+        return command("chat", "m", *options, code=code)
+
+    return talk
+
+
+class TestCommands:
+    def test_quit_ends_it(self, talk, tmp_path):
+        talk("/quit", "hello", options=("--memory", "c.mem"))
+        assert not (tmp_path / "c.mem").exists(), "nothing was said after /quit"
+        assert talk() == "", "an empty file is an empty conversation"
+
+    def test_save_writes_what_is_remembered(self, talk, tmp_path):
+        said = talk("hello", "/save a.mem", "again", "/save b.mem", options=("--temperature", 0))
+        assert "a.mem: 8 tokens" in said and "b.mem: 16 tokens" in said
+        session = Session(tmp_path / "m")
+        for line, name in (("hello\n", "a.mem"), ("again\n", "b.mem")):
+            session.generate(line, max_tokens=2)
+            assert_close(memfile.load(tmp_path / name, session.model), session.state, 0.0)
+
+    def test_save_overwrites_nothing_but_the_memory_in_use(self, talk, tmp_path):
+        (tmp_path / "a.mem").write_text("precious")
+        assert "/save: a.mem exists" in talk("hello", "/save a.mem", code=2)
+        assert (tmp_path / "a.mem").read_text() == "precious"
+        assert "/save: expected a file, as there is no --memory" in talk("/save", code=2)
+        assert "/save: expected a folder that exists, got no" in talk("/save no/a.mem", code=2)
+        assert "c.mem: 8 tokens" in talk("hello", "/save", options=("--memory", "c.mem"))
+
+    def test_forget_begins_anew(self, talk, tmp_path):
+        said = talk("hello", "/forget", "again", options=("--memory", "c.mem", "--temperature", 0))
+        assert "8 tokens forgotten; c.mem keeps them until the next answer" in said
+        session = Session(tmp_path / "m")
+        session.generate("again\n", max_tokens=2)
+        assert_close(memfile.load(tmp_path / "c.mem", session.model), session.state, 0.0)
+
+    def test_another_command_is_refused(self, talk):
+        assert "/sav: expected one of /quit, /save [FILE], /forget" in talk("/sav", code=2)
+        talk(" /sav")
+
+    def test_at_a_terminal_a_wrong_command_ends_nothing(self, talk, monkeypatch, capsys, tmp_path):
+        typed = iter(["/sav", "/save", "hello", "/save a.mem", "/quit"])
+        monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", terminal)
+        cli.main(["chat", "m", "--max-tokens", "2"])
+        out, err = capsys.readouterr()
+        assert "0 tokens remembered. /quit" in out and err.count("\n") == 2
+        assert (tmp_path / "a.mem").is_file()
+
+
+def test_a_seed_is_the_same_talk_and_none_is_another(talk):
+    """Each answer has chances of its own: the same line is answered in two ways."""
+    options = ("--max-tokens", 8, "--temperature", 2, "--write", "none")
+    seeded = [talk("hello", "hello", options=(*options, "--seed", 5)) for _ in range(2)]
+    assert seeded[0] == seeded[1]
+    assert len({talk("hello", options=options) for _ in range(3)}) == 3
+
+
+def test_the_small_reader_says_no_phrase_of_three_words_twice(command, monkeypatch):
+    """At its most likely words, which without the rule go round in a circle."""
+    question, options = "Tell me about the sea.", ("--max-tokens", 150, "--temperature", 0)
+
+    def repeated(*more):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(question + "\n"))
+        said = command("chat", "remanence-small", *options, *more).encode()
+        phrases = [said[start : start + 16] for start in range(len(said) - 15)]
+        return len(phrases) - len(set(phrases))
+
+    assert repeated("--no-repeat", 1000) > 10
+    assert repeated() == 0
+
+
+class TestTemplate:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        pairs_tokenizer(tmp_path / "pairs.json").save(tmp_path)
+        return tmp_path
+
+    def told(self, folder, **settings):
+        write_json(folder / "tokenizer_config.json", {"eos_token": "<|end|>", "bos_token": "<s>", **settings})
+        return load_tokenizer(folder)
+
+    @pytest.mark.parametrize("place", ["an entry", "entries by name", "a file"])
+    def test_turns_put_together_are_the_whole_conversation(self, folder, place):
+        """What Hugging Face's own rendering gives for all messages at once, wherever the template is kept."""
+        transformers = pytest.importorskip("transformers")
+        if place == "a file":
+            (folder / "chat_template.jinja").write_text(TEMPLATE)
+        several = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+        entry = {"an entry": {"chat_template": TEMPLATE}, "entries by name": {"chat_template": several}}
+        turns = Turns(self.told(folder, **entry.get(place, {})))
+        text = turns.text("Who?") + "Me." + turns.text("Where?")
+        messages = [("user", "Who?"), ("assistant", "Me."), ("user", "Where?")]
+        theirs = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", chat_template=TEMPLATE
+        ).apply_chat_template(
+            [{"role": role, "content": content} for role, content in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert text == theirs
+        turns.begun = False
+        assert turns.text("Who?").startswith("<s>")
+
+    def test_it_is_saved_with_the_tokenizer(self, folder, tmp_path):
+        (tmp_path / "other").mkdir()
+        self.told(folder, chat_template=TEMPLATE).save(tmp_path / "other")
+        assert Turns(load_tokenizer(tmp_path / "other")).text("a") == "<s><user>a</>\n<assistant>"
+        assert read_json(tmp_path / "other" / "tokenizer_config.json")["chat_template"] == TEMPLATE
+
+    def test_without_one_lines_are_read_as_they_are(self, folder):
+        turns = Turns(self.told(folder))
+        assert turns.text("a") + turns.text("b") == "a\nb\n"
+
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            ("{% if", "chat_template: cannot be used"),
+            ("{{ raise_exception('no users') }}", "cannot be used .no users"),
+            ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be used .*unsafe"),
+            ("{{ messages.append(1) }}", "cannot be used .*unsafe"),
+        ],
+    )
+    def test_a_strangers_template_is_one_line_at_most(self, folder, template, message):
+        with pytest.raises(ValueError, match=message):
+            Turns(self.told(folder, chat_template=template)).text("a")
+
+    def test_one_that_drops_answers_is_refused(self, folder):
+        turns = Turns(self.told(folder, chat_template="{{ messages[-1].content }}"))
+        assert turns.text("a") == "a"
+        with pytest.raises(ValueError, match="expected one that writes what an assistant says"):
+            turns.text("b")
+
+    def test_chat_speaks_by_it(self, tmp_path, command, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        pairs_tokenizer(tmp_path / "pairs.json")
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+        cli.main(["new", "tiny", "m", "--variant", "lmm", "--tokenizer", "pairs.json"])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+        command("chat", "m", "--memory", "c.mem", "--max-tokens", 1, "--device", "cpu", "--seed", 1)
+        (count,) = memfile.peek(tmp_path / "c.mem")[0]["tokens"]
+        assert len("<user>hello</>\n<assistant>") <= count <= len("<user>hello</>\n<assistant>") + 1
