@@ -1,6 +1,7 @@
 """A memory attached to a pretrained model: nothing changes before it is trained, and all our laws hold after that."""
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -328,6 +329,10 @@ def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus):
         assert torch.equal(one, other), name
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     assert all(np.isfinite(json.loads(line)["loss"]) for line in lines)
+    for windows in ((8,), (32, 64), (16,)):
+        with pytest.raises(ValueError, match="windows: expected falling numbers above 16"):
+            fit(dataclasses.replace(config, windows=windows), tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
     session = remanence.Session(tmp_path / "whole" / "model")
     assert session.read("It was so.").tokens == 10
 

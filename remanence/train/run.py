@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -380,12 +381,24 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
         return config
     folder = model_folder(config.init_from)
     if attached.is_attached(folder):
-        own = attached.read_config(folder)[0].outline()
+        described = attached.read_config(folder)[0]
+        _check_windows(config.windows, described.window)
+        own = described.outline()
     elif config.windows:
         raise ValueError(f"windows: expected an attached model to begin from, got {config.init_from}")
     else:
         own = read_config(folder)
     return replace(config, init_from=str(folder.resolve()), model=own)
+
+
+def _check_windows(windows: tuple[int, ...], own: int | None) -> None:
+    """Refuse windows that do not narrow step by step to a model's own: a wider one would need what is not kept."""
+    for before, after in pairwise((*windows, own)):
+        if after is None or before is None or after >= before:
+            wanted = (
+                "none, for attention that is not narrowed" if own is None else f"falling numbers above {own}"
+            )
+            raise ValueError(f"windows: expected {wanted}, the model's own window, got {windows}")
 
 
 def _absolute(path: str | None) -> str | None:
