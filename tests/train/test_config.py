@@ -17,7 +17,7 @@ RUNS = sorted((Path(__file__).parents[1] / "fixtures").glob("v*/*/run"))
     [
         (
             {"kind": "packed", "pairs": 4},
-            "pairs: expected only with data.kind='recall' or 'needle', got it with 'packed'",
+            "pairs: expected only with data.kind='recall' or 'needle' or 'told', got it with 'packed'",
         ),
         (
             {"kind": "needle", "rounds": 3},
@@ -25,7 +25,7 @@ RUNS = sorted((Path(__file__).parents[1] / "fixtures").glob("v*/*/run"))
         ),
         (
             {"kind": "recall", "path": "x"},
-            "path: expected only with data.kind='packed' or 'documents' or 'text' or 'facts' or 'babilong'",
+            "path: expected only with data.kind='packed' or 'documents' or 'text' or 'facts' or 'told' or 'babilong'",
         ),
         (
             {"kind": "documents", "tasks": ("qa1",)},
