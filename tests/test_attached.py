@@ -352,6 +352,26 @@ def test_the_trainer_trains_it(tmp_path):
     assert any(bool(weight.any()) for name, weight in model.model.saved_parameters() if "o_proj" in name)
 
 
+def test_pipelines_and_lm_eval_take_it(tmp_path):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer, pipeline
+
+    ByteTokenizer().save(tmp_path)
+    tokenizer, plain = AutoTokenizer.from_pretrained(tmp_path), base()
+    pairs = [("The cat", " sat"), ("A longer context", " sat down")]
+    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    found = []
+    for model in (plain, remanence.attach(copy.deepcopy(plain), every=2, **SMALL)):
+        scores = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=64, device="cpu")
+        said = pipeline("text-generation", model=model, tokenizer=tokenizer)(
+            "Hello", max_new_tokens=4, do_sample=False
+        )
+        found.append(([score for score, _ in scores.loglikelihood(asked)], said))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert found[0][1] == found[1][1]
+
+
 # Facts that are told
 
 
@@ -450,7 +470,9 @@ def test_the_command_line_attaches_reads_and_refuses(tmp_path, capsys):
     main(["generate", own, "--memory", str(tmp_path / "text.mem"), "--prompt", "And", "--max-tokens", "3"])
     main(["inspect", str(tmp_path / "text.mem")])
     main(["inspect", own])
+    page = ["lens", own, "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "x")]
     for words, message in (
+        (page, "model: expected one of ours, got one attached to a pretrained model"),
         (["attach", str(tmp_path / "base"), own], "out: expected a new or empty folder"),
         (["attach", str(tmp_path / "missing"), str(tmp_path / "x")], "base: expected the folder or name"),
     ):

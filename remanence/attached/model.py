@@ -109,6 +109,13 @@ class Attached(Model):
         return []
 
     @property
+    def blocks(self) -> nn.ModuleList:
+        """Asked for by what looks into layers of ours, or compiles them."""
+        raise ValueError(
+            "model: expected one of ours, got one attached to a pretrained model, whose layers are not ours"
+        )
+
+    @property
     def memory(self) -> Mode:
         return self._memory
 
