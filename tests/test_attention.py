@@ -1,11 +1,13 @@
 """Masks are what their drawings say; the fast forms are plain softmax under those masks."""
 
+import functools
 import inspect
+import itertools
 
 import pytest
 import torch
 
-from remanence.layers import Rotary
+from remanence.layers import Rotary, softmax
 from remanence.layers.attention import Attention
 from remanence.layers.masks import band_mask, causal_mask, segment_mask
 from remanence.layers.softmax import full_attention, sliding_attention
@@ -119,3 +121,22 @@ def test_flexible_attention_is_the_same(width):
     assert torch.equal(flexible_attention(*changed, prefix, 200)[:, :333], before[:, :333]), (
         "causal to the bit"
     )
+
+
+@pytest.mark.parametrize("kind", ["fixed", "windows"])
+def test_flexible_attention_stays_compiled_however_many_kinds_of_calls_there_are(kind, monkeypatch):
+    """By itself torch gives up after eight builds of a function, and all scores are computed at once."""
+    eager = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", eager)
+    softmax._compiled_flex.cache_clear()
+    try:
+        flex = softmax._compiled_flex(kind)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for length, lse in itertools.product(range(128, 128 + 6 * 16, 16), (False, True)):
+                q = torch.randn(1, 2, length, 16)
+                mask = softmax._flexible_mask(length, 0, 32, 0, q.device)
+                y, total = flex(q, q, q, mask, None, lse)
+                assert y.shape == q.shape and (total is not None) == lse
+    finally:
+        softmax._compiled_flex.cache_clear()
+        torch._dynamo.reset()
