@@ -9,7 +9,8 @@ a folder of books with an index (see books.py), of which the split "test" is rea
 - train: attach (`remanence.attach`) and train by the recipe `attach`; into --work, unless it is there;
 - near, far: bits per byte of held-out books by position, in many stretches and in whole books: the pretrained model
   with full attention up to its own length (then begun anew for every half of it), its attention narrowed to a window,
-  and the window with the memory on, frozen and fresh;
+  and the window with the memory on, frozen and fresh; and full attention with the frozen memory, which has adapted to
+  books as the others have and remembers nothing else;
 - facts: facts told, tokens of a book read, every fact asked for by name; answers are generated;
 - speed: tokens per second of reading and decoding, and the memory that takes, against the pretrained model.
 """
@@ -88,8 +89,8 @@ def trained(args: argparse.Namespace, device: torch.device) -> Attached:
         config = override(config, dict(each.split("=", 1) for each in args.changes))
         start = time.monotonic()
         fit(config, run, resume=(run / "checkpoints").is_dir(), log=lambda line: print(
-            f"step {line['step']} loss {line['loss']:.4f} {line['tokens_per_s']:,.0f} tokens/s "
-            f"gradient {line['gradient']:.2f} {line['memory_gib']:.0f} GiB", flush=True))  # fmt: skip
+            f"step {line['step']} loss {line['loss']:.4f} answers {line['answers'] or 0:.4f} gradient "
+            f"{line['gradient']:.2f} {line['tokens_per_s']:,.0f} tokens/s", flush=True))  # fmt: skip
         (run / "seconds").write_text(f"{time.monotonic() - start:.0f}")
     return load_attached(run / "model", device=device, dtype=dtype).eval()
 
@@ -104,15 +105,15 @@ class Measure:
         self.model, self.device, self.piece, self.context = model, device, piece, context
 
     def _arm(self, arm: str) -> str:
-        self.model.window = None if arm == "full" else self.model.config.window
-        return "off" if arm in ("full", "window") else arm
+        self.model.window = None if arm in ("full", "adapted") else self.model.config.window
+        return {"full": "off", "window": "off", "adapted": "frozen"}.get(arm, arm)
 
     @torch.no_grad()
     def bits(self, tokens: Tensor, arm: str) -> Tensor:
         """Of every token of ``[r t+1]`` but the first."""
         mode = self._arm(arm)
-        if arm == "full":
-            return self._restarted(tokens)
+        if arm in ("full", "adapted"):
+            return self._restarted(tokens, mode)
         state, found = self.model.start(len(tokens)), []
         for first in range(0, tokens.shape[1] - 1, self.piece):
             some = tokens[:, first : first + self.piece + 1].to(self.device)
@@ -121,7 +122,7 @@ class Measure:
             found.append(self._losses(trace.hidden, some[:, 1:]))
         return torch.cat(found, 1)
 
-    def _restarted(self, tokens: Tensor) -> Tensor:
+    def _restarted(self, tokens: Tensor, mode: Any) -> Tensor:
         """No more than `context` tokens are seen: beyond, half of them are read again in front of every next half."""
         found, half = [], self.context // 2
         for first in range(0, tokens.shape[1] - 1, half):
@@ -129,7 +130,7 @@ class Measure:
                 continue  # the first two halves are read together
             begin = max(0, first - half)
             some = tokens[:, begin : max(first + half, self.context) + 1].to(self.device)
-            hidden = self.model.trace(some[:, :-1], memory="off", keep=False).hidden
+            hidden = self.model.trace(some[:, :-1], memory=mode, keep=False).hidden
             found.append(self._losses(hidden, some[:, 1:])[:, first - begin :])
         return torch.cat(found, 1)
 
@@ -286,6 +287,7 @@ ARMS = {
     "on": "window and memory",
     "fresh": "memory fresh",
     "frozen": "memory frozen",
+    "adapted": "full attention, memory frozen",
 }
 
 
@@ -363,13 +365,13 @@ def work_of(args: argparse.Namespace) -> list[Row]:
     near = [{"part": "books", "reach": "near", "arm": arm, "context": context} for arm in ARMS]
     far = [
         {"part": "books", "reach": "far", "arm": arm, "context": context}
-        for arm in ("full", "window", "on", "fresh")
+        for arm in ("full", "window", "on", "fresh", "adapted")
     ]
     told = [
         {"part": "facts", "arm": arm, "told": args.told, "distance": distance}
         for distance in args.distances
-        for arm in ("on", "window", "full")
-        if arm == "on" or distance <= 4096
+        for arm in ("on", "frozen", "window", "full")
+        if arm == "on" or distance == min(args.distances)
     ]
     fast = [
         {"part": "speed", "arm": arm, "context": size}
@@ -392,7 +394,7 @@ def main() -> None:
     parser.add_argument("--name", default="attach", help="of the settings, in the rows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--every", type=int)
     parser.add_argument("--place", default="beside")
     parser.add_argument("--memory", nargs="*", default=[], help="fields of the memory: heads=4 head_dim=128")
     parser.add_argument("--steps", type=int, help="of training")

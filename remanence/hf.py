@@ -500,7 +500,7 @@ class AttachedForCausalLM(RemanenceForCausalLM):
 def attach(
     model: Any,
     *,
-    every: int = 4,
+    every: int | None = None,
     layers: Sequence[int] | None = None,
     memory: Kind = "neural",
     place: Place = "beside",
@@ -516,7 +516,8 @@ def attach(
         model: a model of transformers, of the Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM) or, if `attention`
             names its attention modules, another; or the folder, name or GGUF file of one. It is not copied: it becomes
             a part of what is returned, its weights frozen.
-        every: a memory in every so many layers. A store is in one, at three quarters of the depth.
+        every: a memory in every so many layers; None: in every eighth. A store is in one, at three quarters of the
+            depth.
         layers: or in these, counted from 0.
         memory: "neural", or "knn" for a store of past keys and values (needs a window).
         place: of a neural memory: "beside" attention (MAG) or in "front" of it (MAL).
@@ -535,6 +536,7 @@ def attach(
     if any(hasattr(module, "remanence_site") for module in modules):
         raise ValueError("model: expected one without a memory, got one that has been attached to already")
     depth = len(modules)
+    every = min(8, depth) if every is None else every
     if type(every) is not int or not 1 <= every <= depth:
         raise ValueError(f"every: expected a number from 1 to the model's {depth} layers, got {every!r}")
     if layers is None:
@@ -557,7 +559,7 @@ def _memory_fields(memory: Kind, dim: int, fields: dict[str, Any]) -> dict[str, 
     return {"memory": build(MemoryConfig, {"dim": dim, **MEMORY, **fields})}
 
 
-MEMORY: dict[str, Any] = {"heads": 4, "head_dim": 128, "induction": True, "forget_bias": -10.0}
+MEMORY: dict[str, Any] = {"heads": 4, "head_dim": 128, "conv": 8, "induction": True, "forget_bias": -10.0}
 """Where an attached neural memory differs from our models' own: what was measured on books and told facts
 (docs/results/attach.md).
 """

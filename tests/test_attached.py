@@ -329,12 +329,34 @@ def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus):
         assert torch.equal(one, other), name
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     assert all(np.isfinite(json.loads(line)["loss"]) for line in lines)
-    for windows in ((8,), (32, 64), (16,)):
-        with pytest.raises(ValueError, match="windows: expected falling numbers above 16"):
-            fit(dataclasses.replace(config, windows=windows), tmp_path / "wrong")
-    assert not (tmp_path / "wrong").exists()
     session = remanence.Session(tmp_path / "whole" / "model")
     assert session.read("It was so.").tokens == 10
+
+
+def test_windows_that_widen_are_taken_up_where_they_were_left(tmp_path, corpus):
+    base().save_pretrained(tmp_path / "base")
+    remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
+    data = DataConfig(kind="told", path=str(corpus), length=512, pairs=1, share=0.5, ramp=0)
+    config = TrainConfig(
+        init_from=str(tmp_path / "own"), data=data, batch=4, steps=6, carry=True, windows=(8, 12), device="cpu",
+        optimizer=OptimizerConfig(lr=1e-3, warmup=2), save_every=2, log_every=1,
+    )  # fmt: skip
+    whole = fit(config, tmp_path / "whole")
+    for stop in (2, 3):  # in the middle of a window's steps, and between two windows
+        with remanence.train.Run.open(config, tmp_path / f"{stop}") as run:
+            seen = []
+            for _ in range(stop):
+                run.step()
+                seen.append(run.model.window)
+            run.checkpoint()
+        assert seen == [8, 8, 12][:stop]
+        halves = fit(None, tmp_path / f"{stop}", resume=True)
+        for (name, one), (_, other) in zip(whole.saved_parameters(), halves.saved_parameters(), strict=True):
+            assert torch.equal(one, other), name
+    remanence.attach(tmp_path / "base", every=2, **SMALL).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match="windows: expected none, for attention that is not narrowed"):
+        fit(dataclasses.replace(config, init_from=str(tmp_path / "wide")), tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_the_trainer_trains_it(tmp_path):
@@ -393,10 +415,24 @@ def test_told_rows_are_a_function_of_the_step_and_hold_every_answer(corpus):
         assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
     batch, tokenizer = source.step(3), ByteTokenizer()
     text = tokenizer.decode(batch.tokens[0].tolist())
-    known = tokenizer.decode(batch.targets[0][batch.weights[0] == 1].tolist())
-    statements = text.split("Please remember this. ")[1].split("\n")[0]
-    assert known.strip()
-    assert all(part.strip(" .") in statements for part in known.split("\n") if part.strip())
+    known = tokenizer.decode(batch.targets[0][batch.weights[0] == 1].tolist()).split()
+    said = [part.split("\n")[0] for part in text.split("Please remember this. ")[1:]]
+    assert known and all(any(f" {value}." in part for part in said) for value in known)
+    assert len(known) == sum(part.count(".") for part in said)
+
+
+def test_told_rows_are_dense_at_first_and_grow(corpus):
+    source = told(corpus, lengths=(2048,), tokens=32 * 2048, facts=8, ramp=6)
+    rows = [source.step(number) for number in (0, 6)]
+    answers = [(batch.weights == 1).sum(1) for batch in rows]
+    assert bool((answers[0] > 0).all())  # all rows are conversations
+    assert bool((answers[1] > 0).any()) and not bool((answers[1] > 0).all())  # half of them
+    assert answers[0].float().mean() > answers[1][answers[1] > 0].float().mean()
+    assert set(rows[0].weights.unique().tolist()) == {0.0, 1.0}  # the text does not count yet
+    assert rows[1].weights.unique().tolist() == pytest.approx([0.1, 1.0])
+    assert all(bool(batch.begins[:1].all()) for batch in rows)
+    with pytest.raises(ValueError, match=r"data.length: expected at least \d+ tokens, for a conversation"):
+        told(corpus, lengths=(128,))
 
 
 def test_texts_go_on_where_a_row_left_them(corpus):

@@ -375,10 +375,15 @@ class Attached(Model):
 
         save(self, folder)
 
-    def narrowed(self, state: State) -> State:
-        """A state of this model with a wider window, for the window of now."""
+    def narrowed(self, state: State) -> State | None:
+        """A state of this model with another window, for the window of now; None if that one was shorter: what this
+        window would see was not kept.
+        """
         if self._window is None:
             return state
+        shorter = self.reach.history - state.blocks[0].attention.window.k.shape[1]
+        if shorter >= 0:
+            return None if shorter else state
         return state._replace(
             blocks=tuple(site.narrowed(part) for site, part in zip(self.sites, state.blocks, strict=True))
         )

@@ -11,6 +11,7 @@ from remanence.attached.store import StoreBeside
 from remanence.attached.window import WindowState, attend, to_base
 from remanence.core.state import TensorTuple
 from remanence.layers.attention import AttentionState
+from remanence.memory.neural import NeuralMemory
 from remanence.mixers.memory import Memory
 from remanence.ops.layout import repad
 
@@ -51,7 +52,7 @@ class Site:
             module.register_forward_pre_hook(self._note, with_kwargs=True)
             return
         memory = Memory(config)
-        nn.init.zeros_(memory.layer.o_proj.weight)  # says nothing at first
+        _begin(memory.layer)
         owner.memories[str(index)] = memory
         if config.place == "front":
             module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -125,6 +126,15 @@ class Site:
         """MAG: what the memory says is added to what attention does."""
         m = self._read(args[0] if args else kwargs["hidden_states"])
         return output + m if isinstance(output, Tensor) else (output[0] + m, *output[1:])
+
+
+@torch.no_grad()
+def _begin(layer: NeuralMemory) -> None:
+    """Say nothing at first, and write of each token itself: a mixture with those before it cannot be taken apart."""
+    layer.o_proj.weight.zero_()
+    if layer.v_conv.weight is not None:
+        layer.v_conv.weight.zero_()
+        layer.v_conv.weight[:, -1] = 1
 
 
 def _projected(module: Any, x: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,8 @@ class Attach:
     """A neural memory, or a store of past keys and values in one layer."""
     place: Literal["beside", "front"] = "beside"
     """Of a neural memory: beside attention (MAG) or in front of it (MAL)."""
-    every: int = 4
-    """A memory in every so many layers."""
+    every: int | None = None
+    """A memory in every so many layers. None: in every eighth."""
     window: int | None = 512
     """Tokens that attention is narrowed to. None: all, as the model was made; its state then grows with the text."""
     sinks: int = 4

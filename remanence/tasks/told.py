@@ -7,6 +7,7 @@ Names that are asked for in evaluation are never told in training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -151,6 +152,16 @@ def draw_facts(rng: np.random.Generator, count: int, held_out: bool) -> list[Fac
     return facts
 
 
+def _one_of_each() -> list[Fact]:
+    """A fact of every kind, about the longest of names."""
+    name = f"{max(FIRST, key=len)} {max(LAST, key=len)}"
+    return [
+        Fact(kind.said.format(name=name, value=value), kind.asked.format(name=name), value)
+        for kind in KINDS
+        for value in [max(kind.values, key=len)]
+    ]
+
+
 class Turns:
     """How a conversation is written: in ChatML where a tokenizer has its marks, in plain words elsewhere."""
 
@@ -183,9 +194,26 @@ class Turns:
         return opened, closed + self.begun + self.answer("I have read it.")
 
 
+class _Conversation(NamedTuple):
+    """What is said before a text is read and right behind it, and of every fact its question and answer, with marks."""
+
+    told: np.ndarray
+    behind: np.ndarray
+    asked: list[tuple[np.ndarray, np.ndarray]]
+
+    @property
+    def size(self) -> int:
+        return len(self.told) + len(self.behind) + sum(len(tokens) for tokens, _ in self.asked)
+
+
 class Told:
-    """Rows ``[rows, length]``: some are conversations, begun anew with every step; the others read texts on, piece by
-    piece, their memory carried, and leave them after some pieces.
+    """Rows ``[rows, length]``: some are filled with conversations, begun anew with every step; the others read texts
+    on, piece by piece, their memory carried, and leave them after some pieces.
+
+    In a conversation up to `facts` facts are told, tokens of a text are read, and every fact is asked for; then the
+    next begins, as long as the row has room. Over the first `ramp` steps the text in between grows from next to
+    nothing: a memory then finds what it was told before it has learned to pass over what is not worth keeping, and
+    learns that from there. All rows are conversations until then, in which the text does not count at first.
 
     Every token is a target; one that need not be remembered counts `weight` times as much as one that must. With a
     curriculum of lengths each has an equal part of the steps, in the fewer rows the longer they are. A batch depends on
@@ -194,16 +222,17 @@ class Told:
 
     CARRIED = 8
     """Pieces that a row reads of a text before it leaves it."""
-    NEAREST = 64
+    NEAREST = 16
     """Tokens that are read between telling and asking, at least."""
 
     def __init__(
         self, data: Tokens, lengths: Sequence[int], tokens: int, steps: int, *, facts: int, share: float,
-        weight: float, seed: int = 0, rank: int = 0,
+        weight: float, ramp: int = 0, seed: int = 0, rank: int = 0,
     ) -> None:  # fmt: skip
         self.data, self.tokenizer, self.turns = data, data.tokenizer, Turns(data.tokenizer)
         self.lengths, self.tokens, self.steps = tuple(lengths), tokens, steps
-        self.facts, self.share, self.weight, self.seed, self.rank = facts, share, weight, seed, rank
+        self.facts, self.share, self.weight, self.ramp = facts, share, weight, ramp
+        self.seed, self.rank = seed, rank
         longest = max(self.lengths)
         if tokens % longest:
             raise ValueError(
@@ -211,11 +240,11 @@ class Told:
             )
         if not (data.lengths > longest + 1).any():
             raise ValueError(f"data: expected a document of more than {longest + 1:,} tokens, got none")
-        needed = len(self._conversation(np.random.default_rng(0), facts, 0)[0]) + self.NEAREST
-        if share and needed > min(self.lengths):
+        one = max(said.size for fact in _one_of_each() if (said := self._conversation([fact], inf)))
+        if (share or ramp) and one + self.NEAREST > min(self.lengths):
             raise ValueError(
-                f"data.pairs: expected few enough facts for rows of {min(self.lengths)} tokens, got {facts}, which "
-                f"take some {needed}"
+                f"data.length: expected at least {one + self.NEAREST} tokens, for a conversation about one fact, got "
+                f"{min(self.lengths)}"
             )
 
     def stage(self, number: int) -> tuple[int, int]:
@@ -225,33 +254,36 @@ class Told:
             part -= 1
         return self.lengths[part], -(-part * self.steps // len(self.lengths))
 
+    def grown(self, number: int) -> float:
+        """How far the first steps have grown into the task, from 0 to 1: slowly, then fast."""
+        return min(1.0, number / self.ramp) ** 2 if self.ramp else 1.0
+
     def _rng(self, number: int, row: int, what: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=[self.seed, number], counter=[0, 0, row, what]))
 
-    def _conversation(
-        self, rng: np.random.Generator, count: int, reading: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Facts told, so many tokens of a text, and every fact asked for, in another order; and which tokens are to be
-        known: of an answer, what follows the words of the question.
-        """
-        facts = draw_facts(rng, count, held_out=False)
-        opened, closed = self.turns.between()
-        parts = [self._encode(self.turns.telling(facts)), self._encode(opened), self._piece(rng, reading)]
-        parts.append(self._encode(closed))
-        marks = [np.zeros(len(part), bool) for part in parts]
-        for index in rng.permutation(count):
-            fact = facts[index]
-            begun = fact.statement.removesuffix(f" {fact.value}.")
-            prompt, answer = pair_tokens(
-                self.tokenizer, self.turns.question(fact) + self.turns.answer(begun, ended=False),
-                self.turns.answer(fact.statement).removeprefix(self.turns.answer(begun, ended=False)),
-            )  # fmt: skip
-            parts += [np.array(prompt, np.int64), np.array(answer, np.int64)]
-            marks += [np.zeros(len(prompt), bool), np.ones(len(answer), bool)]
-        return np.concatenate(parts), np.concatenate(marks)
-
     def _encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int64)
+
+    def _asked(self, fact: Fact) -> tuple[np.ndarray, np.ndarray]:
+        """A question and its answer, and which of their tokens are to be known: the value's."""
+        begun = self.turns.answer(fact.statement.removesuffix(f" {fact.value}."), ended=False)
+        prompt, value = pair_tokens(self.tokenizer, self.turns.question(fact) + begun, f" {fact.value}")
+        rest = self.tokenizer.encode(self.turns.answer(fact.statement).removeprefix(f"{begun} {fact.value}"))
+        known = np.repeat([False, True, False], [len(prompt), len(value), len(rest)])
+        return np.array([*prompt, *value, *rest], np.int64), known
+
+    def _conversation(self, facts: Sequence[Fact], room: float) -> _Conversation | None:
+        """Facts told, and then asked for; as many of them as there is room for, if there is any."""
+        opened, closed = self.turns.between()
+        behind, asked = self._encode(closed), [self._asked(fact) for fact in facts]
+        count = len(facts)
+        while count:
+            told = np.concatenate([self._encode(self.turns.telling(facts[:count])), self._encode(opened)])
+            size = len(told) + len(behind) + sum(len(tokens) for tokens, _ in asked[:count])
+            if size + self.NEAREST <= room:
+                return _Conversation(told, behind, asked[:count])
+            count = min(count - 1, int(count * room / (size + self.NEAREST)))
+        return None
 
     def _piece(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """Some tokens of some text."""
@@ -261,25 +293,26 @@ class Told:
         return self.data.piece(document, start, start + length).astype(np.int64)
 
     def _told(self, number: int, row: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation of exactly ``length + 1`` tokens."""
-        rng = self._rng(number, row, 4)
-        count = int(rng.integers(1, self.facts + 1, 2).max())  # many more often than few
-        keep = rng.bit_generator.state
-        bare = len(self._conversation(rng, count, 0)[0])
-        rng.bit_generator.state = keep
-        reading = max(self.NEAREST, length + 1 - bare)
-        tokens, marks = self._conversation(rng, count, reading)
-        tokens, marks = (
-            tokens[: length + 1],
-            marks[: length + 1],
-        )  # a text may be one token more or less in between
-        missing = length + 1 - len(tokens)
-        if missing:
-            tokens, marks = (
-                np.append(tokens, self._piece(rng, missing)),
-                np.append(marks, np.zeros(missing, bool)),
-            )
-        return tokens, marks
+        """Conversations of exactly ``length + 1`` tokens, with a text behind the last."""
+        rng, grown = self._rng(number, row, 4), self.grown(number)
+        parts: list[np.ndarray] = []
+        marks: list[np.ndarray] = []
+        room = length + 1
+        while True:
+            count = int(rng.integers(1, self.facts + 1, 2).max())  # many more often than few
+            said = self._conversation(draw_facts(rng, count, held_out=False), room)
+            if said is None:
+                break
+            reading = self.NEAREST + int(rng.integers(int((room - said.size - self.NEAREST) * grown) + 1))
+            order = rng.permutation(len(said.asked))
+            asked, known = zip(*[said.asked[index] for index in order], strict=True)
+            parts += [said.told, self._piece(rng, reading), said.behind, *asked]
+            marks += [np.zeros(len(said.told) + reading + len(said.behind), bool), *known]
+            room -= said.size + reading
+        if room:
+            parts.append(self._piece(rng, room))
+            marks.append(np.zeros(room, bool))
+        return np.concatenate(parts), np.concatenate(marks)
 
     def _read(self, number: int, row: int, length: int, first: int) -> tuple[np.ndarray, bool]:
         """A row's piece of its text and one token more, and whether it begins there."""
@@ -298,7 +331,8 @@ class Told:
     def step(self, number: int) -> Batch:
         length, first = self.stage(number)
         rows = self.tokens // length
-        talks = round(self.share * rows)
+        grown = self.grown(number)
+        talks = rows if grown < 1 else round(self.share * rows)
         read, answers, begins = [], [], []
         for row in range(rows):
             own = self.rank * rows + row
@@ -312,6 +346,6 @@ class Told:
             answers.append(marks)
             begins.append(begin)
         text = torch.from_numpy(np.stack(read))
-        weights = torch.where(torch.from_numpy(np.stack(answers))[:, 1:], 1.0, self.weight)
+        weights = torch.where(torch.from_numpy(np.stack(answers))[:, 1:], 1.0, self.weight * grown)
         targets = text[:, 1:].where(weights > 0, IGNORED)
         return Batch(text[:, :-1].contiguous(), targets, None, None, torch.tensor(begins), weights)

@@ -126,7 +126,7 @@ KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "recall": ("pairs", "rounds", "keys", "noise"),
     "needle": ("pairs",),
     "facts": ("path", "weight", "ramp"),
-    "told": ("path", "pairs", "share", "weight", "curriculum"),
+    "told": ("path", "pairs", "share", "weight", "curriculum", "ramp"),
     "babilong": ("path", "books", "tasks", "curriculum"),
     "genome": ("path", "reverse_complement"),
     "dna": ("path", "weight", "reverse_complement"),
@@ -154,7 +154,7 @@ class DataConfig:
         keys, noise: recall: the number of different keys, and of values; the number of noise tokens.
         weight: facts, told, dna: how much a token of the text counts in the loss, beside one of an answer; 0: only
             answers do.
-        ramp: facts: steps over which the text between facts grows from nothing, and the distances with it.
+        ramp: facts, told: steps over which the text between facts grows from nothing, and the distances with it.
         books, tasks: babilong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
         curriculum: babilong, told: the lengths of texts, from short to long, each for an equal part of the steps (one
             given twice, for two), 0 for stories alone. Steps then have batch x length tokens, in rows of the part's
@@ -232,8 +232,9 @@ class TrainConfig:
         forecast: the rest of a forecasting network (data.kind "forecast").
         init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s. Of one
             that is attached to a pretrained model, only what is new is trained.
-        windows: of an attached model: windows that its attention is narrowed to, one after the other in equal parts of
-            the run's first half; in the second it is the model's own. Without, it is that from the first step on.
+        windows: of an attached model: windows that its attention has, one after the other in equal parts of the run's
+            first half; in the second it is the model's own. Wider ones, falling, narrow a model step by step; narrower
+            ones have it look into its memory from the first step on. Without, it is its own all the time.
         steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
         accumulate: parts that a step's rows are read in, one after the other.
         carry: whether rows carry their memory from step to step (`CARRIED` kinds), without gradient between steps.
@@ -310,10 +311,6 @@ class TrainConfig:
         self._check_forecast()
         if any(type(window) is not int or window < 2 for window in self.windows):
             raise ValueError(f"windows: expected numbers of tokens of at least 2, got {self.windows}")
-        if self.windows and self.init_from is None:
-            raise ValueError(
-                "windows: expected init_from=, the folder of an attached model, beside it, got none"
-            )
         _between(0, 1, begin_share=self.begin_share)
         _between(0, 1e3, write_cost=self.write_cost)
         if self.write_cost and (self.model.memory.threshold == 0 or set(self.model.blocks) <= PLAIN):

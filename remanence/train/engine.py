@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remanence.data import Batch
@@ -19,13 +20,16 @@ from remanence.train.windows import Captured, learn
 
 
 class Step(NamedTuple):
-    """The result of one step, of all processes together; `trace` is this one's."""
+    """The result of one step, of all processes together; `trace` is this one's. `answers` is the loss of the targets
+    that count whole, this process's, where others count less.
+    """
 
     loss: float
     gradient: float
     taken: bool
     tokens: int
     trace: Trace
+    answers: float | None = None
 
 
 def make_optimizer(model: Model | Network, config: TrainConfig) -> torch.optim.AdamW:
@@ -65,11 +69,12 @@ def take_step(
     """
     world = world or World(model.device)
     optimizer.zero_grad(set_to_none=True)
+    answers: list[Tensor] = []
     if isinstance(model, Network):
         loss_here, tokens, trace = learn(model, batches[0], config, number, graph)  # type: ignore[arg-type]
     else:
         given: Any = (config, batches, state, number, world, begin, graph, carried)
-        loss_here, tokens, trace = _read_tokens(model, *given)
+        loss_here, tokens, trace = _read_tokens(model, answers, *given)
     gradient = full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
     loss_total, norm = world.total(float(loss_here))[0], float(gradient)
     taken = isfinite(loss_total) and isfinite(norm)
@@ -77,11 +82,14 @@ def take_step(
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.rate(number, config.steps)
         optimizer.step()
-    return Step(loss_total, norm, taken, tokens, trace)
+    known = torch.cat(answers) if answers else None
+    cost = None if known is None or not known.numel() else float(known.mean())
+    return Step(loss_total, norm, taken, tokens, trace, cost)
 
 
 def _read_tokens(
     model: Model,
+    answers: list[Tensor],
     config: TrainConfig,
     batches: list[Batch],
     state: State | None,
@@ -91,7 +99,9 @@ def _read_tokens(
     graph: Graphed | None,
     carried: State | None,
 ) -> tuple[Any, int, Trace]:
-    """Forward and backward of every part of a step of tokens: this process's loss, all processes' tokens, the trace."""
+    """Forward and backward of every part of a step of tokens: this process's loss, all processes' tokens, the trace.
+    What the answers cost is added to `answers`, where a step is not captured.
+    """
     targets_here = sum(_target_count(batch) for batch in batches)
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
     count, tokens = world.total(targets_here, tokens_here)
@@ -109,7 +119,8 @@ def _read_tokens(
             state = begin.begun(fresh, batch, number * config.accumulate + part)
         keep = config.carry or begin is not None
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            loss, trace = _forward(model, batch, state, world.device, keep=keep, dense=dense)
+            loss, trace, known = _forward(model, batch, state, world.device, keep=keep, dense=dense)
+            answers += known
             loss = loss / max(1, count)
             wanted = loss * world.size  # FSDP takes the mean over processes, of what is a share of the sum
             if cost is not None:
@@ -121,8 +132,8 @@ def _read_tokens(
 
 def _forward(
     model: Model, batch: Batch, state: State | None, device: torch.device, *, keep: bool, dense: bool
-) -> tuple[Tensor, Trace]:
-    """The summed cross-entropy of a batch. `dense` means that every position has a target."""
+) -> tuple[Tensor, Trace, list[Tensor]]:
+    """The summed cross-entropy of a batch, and that of its answers. `dense` means that every position has a target."""
     # Where documents are read to their ends, padding follows the last token of one, and its row begins anew.
     mask = batch.mask if batch.begins is None else None
     tokens, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
@@ -131,7 +142,10 @@ def _forward(
     chosen = slice(None) if dense else targets >= 0
     weights = None if batch.weights is None else batch.weights.to(device, non_blocking=True)[chosen].flatten()
     logits = model.logits(trace.hidden[chosen]).flatten(0, -2)
-    return summed_loss(logits, targets[chosen].flatten(), weights), trace
+    if weights is None:
+        return summed_loss(logits, targets[chosen].flatten()), trace, []
+    losses = F.cross_entropy(logits.float(), targets[chosen].flatten(), reduction="none")
+    return (losses * weights).sum(), trace, [losses.detach()[weights == 1]]
 
 
 def _target_count(batch: Batch) -> float:

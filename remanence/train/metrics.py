@@ -159,6 +159,8 @@ class Metrics:
             "memory_gib": round(memory_in_use(self.device) / 2**30, 3),
             **memory_facts(step.trace),
         }
+        if step.answers is not None:
+            line["answers"] = step.answers
         if validation is not None:
             line["validation"] = validation
         if self.flops is not None and (most := peak(self.device)) is not None:

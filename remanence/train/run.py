@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -218,8 +217,8 @@ class Run:
         """Give an attached model's attention another window, and what rows carry with it."""
         if window != self.model.window:
             self.model.window = window
-            if self.carried is not None:
-                self.carried = self.model.narrowed(self.carried)
+        if self.carried is not None:
+            self.carried = self.model.narrowed(self.carried)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of now, if there is none, and remove all but the last `keep`."""
@@ -378,6 +377,10 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
     data = replace(config.data, path=_absolute(config.data.path), books=_absolute(config.data.books))
     config = replace(config, data=data)
     if config.init_from is None:
+        if config.windows:
+            raise ValueError(
+                "windows: expected init_from=, the folder of an attached model, beside it, got none"
+            )
         return config
     folder = model_folder(config.init_from)
     if attached.is_attached(folder):
@@ -392,13 +395,11 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
 
 
 def _check_windows(windows: tuple[int, ...], own: int | None) -> None:
-    """Refuse windows that do not narrow step by step to a model's own: a wider one would need what is not kept."""
-    for before, after in pairwise((*windows, own)):
-        if after is None or before is None or after >= before:
-            wanted = (
-                "none, for attention that is not narrowed" if own is None else f"falling numbers above {own}"
-            )
-            raise ValueError(f"windows: expected {wanted}, the model's own window, got {windows}")
+    """Refuse windows for a model whose attention is not narrowed in the end: what it carries then is another state."""
+    if windows and own is None:
+        raise ValueError(
+            f"windows: expected none, for attention that is not narrowed (attach with a window), got {windows}"
+        )
 
 
 def _absolute(path: str | None) -> str | None:

@@ -125,7 +125,7 @@ def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 def _told(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     lengths = data.curriculum or (data.length,)
-    about: Any = {"facts": data.pairs, "share": data.share, "weight": data.weight}
+    about: Any = {"facts": data.pairs, "share": data.share, "weight": data.weight, "ramp": data.ramp}
     return Told(
         _shards(config), lengths, batch * data.length, config.steps * config.accumulate, **about,
         seed=config.seed, rank=rank,
