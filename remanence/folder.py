@@ -27,18 +27,42 @@ from remanence.model import Model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = "backbone.blocks."
-AUTO = "modeling_remanence"
-AUTO_MAP = {
-    "AutoConfig": f"{AUTO}.RemanenceConfig",
-    "AutoModelForCausalLM": f"{AUTO}.RemanenceForCausalLM",
-}
-AUTO_CODE = '''"""For Hugging Face, with trust_remote_code=True: the model is in the package remanence[hf]."""
 
-from remanence.hf import RemanenceConfig, RemanenceForCausalLM
 
-__all__ = ["RemanenceConfig", "RemanenceForCausalLM"]
-'''
-"""A module in the folder, and what Hugging Face's Auto classes take from it: nobody has to import `remanence.hf`."""
+class Auto(NamedTuple):
+    """A module in a model's folder, and what Hugging Face's Auto classes take from it: nobody has to import
+    `remanence.hf`.
+    """
+
+    config: str
+    model: str
+
+    @property
+    def module(self) -> str:
+        return f"modeling_{self.model.removesuffix('ForCausalLM').lower()}"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The entry ``auto_map`` of config.json."""
+        return {
+            "AutoConfig": f"{self.module}.{self.config}",
+            "AutoModelForCausalLM": f"{self.module}.{self.model}",
+        }
+
+    @property
+    def code(self) -> str:
+        return (
+            '"""For Hugging Face, with trust_remote_code=True: the model is in the package remanence[hf]."""\n\n'
+            f"from remanence.hf import {self.config}, {self.model}\n\n"
+            f'__all__ = ["{self.config}", "{self.model}"]\n'
+        )
+
+    def write(self, folder: Path) -> None:
+        with replacing(folder / f"{self.module}.py") as temporary:
+            temporary.write_text(self.code, encoding="utf-8")
+
+
+AUTO = Auto("RemanenceConfig", "RemanenceForCausalLM")
 
 CONFIG = "config"
 """Of the weights' metadata: the digest of the configuration that they were saved with."""
@@ -61,18 +85,12 @@ def save_model(model: Model, folder: str | Path) -> None:
     words = {"format": "pt", CONFIG: described["remanence"][DIGEST]}
     write_tensors(folder / WEIGHTS, tensors, words)
     write_json(folder / "config.json", described)
-    write_auto(folder)
+    AUTO.write(folder)
     if index.is_file():  # of another model that was here
         with suppress(ValueError):
             for part in set(_places(index).values()) - {WEIGHTS}:
                 (folder / part).unlink(missing_ok=True)
         index.unlink()
-
-
-def write_auto(folder: Path) -> None:
-    """The module that ``auto_map`` names."""
-    with replacing(folder / f"{AUTO}.py") as temporary:
-        temporary.write_text(AUTO_CODE, encoding="utf-8")
 
 
 def load_model(
@@ -272,7 +290,7 @@ def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """``config.json``: a Hugging Face configuration whose ``remanence`` entry is ours, with a digest."""
     return {
         "architectures": ["RemanenceForCausalLM"],
-        "auto_map": AUTO_MAP,
+        "auto_map": AUTO.names,
         "model_type": "remanence",
         "dtype": str(dtype).removeprefix("torch."),
         "vocab_size": config.vocabulary,

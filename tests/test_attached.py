@@ -374,6 +374,23 @@ def test_the_trainer_trains_it(tmp_path):
     assert any(bool(weight.any()) for name, weight in model.model.saved_parameters() if "o_proj" in name)
 
 
+def test_its_folder_is_opened_where_nobody_imports_us(tmp_path):
+    base().save_pretrained(tmp_path / "base")
+    model = remanence.attach(tmp_path / "base", every=2, **SMALL)
+    model.save_pretrained(tmp_path / "own")
+    code = f"""
+import sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "own")!r}, trust_remote_code=True)
+print(type(model).__name__, model(torch.arange(8).unsqueeze(0)).logits.sum().item())
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    name, total = found.stdout.split()
+    assert name == "AttachedForCausalLM"
+    assert float(total) == model.eval()(torch.arange(8).unsqueeze(0)).logits.sum().item()
+
+
 def test_pipelines_and_lm_eval_take_it(tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM

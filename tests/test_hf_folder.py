@@ -14,7 +14,7 @@ from models import model, tokens
 from remanence import Model, Session, cli
 from remanence.core.shipped import FOLDER
 from remanence.core.tokens import ByteTokenizer
-from remanence.folder import AUTO_CODE, AUTO_MAP
+from remanence.folder import AUTO
 from remanence.hf import RemanenceCache, RemanenceConfig
 from remanence.inference import memfile
 from remanence.testing import assert_close
@@ -72,8 +72,8 @@ for folder in ({str(place)!r}, {str(tmp_path / "again")!r}):
         tokenizer.save_pretrained({str(tmp_path / "again")!r})
 """
         assert alone("-c", program).splitlines() == [str(expected)] * 2
-        assert [path.read_text() for path in (tmp_path / "again").glob("*.py")] == [AUTO_CODE]
-        assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == AUTO_MAP
+        assert [path.read_text() for path in (tmp_path / "again").glob("*.py")] == [AUTO.code]
+        assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == AUTO.names
         assert Model.load(tmp_path / "again").config == native.config
         given = f"{str(place)!r}, trust_remote_code=False"
         refused = f"import transformers; transformers.AutoConfig.from_pretrained({given})"
@@ -123,9 +123,9 @@ for folder in ({str(place)!r}, {str(tmp_path / "again")!r}):
         assert not (tmp_path / "ran").exists()
 
     def test_the_shipped_model_has_it_too(self):
-        assert (FOLDER / "remanence-small" / "modeling_remanence.py").read_text() == AUTO_CODE
+        assert (FOLDER / "remanence-small" / "modeling_remanence.py").read_text() == AUTO.code
         config = json.loads((FOLDER / "remanence-small" / "config.json").read_text())
-        assert config["auto_map"] == AUTO_MAP == RemanenceConfig().auto_map
+        assert config["auto_map"] == AUTO.names == RemanenceConfig().auto_map
 
 
 class TestAMemoryFile:

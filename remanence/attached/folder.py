@@ -19,11 +19,13 @@ from remanence.core.choices import brief
 from remanence.core.files import read_json, sealed, unsealed, write_json
 from remanence.core.shipped import located
 from remanence.core.tensors import aligned, read_tensors, write_tensors
+from remanence.folder import Auto
 from remanence.model import Model
 
 KIND = "remanence_attached"
 """The model type, as transformers calls it."""
 WEIGHTS = "model.safetensors"
+AUTO = Auto("AttachedConfig", "AttachedForCausalLM")
 MOST = 2**21
 """Bytes of a configuration at most."""
 
@@ -47,6 +49,7 @@ def save(model: Attached, folder: str | Path) -> None:
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.saved_parameters()}
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     write_json(folder / "config.json", model.describe())
+    AUTO.write(folder)
 
 
 def read_config(folder: str | Path) -> tuple[AttachConfig, Source]:
@@ -121,6 +124,7 @@ def describe(model: Attached) -> dict[str, Any]:
     return {
         "architectures": ["AttachedForCausalLM"],
         "model_type": KIND,
+        "auto_map": AUTO.names,
         "base": model.source._asdict(),
         "remanence": sealed(model.config.to_dict()),
     }
