@@ -40,7 +40,7 @@ from remanence.core.tokens import JsonTokenizer
 from remanence.inference.generate import Generation, Sampling
 from remanence.inference.reader import read
 from remanence.recipes import load_recipe
-from remanence.tasks.told import Turns, draw_facts
+from remanence.tasks.told import KINDS, Kind, Turns, draw_facts
 from remanence.train import fit
 from remanence.train.config import override
 
@@ -55,6 +55,23 @@ def tokenizer_of(base: str, work: Path) -> JsonTokenizer:
     if not (folder / "tokenizer.json").is_file():
         Source.of(base).tokenizer().save_pretrained(folder)
     return JsonTokenizer(folder / "tokenizer.json")
+
+
+OTHER = (
+    Kind("{name} studied {value}.", "What did {name} study?",
+         ("physics", "law", "history", "medicine", "music", "geology", "Latin", "botany")),
+    Kind("{name} drives a {value}.", "What does {name} drive?",
+         ("taxi", "tractor", "truck", "tram", "motorcycle", "limousine", "bus", "van")),
+    Kind("The dog of {name} is called {value}.", "What is the dog of {name} called?",
+         ("Rex", "Bella", "Rocky", "Luna", "Max", "Daisy", "Duke", "Molly")),
+    Kind("{name} is allergic to {value}.", "What is {name} allergic to?",
+         ("peanuts", "milk", "eggs", "dust", "pollen", "shrimp", "wheat", "honey")),
+    Kind("{name} is married to {value}.", "Who is {name} married to?",
+         ("Peter", "Anna", "George", "Maria", "Thomas", "Helen", "Robert", "Julia")),
+    Kind("{name} lost a {value}.", "What did {name} lose?",
+         ("ring", "wallet", "key", "phone", "passport", "watch", "glove", "ticket")),
+)  # fmt: skip
+"""Facts of kinds, and with values, that training has none of."""
 
 
 # Training
@@ -195,13 +212,14 @@ def facts(
     turns, measure = Turns(tokenizer), Measure(model, device, args.piece, 0)
     mode: Any = measure._arm(what["arm"])
     opened, closed = turns.between()
-    told, rows = [], []
+    kinds = OTHER if what.get("other") else KINDS
+    draws = [np.random.default_rng([args.seed, number, 7]) for number in range(args.conversations)]
+    told = [draw_facts(rng, what["told"], held_out=True, kinds=kinds) for rng in draws]
+    fronts, behind = [tokenizer.encode(turns.telling(own) + opened) for own in told], tokenizer.encode(closed)
     # As many tokens in every conversation: those of the facts and the words around them, and of a book.
-    length = what["distance"] + 24 * what["told"] + 64
-    for number in range(args.conversations):
-        rng = np.random.default_rng([args.seed, number, 7])
-        told.append(draw_facts(rng, what["told"], held_out=True))
-        front, behind = tokenizer.encode(turns.telling(told[-1]) + opened), tokenizer.encode(closed)
+    around = max(24 * what["told"] + 64, max(map(len, fronts)) + len(behind))
+    length, rows = what["distance"] + around, []
+    for number, (rng, front) in enumerate(zip(draws, fronts, strict=True)):
         book, room = texts[number % len(texts)], length - len(front) - len(behind)
         start = int(rng.integers(max(1, len(book) - room)))
         rows.append([*front, *book[start : start + room], *behind])
@@ -313,13 +331,14 @@ def _books_table(rows: list[Row]) -> Any:
 
 
 def _facts_table(rows: list[Row]) -> Any:
-    yield table_row("facts told", "tokens read then", "arm", "seed", "answered")
-    yield table_rule(5)
+    yield table_row("facts told", "kinds", "tokens read then", "arm", "seed", "answered")
+    yield table_rule(6)
     for row in rows:
         what = row["what"]
         if what["part"] == "facts":
             yield table_row(
                 what["told"],
+                "others" if what.get("other") else "as trained",
                 what["distance"],
                 ARMS[what["arm"]],
                 what["seed"],
@@ -372,6 +391,10 @@ def work_of(args: argparse.Namespace) -> list[Row]:
         for distance in args.distances
         for arm in ("on", "frozen", "window", "full")
         if arm == "on" or distance == min(args.distances)
+    ]
+    told += [
+        {"part": "facts", "arm": arm, "told": args.told, "distance": min(args.distances), "other": True}
+        for arm in ("on", "frozen")
     ]
     fast = [
         {"part": "speed", "arm": arm, "context": size}

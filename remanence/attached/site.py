@@ -52,7 +52,7 @@ class Site:
             module.register_forward_pre_hook(self._note, with_kwargs=True)
             return
         memory = Memory(config)
-        _begin(memory.layer)
+        begin(memory.layer)
         owner.memories[str(index)] = memory
         if config.place == "front":
             module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -129,7 +129,7 @@ class Site:
 
 
 @torch.no_grad()
-def _begin(layer: NeuralMemory) -> None:
+def begin(layer: NeuralMemory) -> None:
     """Say nothing at first, and write of each token itself: a mixture with those before it cannot be taken apart."""
     layer.o_proj.weight.zero_()
     if layer.v_conv.weight is not None:

@@ -18,7 +18,8 @@ ANSWER = "(an answer that is looked for)"
 
 class Turns:
     """The text before each answer. The model has read all that came before, so only what is new is made; what ends an
-    answer comes with the next line. Without a template, a line is read as it is.
+    answer comes with the next line. Without a template, a line begins on a new line and the answer goes on behind it, as
+    texts that a model was trained on do.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -28,7 +29,7 @@ class Turns:
     def text(self, line: str) -> str:
         """What the model reads before it answers a line."""
         if TEMPLATE not in self.words:
-            return line + "\n"
+            return f"\n{line}"
         said = {"role": "user", "content": line}
         if not self.begun:
             self.begun = True

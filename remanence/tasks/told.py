@@ -138,7 +138,9 @@ class Fact(NamedTuple):
     value: str
 
 
-def draw_facts(rng: np.random.Generator, count: int, held_out: bool) -> list[Fact]:
+def draw_facts(
+    rng: np.random.Generator, count: int, held_out: bool, kinds: Sequence[Kind] = KINDS
+) -> list[Fact]:
     """Facts about as many different names: those for evaluation, or the others."""
     names = [
         (a, b) for a in range(len(FIRST)) for b in range(len(LAST)) if ((a + b) % HELD_OUT == 0) == held_out
@@ -146,7 +148,7 @@ def draw_facts(rng: np.random.Generator, count: int, held_out: bool) -> list[Fac
     facts = []
     for index in rng.permutation(len(names))[:count]:
         a, b = names[index]
-        name, kind = f"{FIRST[a]} {LAST[b]}", KINDS[int(rng.integers(len(KINDS)))]
+        name, kind = f"{FIRST[a]} {LAST[b]}", kinds[int(rng.integers(len(kinds)))]
         value = kind.values[int(rng.integers(len(kind.values)))]
         facts.append(Fact(kind.said.format(name=name, value=value), kind.asked.format(name=name), value))
     return facts
