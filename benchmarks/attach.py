@@ -106,7 +106,7 @@ def trained(args: argparse.Namespace, device: torch.device) -> Attached:
         config = override(config, dict(each.split("=", 1) for each in args.changes))
         start = time.monotonic()
         fit(config, run, resume=(run / "checkpoints").is_dir(), log=lambda line: print(
-            f"step {line['step']} loss {line['loss']:.4f} answers {line['answers'] or 0:.4f} gradient "
+            f"step {line['step']} loss {line['loss']:.4f} answers {line.get('answers') or 0:.4f} gradient "
             f"{line['gradient']:.2f} {line['tokens_per_s']:,.0f} tokens/s", flush=True))  # fmt: skip
         (run / "seconds").write_text(f"{time.monotonic() - start:.0f}")
     return load_attached(run / "model", device=device, dtype=dtype).eval()

@@ -50,9 +50,10 @@ def reading(
     asked = [0] * len(facts)
     for index in rng.permutation(len(facts)):
         fact = facts[index]
-        tokens += encode(turns.question(fact) + fact.statement.removesuffix(f" {fact.value}."))
+        begun = turns.answer(fact.statement.removesuffix(f" {fact.value}."), ended=False)
+        tokens += encode(turns.question(fact) + begun)
         asked[index] = len(tokens) - 1
-        tokens += encode(turns.answer(f" {fact.value}."))
+        tokens += encode(turns.answer(fact.statement).removeprefix(begun))
     said = [fact.value for fact in facts]
     return {"tokens": tokens, "values": values, "asked": asked, "told": told, "said": said}
 

@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from remanence.core.tokens import ByteTokenizer  # noqa: E402
-from remanence.data.prepare import prepare  # noqa: E402
+from remanence.core.tokens import ByteTokenizer
+from remanence.data.prepare import prepare
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -55,7 +55,16 @@ def test_every_part(bench, given, monkeypatch, capsys):
         bench.main()
         return capsys.readouterr().out
 
-    about = ["--tokens", given / "tokens", "--books", given / "books", "--work", given / "work", "--commit", "x"]
+    about = [
+        "--tokens",
+        given / "tokens",
+        "--books",
+        given / "books",
+        "--work",
+        given / "work",
+        "--commit",
+        "x",
+    ]
     called(*about, "--parts", "train", "facts")
     told = called(*about)  # what is left
     assert "'facts'" not in told and "step" not in told
@@ -74,7 +83,19 @@ def test_every_part(bench, given, monkeypatch, capsys):
 def test_what_an_untrained_memory_finds(given, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     begin = importlib.import_module("attach_begin")
-    given_here = ["--layers", "1", "--convs", "4", "8", "--told", "3", "--distance", "64", "--conversations", "2"]
+    given_here = [
+        "--layers",
+        "1",
+        "--convs",
+        "4",
+        "8",
+        "--told",
+        "3",
+        "--distance",
+        "64",
+        "--conversations",
+        "2",
+    ]
     command = ["attach_begin.py", given / "base", "--books", given / "books", "--window", 32, *given_here]
     monkeypatch.setattr(sys, "argv", [str(each) for each in command])
     begin.main()

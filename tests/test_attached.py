@@ -342,20 +342,27 @@ def test_windows_that_widen_are_taken_up_where_they_were_left(tmp_path, corpus):
         optimizer=OptimizerConfig(lr=1e-3, warmup=2), save_every=2, log_every=1,
     )  # fmt: skip
     whole = fit(config, tmp_path / "whole")
-    for stop in (2, 3):  # in the middle of a window's steps, and between two windows
+    for stop in (1, 2, 3, 4):  # in the middle of a window's steps, before a wider one, and in the model's own
         with remanence.train.Run.open(config, tmp_path / f"{stop}") as run:
             seen = []
             for _ in range(stop):
                 run.step()
                 seen.append(run.model.window)
             run.checkpoint()
-        assert seen == [8, 8, 12][:stop]
+        assert seen == [8, 8, 12, 16][:stop]
         halves = fit(None, tmp_path / f"{stop}", resume=True)
         for (name, one), (_, other) in zip(whole.saved_parameters(), halves.saved_parameters(), strict=True):
             assert torch.equal(one, other), name
     remanence.attach(tmp_path / "base", every=2, **SMALL).save_pretrained(tmp_path / "wide")
-    with pytest.raises(ValueError, match="windows: expected none, for attention that is not narrowed"):
-        fit(dataclasses.replace(config, init_from=str(tmp_path / "wide")), tmp_path / "wrong")
+    remanence.attach(tmp_path / "base", memory="knn", window=16, k=2, size=32).save_pretrained(
+        tmp_path / "knn"
+    )
+    for name, message in (
+        ("wide", r"windows: expected none \(--windows=\), as this model's attention is not narrowed"),
+        ("knn", "windows: expected none below 16, where the store begins"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(dataclasses.replace(config, init_from=str(tmp_path / name)), tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
 
 
@@ -447,7 +454,9 @@ def test_told_rows_are_dense_at_first_and_grow(corpus):
     assert answers[0].float().mean() > answers[1][answers[1] > 0].float().mean()
     assert set(rows[0].weights.unique().tolist()) == {0.0, 1.0}  # the text does not count yet
     assert rows[1].weights.unique().tolist() == pytest.approx([0.1, 1.0])
-    assert all(bool(batch.begins[:1].all()) for batch in rows)
+    assert all(bool(batch.begins.all()) for batch in rows)  # also those that read from now on
+    assert not bool(source.step(7).begins.all())
+    assert bool((told(corpus, lengths=(2048,), tokens=2048).step(0).weights == 1).any())  # of one row, too
     with pytest.raises(ValueError, match=r"data.length: expected at least \d+ tokens, for a conversation"):
         told(corpus, lengths=(128,))
 

@@ -122,7 +122,7 @@ def test_chat_remembers_from_one_conversation_to_the_next(run, home, tmp_path, m
         run("chat", "m", "--memory", path, "--max-tokens", 3, "--temperature", 0)
         assert memfile.peek(path)[0]["tokens"] == [turn * (5 + 1 + 3)]
     session = Session(home / "m")
-    for line in ("hello\n", "again\n"):
+    for line in ("\nhello", "\nagain"):
         session.generate(line, max_tokens=3)
     assert_close(memfile.load(path, session.model), session.state, 0.0)
 

@@ -23,7 +23,7 @@ ROOMS = {
     "backbone": {"core", "ops", "layers", "mixers", "config"},
     "model": {"core", "backbone", "folder", "mixers", "config"},
     "folder": {"core", "model", "config"},
-    "attached": {"core", "ops", "layers", "memory", "mixers", "backbone", "model", "config"},
+    "attached": {"core", "ops", "layers", "memory", "mixers", "backbone", "model", "folder", "config"},
     "inference": {"", "core", "attached", "layers", "mixers", "backbone", "model", "config"},
     "data": {"core"},
     "tasks": {"core", "data", "config"},

@@ -42,8 +42,19 @@ class AttachedConfig(PreTrainedConfig):
             "num_attention_heads": native.heads[0],
         }  # fmt: skip
         super().__init__(**{**own, **kwargs})
+        self.auto_map = attached_folder.AUTO.names
         self.base = dict(base or {})
         self.remanence = native.to_dict() if native else None
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As of every configuration, with the module that its ``auto_map`` names."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        attached_folder.AUTO.write(Path(save_directory))
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: a folder names this package, and needs no copy of its source."""
 
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")

@@ -18,8 +18,8 @@ ANSWER = "(an answer that is looked for)"
 
 class Turns:
     """The text before each answer. The model has read all that came before, so only what is new is made; what ends an
-    answer comes with the next line. Without a template, a line begins on a new line and the answer goes on behind it, as
-    texts that a model was trained on do.
+    answer comes with the next line. Without a template, a line begins on a new line and the answer goes on behind it,
+    as in the texts that a model was trained on.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

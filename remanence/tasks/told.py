@@ -328,13 +328,13 @@ class Told:
         start = int(rng.integers(room[document])) + piece * length
         return self.data.piece(document, start, start + length + 1).astype(
             np.int64
-        ), piece == 0 or number == first
+        ), piece == 0 or number in (first, self.ramp)
 
     def step(self, number: int) -> Batch:
         length, first = self.stage(number)
         rows = self.tokens // length
         grown = self.grown(number)
-        talks = rows if grown < 1 else round(self.share * rows)
+        talks = rows if grown < 1 else max(round(self.share * rows), self.share > 0)
         read, answers, begins = [], [], []
         for row in range(rows):
             own = self.rank * rows + row

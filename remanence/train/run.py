@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from remanence.attached import folder as attached
+from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
 from remanence.core.choices import check_choice
 from remanence.core.errors import DivergedError, OtherConfigError
@@ -385,7 +386,7 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
     folder = model_folder(config.init_from)
     if attached.is_attached(folder):
         described = attached.read_config(folder)[0]
-        _check_windows(config.windows, described.window)
+        _check_windows(config.windows, described)
         own = described.outline()
     elif config.windows:
         raise ValueError(f"windows: expected an attached model to begin from, got {config.init_from}")
@@ -394,11 +395,18 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
     return replace(config, init_from=str(folder.resolve()), model=own)
 
 
-def _check_windows(windows: tuple[int, ...], own: int | None) -> None:
-    """Refuse windows for a model whose attention is not narrowed in the end: what it carries then is another state."""
+def _check_windows(windows: tuple[int, ...], model: AttachConfig) -> None:
+    """Refuse windows for a model whose attention is not narrowed in the end: what it carries then is another state. And
+    such as are narrower than where a store begins: nobody would see what lies between.
+    """
+    own = model.window
     if windows and own is None:
         raise ValueError(
-            f"windows: expected none, for attention that is not narrowed (attach with a window), got {windows}"
+            f"windows: expected none (--windows=), as this model's attention is not narrowed, got {windows}"
+        )
+    if model.kind == "knn" and any(window < (own or 0) for window in windows):
+        raise ValueError(
+            f"windows: expected none below {own}, where the store begins (--windows= for none), got {windows}"
         )
 
 

@@ -119,13 +119,15 @@ def _text(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
-    return Facts(_shards(config), data.length, batch, data.weight, data.ramp, config.seed, rank, world)
+    ramp = data.ramp * config.accumulate  # a source's steps are parts of the run's
+    return Facts(_shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world)
 
 
 def _told(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     lengths = data.curriculum or (data.length,)
-    about: Any = {"facts": data.pairs, "share": data.share, "weight": data.weight, "ramp": data.ramp}
+    ramp = data.ramp * config.accumulate
+    about: Any = {"facts": data.pairs, "share": data.share, "weight": data.weight, "ramp": ramp}
     return Told(
         _shards(config), lengths, batch * data.length, config.steps * config.accumulate, **about,
         seed=config.seed, rank=rank,
