@@ -12,6 +12,7 @@ a folder of books with an index (see books.py), of which the split "test" is rea
   and the window with the memory on, frozen and fresh; and full attention with the frozen memory, which has adapted to
   books as the others have and remembers nothing else;
 - facts: facts told, tokens of a book read, every fact asked for by name; answers are generated;
+- gates: what each head writes and forgets while facts are told and a book is read;
 - speed: tokens per second of reading and decoding, and the memory that takes, against the pretrained model.
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from attach_begin import reading
 from books import Row, Rows, add_arguments, load, machine, octaves, table_row, table_rule
 from torch import Tensor
 
@@ -241,6 +243,37 @@ def facts(
     return {"right": sum(right), "asked": len(right), "read": length, "shown": shown[:: what["told"]][:8]}
 
 
+@torch.no_grad()
+def gates(
+    model: Attached, tokenizer: JsonTokenizer, what: Row, args: argparse.Namespace, device: torch.device
+) -> Row:
+    """Of each layer and head: its mean step at values, at the other tokens of a telling and at those of a book, and of
+    how many tokens of a book it forgets half.
+    """
+    book = tokenizer.encode(bytes(load(args.books, "test")[0].numpy()).decode("utf-8", "replace"))
+    about = argparse.Namespace(told=what["told"], distance=what["distance"])
+    text = reading(Turns(tokenizer), tokenizer.encode, book, np.random.default_rng(args.seed), about)
+    told, values = text["told"], torch.tensor(text["values"])
+    others = torch.ones(told, dtype=torch.bool)
+    others[values] = False
+    Measure(model, device, args.piece, 0)._arm("on")
+    read_then = slice(told + what["distance"] // 8, told + what["distance"])
+    seen = model.trace(torch.tensor([text["tokens"]], device=device), memory="on", keep=False).traces
+    found = []
+    for layer, trace in enumerate(seen):
+        if trace is None:
+            continue
+        step = trace.gates.log_step[0].exp().cpu()
+        forgotten = torch.zeros(step.shape[1])
+        if trace.gates.log_keep is not None:
+            forgotten = -trace.gates.log_keep[0, read_then].mean(0).cpu()
+        means = step[values].mean(0), step[:told][others].mean(0), step[read_then].mean(0)
+        for head in range(step.shape[1]):
+            half = math.log(2) / max(float(forgotten[head]), 1e-9)
+            found.append([layer, head, *(round(float(mean[head]), 4) for mean in means), round(half)])
+    return {"gates": found}
+
+
 # Speed
 
 
@@ -298,7 +331,7 @@ def speed(model: Attached, what: Row, args: argparse.Namespace, device: torch.de
 
 # What was found
 
-PARTS = ("train", "facts", "near", "far", "speed")
+PARTS = ("train", "facts", "near", "far", "gates", "speed")
 ARMS = {
     "full": "full attention",
     "window": "window",
@@ -310,7 +343,8 @@ ARMS = {
 
 
 def table(rows: list[Row]) -> str:
-    return "\n".join([*_books_table(rows), "", *_facts_table(rows), "", *_speed_table(rows), ""])
+    parts = (_books_table(rows), _facts_table(rows), _gates_table(rows), _speed_table(rows))
+    return "\n".join(line for part in parts for line in [*part, ""])
 
 
 def _books_table(rows: list[Row]) -> Any:
@@ -331,8 +365,8 @@ def _books_table(rows: list[Row]) -> Any:
 
 
 def _facts_table(rows: list[Row]) -> Any:
-    yield table_row("facts told", "kinds", "tokens read then", "arm", "seed", "answered")
-    yield table_rule(6)
+    yield table_row("facts told", "kinds", "tokens read then", "arm", "threshold", "seed", "answered")
+    yield table_rule(7)
     for row in rows:
         what = row["what"]
         if what["part"] == "facts":
@@ -341,9 +375,18 @@ def _facts_table(rows: list[Row]) -> Any:
                 "others" if what.get("other") else "as trained",
                 what["distance"],
                 ARMS[what["arm"]],
+                what.get("threshold", 0),
                 what["seed"],
                 f"{row['right']} of {row['asked']}",
             )
+
+
+def _gates_table(rows: list[Row]) -> Any:
+    yield table_row("layer", "head", "seed", "step at values", "telling", "book", "half is forgotten after")
+    yield table_rule(7)
+    for row in rows:
+        for layer, head, *steps, half in row.get("gates", ()):
+            yield table_row(layer, head, row["what"]["seed"], *(f"{step:.3f}" for step in steps), f"{half:,}")
 
 
 def _speed_table(rows: list[Row]) -> Any:
@@ -380,6 +423,8 @@ def plot(rows: list[Row], path: Path) -> None:
 def work_of(args: argparse.Namespace) -> list[Row]:
     """Everything to measure, in order."""
     own = {"seed": args.seed, "name": args.name}
+    if args.threshold:
+        own["threshold"] = args.threshold
     context = args.length
     near = [{"part": "books", "reach": "near", "arm": arm, "context": context} for arm in ARMS]
     far = [
@@ -401,7 +446,8 @@ def work_of(args: argparse.Namespace) -> list[Row]:
         for size in args.contexts
         for arm in ("full", "window", "on")
     ]
-    asked = [*told, *near, *far, *fast]
+    look = [{"part": "gates", "told": args.told, "distance": 1024}]
+    asked = [*told, *near, *far, *look, *fast]
     return [{**what, **own} for what in asked if what.get("reach", what["part"]) in args.parts]
 
 
@@ -420,6 +466,9 @@ def main() -> None:
     parser.add_argument("--every", type=int)
     parser.add_argument("--place", default="beside")
     parser.add_argument("--memory", nargs="*", default=[], help="fields of the memory: heads=4 head_dim=128")
+    parser.add_argument(
+        "--threshold", type=float, default=0.0, help="set after training: smaller steps are none"
+    )
     parser.add_argument("--steps", type=int, help="of training")
     parser.add_argument("--changes", nargs="*", default=[], help="to the recipe: optimizer.lr=1e-3 batch=16")
     parser.add_argument("--length", type=int, default=8192, help="the pretrained model's own context")
@@ -443,6 +492,8 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_of(args.base, args.work)
     model = trained(args, device)
+    if args.threshold:
+        model.threshold = args.threshold
     for what in work_of(args):
         if rows.has(what) or time.monotonic() - began > args.seconds:
             continue
@@ -451,11 +502,13 @@ def main() -> None:
             found = books(model, tokenizer, what, args, device)
         elif what["part"] == "facts":
             found = facts(model, tokenizer, what, args, device)
+        elif what["part"] == "gates":
+            found = gates(model, tokenizer, what, args, device)
         else:
             found = speed(model, what, args, device)
         took = round(time.monotonic() - start, 1)
         rows.add({"what": what, **machine(device), "seconds": took, **found})
-        short = {key: value for key, value in found.items() if key not in ("positions", "shown")}
+        short = {key: value for key, value in found.items() if key not in ("positions", "shown", "gates")}
         if "positions" in found:
             short["bits"] = [round(a / b, 4) for _, a, b in found["positions"]]
         print(

@@ -70,13 +70,28 @@ def test_every_part(bench, given, monkeypatch, capsys):
     assert "'facts'" not in told and "step" not in told
     rows = json.loads(out.read_text())["rows"]
     parts = [row["what"].get("reach", row["what"]["part"]) for row in rows]
-    assert {part: parts.count(part) for part in parts} == {"facts": 6, "near": 6, "far": 5, "speed": 3}
+    assert {part: parts.count(part) for part in parts} == {
+        "facts": 6,
+        "near": 6,
+        "far": 5,
+        "gates": 1,
+        "speed": 3,
+    }
     assert all(row["asked"] == 6 for row in rows if row["what"]["part"] == "facts")
     for row in rows:
         assert all(0 < bits / size < 20 for _, bits, size in row.get("positions", ()))
+    (found,) = [row["gates"] for row in rows if "gates" in row]
+    assert len(found) == 2 and all(0 < step < 1 for row in found for step in row[2:5])  # one layer, two heads
     table = called("--table", "--plot", given / "plot.png")
     assert (given / "plot.png").stat().st_size > 5000
-    for words in ("window and memory", "full attention, memory frozen", "of 6", "others", "tokens/s read"):
+    for words in (
+        "window and memory",
+        "full attention, memory frozen",
+        "of 6",
+        "others",
+        "step at values",
+        "tokens/s read",
+    ):
         assert words in table
 
 

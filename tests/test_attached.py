@@ -35,6 +35,7 @@ from remanence.core.tokens import ByteTokenizer
 from remanence.data import Tokens
 from remanence.hf import AttachedForCausalLM
 from remanence.tasks.told import Told, Turns, draw_facts
+from remanence.testing import assert_close
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
 
 SHAPE = {
@@ -416,6 +417,33 @@ def test_pipelines_and_lm_eval_take_it(tmp_path):
         found.append(([score for score, _ in scores.loglikelihood(asked)], said))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     assert found[0][1] == found[1][1]
+
+
+def test_a_threshold_may_be_set_after_training_and_is_saved(tmp_path):
+    base().save_pretrained(tmp_path / "base")
+    model = trained(remanence.attach(tmp_path / "base", every=2, **SMALL))
+    text = tokens(2, 40)
+    before, state = model(text)
+    assert model.threshold == 0
+    model.threshold = 0.45  # of steps that begin about a half
+    after, _ = model(text)
+    assert not torch.equal(before, after)
+    model.save(tmp_path / "own")
+    again = attached_folder.load(tmp_path / "own")
+    assert again.threshold == 0.45 and torch.equal(again(text)[0], after)
+    model.threshold = 0.999  # nothing is written any more
+    _, later = model(text, state)
+    for index, (old, new) in enumerate(zip(state.blocks, later.blocks, strict=True)):
+        if old.memory is not None:
+            layer = model.memories[str(index)].layer
+            assert_close(layer.settle(old.memory), layer.settle(new.memory), 1e-6)
+    model.threshold = 0.0
+    assert torch.equal(model(text)[0], before)
+    with pytest.raises(ValueError, match="threshold: expected at least 0 and below 1, got 2"):
+        model.threshold = 2
+    store = remanence.attach(base(), memory="knn", window=16, k=2, size=32).model
+    with pytest.raises(ValueError, match="threshold: expected a neural memory, got a store"):
+        store.threshold = 0.1
 
 
 # Facts that are told

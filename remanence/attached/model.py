@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from remanence.attached.config import AttachConfig
 from remanence.attached.site import Site, SiteState
 from remanence.attached.window import Reach, relative_turn
 from remanence.backbone import State, Trace
-from remanence.config import MODES, Mode
+from remanence.config import MODES, Mode, change
 from remanence.core.choices import check_choice
 from remanence.core.state import advanced, note_positions, positions_of
 from remanence.layers.attention import AttentionState
@@ -137,6 +138,22 @@ class Attached(Model):
         _check_window(self.base, window)
         self._window = window
         self.base.set_attn_implementation(self._plain if window is None else ATTENTION)
+
+    @property
+    def threshold(self) -> float:
+        """The step at which neural memories pass a token over, as `MemoryConfig.threshold`. It may be set after
+        training, and is saved: what is read then without being worth it wears nothing away.
+        """
+        return self.config.memory.threshold
+
+    @threshold.setter
+    def threshold(self, threshold: float) -> None:
+        if self.config.kind != "neural":
+            raise ValueError("threshold: expected a neural memory, got a store, which has no gates")
+        memory = change(self.config.memory, {"threshold": threshold})
+        self.config = replace(self.config, memory=memory)
+        for layer in self.memories.values():
+            layer.layer.config = memory  # type: ignore[union-attr]
 
     @property
     def reach(self) -> Reach:
