@@ -240,7 +240,12 @@ def facts(
             right.append(fact.value.lower() in answer.lower())
             shown.append([fact.statement, answer])
     model.memory = "on"
-    return {"right": sum(right), "asked": len(right), "read": length, "shown": shown[:: what["told"]][:8]}
+    return {
+        "right": sum(right),
+        "asked": len(right),
+        "read": min(map(len, rows)),
+        "shown": shown[:: what["told"]][:8],
+    }
 
 
 @torch.no_grad()
