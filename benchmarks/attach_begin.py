@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ def main() -> None:
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
     texts = [encode(bytes(book.numpy()).decode("utf-8", "replace")) for book in load(args.books, "test")]
     model = attach(args.base, window=args.window).model.eval()
-    config, turns = model.config.memory, Turns(_Plain(encode))
+    config, turns = model.config.memory, Turns(SimpleNamespace(encode=encode))
     found: dict[tuple[int, int, str], list[float]] = {}
     for number in range(args.conversations):
         text = reading(turns, encode, texts[number % len(texts)], np.random.default_rng([1, number]), args)
@@ -131,13 +132,6 @@ def main() -> None:
         for conv in args.convs:
             shares = [np.mean(found[index, conv, written]) for written in WRITTEN]
             print(table_row(index, conv, *(f"{100 * share:.0f} %" for share in shares)))
-
-
-class _Plain:
-    """As much of a tokenizer as turns ask for."""
-
-    def __init__(self, encode: Any) -> None:
-        self.encode = encode
 
 
 if __name__ == "__main__":

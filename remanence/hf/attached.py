@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
@@ -18,17 +18,17 @@ from remanence.attached.folder import KIND
 from remanence.attached.model import Attached
 from remanence.config import KnnConfig, MemoryConfig, build
 from remanence.core.files import unsealed
-from remanence.hf.native import RemanenceForCausalLM
+from remanence.hf.native import FolderConfig, RemanenceForCausalLM
 from remanence.model import State, Trace
 
 
-class AttachedConfig(PreTrainedConfig):
+class AttachedConfig(FolderConfig):
     """Of a pretrained model with a memory: what was attached, where the pretrained model is found, and what
     transformers asks any configuration.
     """
 
     model_type = KIND
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    auto = attached_folder.AUTO
 
     base: dict[str, Any] | None = None
     remanence: dict[str, Any] | None = None
@@ -42,19 +42,9 @@ class AttachedConfig(PreTrainedConfig):
             "num_attention_heads": native.heads[0],
         }  # fmt: skip
         super().__init__(**{**own, **kwargs})
-        self.auto_map = attached_folder.AUTO.names
+        self.auto_map = self.auto.names
         self.base = dict(base or {})
         self.remanence = native.to_dict() if native else None
-
-    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As of every configuration, with the module that its ``auto_map`` names."""
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        attached_folder.AUTO.write(Path(save_directory))
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: a folder names this package, and needs no copy of its source."""
 
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")

@@ -24,12 +24,29 @@ from remanence.config import ModelConfig, preset
 from remanence.core.files import unsealed
 from remanence.core.migrations import TENSORS
 from remanence.core.tensors import aligned
-from remanence.folder import AUTO, describe
+from remanence.folder import AUTO, Auto, describe
 from remanence.inference import memfile
 from remanence.model import Model, State, Trace
 
 
-class RemanenceConfig(PreTrainedConfig):
+class FolderConfig(PreTrainedConfig):
+    """A configuration whose folder says by itself where Hugging Face finds its classes."""
+
+    auto: ClassVar[Auto]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As of every configuration, with the module that its ``auto_map`` names."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        self.auto.write(Path(save_directory))
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: a folder names this package, and needs no copy of its source."""
+
+
+class RemanenceConfig(FolderConfig):
     """``RemanenceConfig(preset("tiny", "mag"))``: a `ModelConfig` in transformers' clothes.
 
     The entry ``remanence`` is what counts; the names beside it that transformers looks for (``vocab_size``, ...) follow
@@ -38,7 +55,7 @@ class RemanenceConfig(PreTrainedConfig):
     """
 
     model_type = "remanence"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    auto = AUTO
 
     remanence: dict[str, Any] | None = None
 
@@ -62,16 +79,6 @@ class RemanenceConfig(PreTrainedConfig):
                     f"{name}: expected {value}, as its entry 'remanence' says, got {getattr(self, name)!r}"
                 )
         return native
-
-    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As of every configuration, with the module that its ``auto_map`` names."""
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        AUTO.write(Path(save_directory))
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: a folder names this package, and needs no copy of its source."""
 
 
 def _names(native: ModelConfig) -> dict[str, Any]:

@@ -22,6 +22,11 @@ def step_rng(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, step]))
 
 
+def grown(step: int, ramp: int) -> float:
+    """How far a run has grown into its task at a step, from 0 to 1 over the first `ramp`: slowly, then fast."""
+    return min(1.0, step / ramp) ** 2 if ramp else 1.0
+
+
 def unit_rng(seed: int, unit: Mapping[str, Any]) -> np.random.Generator:
     """The random numbers of one evaluation unit, a function of the seed and the unit's setting."""
     digest = hashlib.sha256(f"{seed} {sorted(unit.items())}".encode()).digest()

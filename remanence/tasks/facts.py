@@ -17,7 +17,7 @@ import torch
 
 from remanence.core.tokens import Tokenizer
 from remanence.data import Batch, Tokens
-from remanence.tasks.draw import IGNORED
+from remanence.tasks.draw import IGNORED, grown
 from remanence.tasks.needle import ADJECTIVES, KINDS, NOUNS, frame, needle
 
 PIECES = 512
@@ -110,10 +110,10 @@ class Facts:
         rng = self._rng(row, stream, 0)
         room = np.maximum(self.data.lengths // self.length - 1, 0)
         document = int(rng.choice(len(room), p=room / room.sum()))
-        grown = self._grown(self.ends[row][stream - 1] if stream else 0)
-        pieces = min(int(room[document]), int(_log_uniform(rng, 1, PIECES) ** grown))
+        share = grown(self.ends[row][stream - 1] if stream else 0, self.ramp)
+        pieces = min(int(room[document]), int(_log_uniform(rng, 1, PIECES) ** share))
         start = int(rng.integers(int(self.data.lengths[document]) - pieces * self.length))
-        return Stretch(document, start, pieces, grown)
+        return Stretch(document, start, pieces, share)
 
     def _draw(self, row: int, stream: int) -> list[list[Event]]:
         """What is said in each piece of a stream, in order."""
@@ -150,10 +150,6 @@ class Facts:
                 left[place // self.length] -= len(tokens)
                 events[place // self.length].append(Event(place, tokens, np.zeros(len(tokens), bool)))
         return [sorted(each, key=lambda event: event.place) for each in events]
-
-    def _grown(self, step: int) -> float:
-        """How far the first steps have grown into the task, from 0 to 1: slowly, then fast."""
-        return min(1.0, step / self.ramp) ** 2 if self.ramp else 1.0
 
     def _fact(
         self, rng: np.random.Generator, key: int, known: int, place: int, asked: int
@@ -192,7 +188,7 @@ class Facts:
         rows = [self.piece(row, number) for row in range(self.batch)]
         text = torch.from_numpy(np.stack([tokens for tokens, _, _ in rows]))
         answers = torch.from_numpy(np.stack([marks for _, marks, _ in rows]))[:, 1:]
-        weights = torch.where(answers, 1.0, self.weight * self._grown(number))
+        weights = torch.where(answers, 1.0, self.weight * grown(number, self.ramp))
         targets = text[:, 1:].where(weights > 0, IGNORED)
         begins = torch.tensor([begins for _, _, begins in rows])
         return Batch(text[:, :-1].contiguous(), targets, None, None, begins, weights)

@@ -15,7 +15,7 @@ import torch
 
 from remanence.core.tokens import Tokenizer, pair_tokens
 from remanence.data import Batch, Tokens
-from remanence.tasks.draw import IGNORED
+from remanence.tasks.draw import IGNORED, grown
 
 FIRST = [
     "Ada",
@@ -245,7 +245,8 @@ class Told:
         one = max(said.size for fact in _one_of_each() if (said := self._conversation([fact], inf)))
         if (share or ramp) and one + self.NEAREST > min(self.lengths):
             raise ValueError(
-                f"data.length: expected at least {one + self.NEAREST} tokens, for a conversation about one fact, got "
+                f"data.length (or the shortest of data.curriculum): expected at least "
+                f"{one + self.NEAREST} tokens, for a conversation about one fact, got "
                 f"{min(self.lengths)}"
             )
 
@@ -255,10 +256,6 @@ class Told:
         while part and self.lengths[part] == self.lengths[part - 1]:
             part -= 1
         return self.lengths[part], -(-part * self.steps // len(self.lengths))
-
-    def grown(self, number: int) -> float:
-        """How far the first steps have grown into the task, from 0 to 1: slowly, then fast."""
-        return min(1.0, number / self.ramp) ** 2 if self.ramp else 1.0
 
     def _rng(self, number: int, row: int, what: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=[self.seed, number], counter=[0, 0, row, what]))
@@ -296,7 +293,7 @@ class Told:
 
     def _told(self, number: int, row: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Conversations of exactly ``length + 1`` tokens, with a text behind the last."""
-        rng, grown = self._rng(number, row, 4), self.grown(number)
+        rng, share = self._rng(number, row, 4), grown(number, self.ramp)
         parts: list[np.ndarray] = []
         marks: list[np.ndarray] = []
         room = length + 1
@@ -305,7 +302,7 @@ class Told:
             said = self._conversation(draw_facts(rng, count, held_out=False), room)
             if said is None:
                 break
-            reading = self.NEAREST + int(rng.integers(int((room - said.size - self.NEAREST) * grown) + 1))
+            reading = self.NEAREST + int(rng.integers(int((room - said.size - self.NEAREST) * share) + 1))
             order = rng.permutation(len(said.asked))
             asked, known = zip(*[said.asked[index] for index in order], strict=True)
             parts += [said.told, self._piece(rng, reading), said.behind, *asked]
@@ -333,8 +330,8 @@ class Told:
     def step(self, number: int) -> Batch:
         length, first = self.stage(number)
         rows = self.tokens // length
-        grown = self.grown(number)
-        talks = rows if grown < 1 else max(round(self.share * rows), self.share > 0)
+        begun = grown(number, self.ramp)
+        talks = rows if begun < 1 else max(round(self.share * rows), self.share > 0)
         read, answers, begins = [], [], []
         for row in range(rows):
             own = self.rank * rows + row
@@ -348,6 +345,6 @@ class Told:
             answers.append(marks)
             begins.append(begin)
         text = torch.from_numpy(np.stack(read))
-        weights = torch.where(torch.from_numpy(np.stack(answers))[:, 1:], 1.0, self.weight * grown)
+        weights = torch.where(torch.from_numpy(np.stack(answers))[:, 1:], 1.0, self.weight * begun)
         targets = text[:, 1:].where(weights > 0, IGNORED)
         return Batch(text[:, :-1].contiguous(), targets, None, None, torch.tensor(begins), weights)

@@ -69,12 +69,12 @@ def take_step(
     """
     world = world or World(model.device)
     optimizer.zero_grad(set_to_none=True)
-    answers: list[Tensor] = []
+    answers = None
     if isinstance(model, Network):
         loss_here, tokens, trace = learn(model, batches[0], config, number, graph)  # type: ignore[arg-type]
     else:
         given: Any = (config, batches, state, number, world, begin, graph, carried)
-        loss_here, tokens, trace = _read_tokens(model, answers, *given)
+        loss_here, tokens, trace, answers = _read_tokens(model, *given)
     gradient = full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
     loss_total, norm = world.total(float(loss_here))[0], float(gradient)
     taken = isfinite(loss_total) and isfinite(norm)
@@ -82,14 +82,11 @@ def take_step(
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.rate(number, config.steps)
         optimizer.step()
-    known = torch.cat(answers) if answers else None
-    cost = None if known is None or not known.numel() else float(known.mean())
-    return Step(loss_total, norm, taken, tokens, trace, cost)
+    return Step(loss_total, norm, taken, tokens, trace, answers)
 
 
 def _read_tokens(
     model: Model,
-    answers: list[Tensor],
     config: TrainConfig,
     batches: list[Batch],
     state: State | None,
@@ -98,9 +95,9 @@ def _read_tokens(
     begin: Begin | None,
     graph: Graphed | None,
     carried: State | None,
-) -> tuple[Any, int, Trace]:
-    """Forward and backward of every part of a step of tokens: this process's loss, all processes' tokens, the trace.
-    What the answers cost is added to `answers`, where a step is not captured.
+) -> tuple[Any, int, Trace, float | None]:
+    """Forward and backward of every part of a step of tokens: this process's loss, all processes' tokens, the trace,
+    and what the answers cost where a step is not captured.
     """
     targets_here = sum(_target_count(batch) for batch in batches)
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
@@ -108,6 +105,7 @@ def _read_tokens(
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
     cost = cost_at(config.write_cost, number, config.steps) if config.write_cost else None
     loss_here: Any = 0.0
+    answers: list[Tensor] = []
     for part, batch in enumerate(batches):
         if graph is not None:
             loss_here, trace = graph(
@@ -120,20 +118,23 @@ def _read_tokens(
         keep = config.carry or begin is not None
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
             loss, trace, known = _forward(model, batch, state, world.device, keep=keep, dense=dense)
-            answers += known
+            answers.append(known)
             loss = loss / max(1, count)
             wanted = loss * world.size  # FSDP takes the mean over processes, of what is a share of the sum
             if cost is not None:
                 wanted = wanted + cost / len(batches) * writing(trace, config.model.memory.threshold)
         wanted.backward()
         loss_here = loss_here + loss.detach()
-    return loss_here, int(tokens), trace
+    costs = torch.cat(answers) if answers else torch.empty(0)
+    return loss_here, int(tokens), trace, float(costs.mean()) if costs.numel() else None
 
 
 def _forward(
     model: Model, batch: Batch, state: State | None, device: torch.device, *, keep: bool, dense: bool
-) -> tuple[Tensor, Trace, list[Tensor]]:
-    """The summed cross-entropy of a batch, and that of its answers. `dense` means that every position has a target."""
+) -> tuple[Tensor, Trace, Tensor]:
+    """The summed cross-entropy of a batch, its trace, and the cross-entropy of each target that counts whole, where
+    others count less. `dense` means that every position has a target.
+    """
     # Where documents are read to their ends, padding follows the last token of one, and its row begins anew.
     mask = batch.mask if batch.begins is None else None
     tokens, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
@@ -141,11 +142,11 @@ def _forward(
     trace = model.trace(tokens, state, mask=mask, offsets=batch.offsets, keep=keep)
     chosen = slice(None) if dense else targets >= 0
     weights = None if batch.weights is None else batch.weights.to(device, non_blocking=True)[chosen].flatten()
-    logits = model.logits(trace.hidden[chosen]).flatten(0, -2)
-    if weights is None:
-        return summed_loss(logits, targets[chosen].flatten()), trace, []
-    losses = F.cross_entropy(logits.float(), targets[chosen].flatten(), reduction="none")
-    return (losses * weights).sum(), trace, [losses.detach()[weights == 1]]
+    logits, wanted = model.logits(trace.hidden[chosen]).flatten(0, -2), targets[chosen].flatten()
+    with torch.no_grad():
+        whole = weights == 1 if weights is not None else slice(0)
+        known = F.cross_entropy(logits[whole].float(), wanted[whole], reduction="none")
+    return summed_loss(logits, wanted, weights), trace, known
 
 
 def _target_count(batch: Batch) -> float:

@@ -144,7 +144,8 @@ def test_a_run_carries_its_memory_through_streams(books, tmp_path):
 
 
 def test_a_weighted_loss_is_the_mean_over_weights(books):
-    batch = Facts(books, 512, 2, 0.3, seed=2).step(0)
+    steps = map(Facts(books, 512, 2, 0.3, seed=2).step, range(32))
+    batch = next(step for step in steps if bool((step.weights == 1).any()))
     config = TrainConfig(
         model=preset("tiny", "lmm", dim=32, depth=1, memory={"heads": 1}), device="cpu", batch=2
     )
@@ -158,6 +159,11 @@ def test_a_weighted_loss_is_the_mean_over_weights(books):
     step = take_step(model, make_optimizer(model, config), config, [batch], None, 0)
     assert step.loss == pytest.approx(float(loss), rel=1e-5)
     assert step.gradient == pytest.approx(float(norm), rel=1e-4)
+    answers = losses[batch.weights.flatten() == 1]
+    assert 0 < len(answers) < len(losses)
+    assert step.answers == pytest.approx(float(answers.mean()), rel=1e-5)
+    plain = take_step(model, make_optimizer(model, config), config, [batch._replace(weights=None)], None, 0)
+    assert plain.answers is None
 
 
 def test_what_cannot_be_is_refused(books):
