@@ -6,7 +6,8 @@
 BABI is bAbI's archive or folder (tasks_1-20_v1-2), BOOKS a folder of ``*.txt.xz`` with an ``index.json`` that names
 each book's split. A run is a pattern of blocks. All runs have equal parameters and read the same batches: stories of
 the split train (the ten thousand of en-10k where there are so many) in books of the split train. Then questions of the
-split test are asked in books of the split test, with the memory on, and off up to --off-longest tokens; of a length
+split test are asked in books of the split test, with the memory on, and in each mode of --controls up to
+--control-longest tokens; of a length
 that has no room for some stories, the others are asked. What is in the file already is not run again, and a model that
 --work holds is not trained again, so that the same command goes on after an interruption.
 """
@@ -146,7 +147,8 @@ def measure(
     common |= {"indices": args.indices} if args.indices else {}
     sizes = {qa: story_sizes(data["babi"], qa, args.indices) for qa in args.tasks}
     for length in args.lengths:
-        for mode in ("on", "off") if subject.model.has_memory and length <= args.off_longest else ("on",):
+        controls = args.controls if subject.model.has_memory and length <= args.control_longest else ()
+        for mode in ("on", *controls):
             count = args.samples if length <= args.near else args.far_samples
             row = {**about, "kind": "eval", "length": length, "memory": mode, "samples": count}
             row["stories"] = Path(args.indices).name if args.indices else "drawn with the seed"
@@ -308,7 +310,10 @@ def main() -> None:
     parser.add_argument("--near", type=parse_length, default=131072)
     parser.add_argument("--far-samples", type=int, default=20, help="of every task beyond")
     parser.add_argument(
-        "--off-longest", type=parse_length, default=16384, help="also asked with the memory off"
+        "--controls", nargs="*", default=["frozen"], choices=["frozen", "fresh", "off"], help="other memory modes"
+    )
+    parser.add_argument(
+        "--control-longest", type=parse_length, default=16384, help="longest text for the other memory modes"
     )
     parser.add_argument("--indices", help="BABILong's choice of test stories, test_100_idxs.json")
     parser.add_argument("--batch", type=int, default=100, help="texts that are read side by side")
