@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remanence.attached.base import is_earlier, same_base
 from remanence.attached.model import Attached
 from remanence.config import ModelConfig
 from remanence.core.device import machine_memory
@@ -67,9 +69,7 @@ def fingerprint(model: Model) -> Fingerprint:
     ):
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_bytes(parameter.detach().to("cpu", torch.bfloat16)))
-    return Fingerprint(
-        hashlib.sha256(canonical(model.config.to_dict())).hexdigest()[:32], weights.hexdigest()[:32]
-    )
+    return Fingerprint(hashlib.sha256(canonical(_config(model))).hexdigest()[:32], weights.hexdigest()[:32])
 
 
 def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | None = None) -> None:
@@ -93,7 +93,7 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
     header = {
         "format": FORMAT,
         "schema": str(SCHEMA),
-        "config": _text(model.config.to_dict()),
+        "config": _text(_config(model)),
         "fingerprint": json.dumps(fingerprint(model)),
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: describe(tensor) for name, tensor in tensors.items()}),
@@ -111,12 +111,26 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
     """
     path = Path(path)
     header = _header(path)
-    differing = [
-        f"{name} is {theirs!r} in the file, {ours!r} in the model"
-        for name, theirs, ours in differences(_present(header.data["config"]), model.config.to_dict())
-    ]
-    if differing:
+    config, own = _present(header.data["config"]), _config(model)
+    if (
+        isinstance(model, Attached)
+        and is_earlier(config.get("base"))
+        and same_base(model.base, config["base"])
+    ):
+        warnings.warn(
+            f"{path}: its digest covers samples of the pretrained model only; save it again for one of all weights",
+            stacklevel=2,
+        )
+        config = {**config, "base": own["base"]}
+    found = list(differences(config, own))
+    differing = [f"{name} is {theirs!r} in the file, {ours!r} in the model" for name, theirs, ours in found]
+    if differing and [name for name, *_ in found] != ["base"]:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
+    if differing and not force:
+        raise ValueError(
+            f"{path}: made by a model of another configuration: {differing[0]}, so it read with another pretrained "
+            "model; --force (force=True) loads it anyway"
+        )
     if header.data["fingerprint"][1] != fingerprint(model).weights and not force:
         raise ValueError(
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
@@ -232,6 +246,11 @@ def _large(header: dict[str, str], entries: Mapping[str, Entry]) -> dict[str, st
         return None
     named_well = isinstance(large, dict) and all(isinstance(digest, str) for digest in large.values())
     return large if named_well and all(name in entries for name in large) else None
+
+
+def _config(model: Model) -> dict[str, Any]:
+    """A model's configuration; of an attached one, with its pretrained model as it is now."""
+    return (model.current_config() if isinstance(model, Attached) else model.config).to_dict()
 
 
 def _present(config: dict[str, Any]) -> dict[str, Any]:
