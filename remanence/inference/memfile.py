@@ -31,9 +31,11 @@ from remanence.core.state import parts
 from remanence.core.tensors import (
     FLOATS,
     Entry,
+    Opened,
     Stored,
     describe,
     entry_of,
+    opened,
     read_header,
     read_tensors,
     sha256,
@@ -109,8 +111,12 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
     `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that
     the model keeps its state in. `verify` reads large tensors, too: damage inside them is not noticed otherwise.
     """
-    path = Path(path)
-    header = _header(path)
+    with opened(Path(path)) as file:
+        return _load(file, model, force, verify)
+
+
+def _load(file: Opened, model: Model, force: bool, verify: bool) -> State:
+    path, header = file.path, _header(file)
     config, own = _present(header.data["config"]), _config(model)
     if (
         isinstance(model, Attached)
@@ -136,7 +142,7 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
         )
     _compare(str(path), _shapes(model), header.entries)
-    tensors = _content(path, header, verify)
+    tensors = _content(file, header, verify)
     unread = {name for name in header.large if tensors[name].nbytes > LARGE and not verify}
     state = fitted(str(path), model, tensors, unread)
     if state.position.tolist() != header.data["tokens"]:
@@ -148,10 +154,10 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
 
 def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A file's header and tensors: checked as a file, brought to the present schema, not yet fitted to a model."""
-    path = Path(path)
-    header = _header(path)
-    _check_plausible(path, header)
-    return {**header.data, "large": header.large}, _content(path, header, verify)
+    with opened(Path(path)) as file:
+        header = _header(file)
+        _check_plausible(file.path, header)
+        return {**header.data, "large": header.large}, _content(file, header, verify)
 
 
 class _Header(NamedTuple):
@@ -162,9 +168,9 @@ class _Header(NamedTuple):
     large: dict[str, str]
 
 
-def _header(path: Path) -> _Header:
+def _header(file: Opened) -> _Header:
     """A file's header, if it is one of a memory file and describes its tensors."""
-    entries, words = read_header(path)
+    path, (entries, words) = file.path, read_header(file)
     if words.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a memory file, got a safetensors file of another kind")
     schema = int(words["schema"]) if words.get("schema", "").isdecimal() else None
@@ -179,7 +185,7 @@ def _header(path: Path) -> _Header:
     if unread > machine_memory():
         raise ValueError(f"{path}: expected a memory that fits into this machine's, got {unread:,} bytes")
     if schema < SCHEMA:  # only a whole file can be brought to the present schema
-        stored = _migrated(path, schema, _verified(path, large, verify=False))
+        stored = _migrated(path, schema, _verified(file, large, verify=False))
         words, entries = stored.metadata, {name: entry_of(x) for name, x in stored.tensors.items()}
     try:
         data = {name: json.loads(words[name]) for name in KINDS}
@@ -213,14 +219,14 @@ def _check_plausible(path: Path, header: _Header) -> None:
     _compare(str(path), _shapes_of(config), header.entries)
 
 
-def _content(path: Path, header: _Header, verify: bool) -> dict[str, Tensor]:
+def _content(file: Opened, header: _Header, verify: bool) -> dict[str, Tensor]:
     """A file's tensors, checked, in the present schema."""
-    return _migrated(path, header.data["schema"], _verified(path, header.large, verify)).tensors
+    return _migrated(file.path, header.data["schema"], _verified(file, header.large, verify)).tensors
 
 
-def _verified(path: Path, large: dict[str, str], verify: bool) -> Stored:
+def _verified(file: Opened, large: dict[str, str], verify: bool) -> Stored:
     """What a file holds, if its checksums fit."""
-    stored = read_tensors(path, mapped=LARGE, digest=False)
+    path, stored = file.path, read_tensors(file, mapped=LARGE, digest=False)
     header = dict(stored.metadata)
     if header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
         raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
