@@ -22,7 +22,16 @@ from remanence.core.errors import first_line
 from remanence.core.files import DIGEST, read_json, replacing, sealed, unsealed, write_json
 from remanence.core.migrations import current_name
 from remanence.core.shipped import located, shipped_models
-from remanence.core.tensors import FLOATS, Entry, Opened, aligned, opened, read_header, read_tensors, write_tensors
+from remanence.core.tensors import (
+    FLOATS,
+    Entry,
+    Opened,
+    aligned,
+    opened,
+    read_header,
+    read_tensors,
+    write_tensors,
+)
 from remanence.model import Model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -103,7 +112,9 @@ def load_model(
         raise ValueError(
             f"model: expected a folder with config.json and model.safetensors{names}, got {folder}"
         )
-    described = read_json(folder / "config.json", MOST)  # once: it may be replaced meanwhile, as the weights may
+    described = read_json(
+        folder / "config.json", MOST
+    )  # once: it may be replaced meanwhile, as the weights may
     config = _config(folder, described)
     with ExitStack() as files:
         found = _found(folder, files)
@@ -129,6 +140,7 @@ def _load(
         for name, tensor in read_tensors(file, mapped=0).tensors.items()
     }
     model.load_state_dict(tensors, assign=True)
+    model.folder = folder
     return model
 
 

@@ -81,7 +81,8 @@ def test_many_loads_beside_a_writer(tmp_path, pair):
             try:
                 state = memfile.load(path, pair[0].model)
             except ValueError as error:
-                assert "with other weights" in str(error), error
+                if "with other weights" not in str(error):
+                    raise
                 continue
             accepted += 1
             assert_close(state, pair[0].state, 0.0)

@@ -10,7 +10,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from remanence.core.choices import brief
 from remanence.core.errors import first_line
 from remanence.core.files import canonical
+from remanence.core.tokens import Tokenizer, load_tokenizer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Model types whose layers are known: attention modules named `self_attn`, rotary positions, keys and values that a
@@ -72,6 +75,16 @@ class Source(NamedTuple):
         from transformers import AutoTokenizer
 
         return self._load(AutoTokenizer)
+
+    def own_tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer as one of ours; None if there is none that can be found."""
+        if not self.name:
+            return None
+        with suppress(ValueError, AttributeError), TemporaryDirectory() as folder:
+            self.tokenizer().save_pretrained(folder)
+            if (Path(folder) / "tokenizer.json").is_file():
+                return load_tokenizer(folder)
+        return None
 
 
 def check_model(model: Any) -> None:

@@ -21,6 +21,7 @@ from remanence.core.choices import brief
 from remanence.core.files import read_json, sealed, unsealed, write_json
 from remanence.core.shipped import located
 from remanence.core.tensors import aligned, read_tensors, write_tensors
+from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.folder import Auto
 from remanence.model import Model
 
@@ -105,6 +106,7 @@ def load(
         )
         config = replace(config, base=digest(stored))
     attached = Attached(model.to(device), config, source)
+    attached.folder = folder
     tensors = {
         name.removeprefix("model."): x for name, x in read_tensors(folder / WEIGHTS, mapped=0).tensors.items()
     }
@@ -119,6 +121,15 @@ def load(
         wanted = torch.float32 if trained else parameter.dtype
         parameter.data = aligned(tensors[name].to(parameter.device, wanted))
     return attached
+
+
+def own_tokenizer(model: Model) -> Tokenizer | None:
+    """The tokenizer in the folder that a model was loaded from, else that of its pretrained model; None without one."""
+    if model.folder is not None:
+        tokenizer = load_tokenizer(model.folder)
+        if (model.folder / "tokenizer.json").is_file():
+            return tokenizer
+    return model.source.own_tokenizer() if isinstance(model, Attached) else None
 
 
 def load_model(

@@ -227,7 +227,7 @@ class Attached(Model):
         layers: bool = False,
     ) -> Trace:
         """`forward` up to the logits, as `Model.trace`; what went into each layer is there only if asked for."""
-        self._check(tokens)
+        tokens = self._check(tokens, mask)
         self._check_call(tokens, state, mask, offsets)
         mode = self._memory if memory is None else memory
         check_choice("memory", mode, MODES)

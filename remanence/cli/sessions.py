@@ -260,13 +260,12 @@ def open_session(
     """A session with the model of a folder, continued from a memory file if one is given."""
     from remanence.attached.folder import load_model
     from remanence.core.device import resolve
-    from remanence.core.tokens import load_tokenizer
     from remanence.inference.session import Session
 
     model = load_model(folder, device=resolve(device)).eval()
     if mode != "on":
         model.memory = mode
-    session = Session(model, load_tokenizer(folder), write=write)
+    session = Session(model, write=write)
     return session if memory is None else session.load(memory, force=force)
 
 
