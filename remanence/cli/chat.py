@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -96,7 +97,9 @@ class Chat(Sampled):
 
 
 def lines(interactive: bool) -> Iterator[str]:
-    """What is typed or piped in, without empty lines."""
+    """What is typed or piped in, without empty lines; bytes that are no UTF-8 are read as they are."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             line = input("> " if interactive else "")

@@ -51,6 +51,13 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary path that takes the place of `path` when the block ends, and is removed if the block fails. A link is
     followed; a file that was there leaves its permissions to the new one.
     """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{path}: expected a name that a file can have, got one with {error.object[error.start]!a} at "
+            f"position {error.start}"
+        ) from None
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: expected a file to write, got a folder or a device")
     if not path.parent.is_dir():

@@ -98,6 +98,8 @@ def _parsed(source: Opened) -> tuple[Header, dict[str, int]]:
     try:
         found = json.loads(text)
         metadata = found.pop("__metadata__", {})
+        for word in (*found, *metadata, *metadata.values()):
+            word.encode()  # half a pair of surrogates is no text
         entries = sorted(found.items(), key=lambda item: item[1]["data_offsets"])
         end = 0
         for _, entry in entries:
