@@ -207,8 +207,24 @@ def locked(folder: Path, who: str) -> Iterator[None]:
 
 
 @contextmanager
-def locked_file(path: Path, who: str) -> Iterator[None]:
-    """A file, made if it does not exist, for this process alone, as `locked` has it for a folder."""
+def locked_target(path: Path, who: str) -> Iterator[None]:
+    """A file that is going to be replaced, for this process alone, as `locked` has it for a folder. The lock is on a
+    file beside it, which is removed in the end.
+    """
+    path = path.resolve()
+    lock = path.with_name(f".{_label(path.name)}.lock")
+    with locked_file(lock, who, path):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked_file(path: Path, who: str, meant: Path | None = None) -> Iterator[None]:
+    """A file, made if it does not exist, for this process alone, as `locked` has it for a folder. An error names the
+    file that is `meant`.
+    """
     lock = None
     try:
         while lock is None:
@@ -217,7 +233,9 @@ def locked_file(path: Path, who: str) -> Iterator[None]:
                 raise ValueError(f"{path}: expected a file, got a folder or a device")
             lock = _lock(path)
     except BlockingIOError:
-        raise ValueError(f"{path}: in use by {who} that is still going on; wait for it or end it") from None
+        raise ValueError(
+            f"{meant or path}: in use by {who} that is still going on; wait for it or end it"
+        ) from None
     try:
         yield
     finally:
