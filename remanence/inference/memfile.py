@@ -51,6 +51,9 @@ KINDS = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "no
 LARGE = 2**28
 """Bytes of a tensor that is mapped instead of read."""
 
+GREATEST, LONGEST = 1e15, 2**48
+"""The largest number of a state, whose products float32 can hold, and the most tokens that can have been read."""
+
 MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
 """From a schema to the next one: each is given a file's tensors and header (as text) as that schema wrote them."""
 
@@ -275,11 +278,13 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     template = _template_of(model)
     growing = _growing(template)
     unbounded = {f"{path}.{field}" for path, part in parts(template) for field in part.minus_infinity}
-    for name, tensor in tensors.items():
+    state = assembled(template, tensors, model.embed.weight.device)
+    for name, tensor in named(state):  # as the model has them: a float64 can be too large for it
         if name not in (unread or ()):
             _check_finite(f"{what}: {name}", tensor, name in unbounded)
-    state = assembled(template, tensors, model.embed.weight.device)
     longest = int(state.position.max())
+    if longest > LONGEST:
+        raise ValueError(f"{what}: position: expected at most {LONGEST:,} tokens read, got {longest:,}")
     for name in growing:
         if 0 < tensors[name].shape[1] < longest:
             got = tensors[name].shape[1]
@@ -391,6 +396,11 @@ def _check_finite(what: str, tensor: Tensor, unbounded: bool) -> None:
     if bool(bad.any()):
         raise ValueError(
             f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}"
+        )
+    huge = (tensor.abs() > GREATEST) & tensor.isfinite()
+    if bool(huge.any()):
+        raise ValueError(
+            f"{what}: expected numbers up to {GREATEST:g}, got {int(huge.sum())} above of {tensor.numel()}"
         )
 
 
