@@ -7,7 +7,7 @@ against what the headers of the weights' files say, so that nothing in it costs 
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,16 @@ from remanence.core.errors import first_line
 from remanence.core.files import DIGEST, read_json, replacing, sealed, unsealed, write_json
 from remanence.core.migrations import current_name
 from remanence.core.shipped import located, shipped_models
-from remanence.core.tensors import FLOATS, Entry, aligned, read_header, read_tensors, write_tensors
+from remanence.core.tensors import (
+    FLOATS,
+    Entry,
+    Opened,
+    aligned,
+    opened,
+    read_header,
+    read_tensors,
+    write_tensors,
+)
 from remanence.model import Model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -103,8 +112,23 @@ def load_model(
         raise ValueError(
             f"model: expected a folder with config.json and model.safetensors{names}, got {folder}"
         )
-    config, found = read_config(folder), _found(folder)
-    _check_pair(folder)
+    described = read_json(
+        folder / "config.json", MOST
+    )  # once: it may be replaced meanwhile, as the weights may
+    config = _config(folder, described)
+    with ExitStack() as files:
+        found = _found(folder, files)
+        _check_pair(folder, described, found)
+        return _load(folder, config, found, device, dtype)
+
+
+def _load(
+    folder: Path,
+    config: ModelConfig,
+    found: dict[str, Weight],
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> Model:
     _check_sizes(folder, config, found)
     _check_layers(folder, config, found)
     model = _outline(folder, config)
@@ -112,10 +136,11 @@ def load_model(
     _check_memory(folder, model, found, device, dtype)
     tensors = {
         _name(name): aligned(tensor.to(device, dtype or tensor.dtype))
-        for path in sorted({weight.path for weight in found.values()})
-        for name, tensor in read_tensors(path, mapped=0).tensors.items()
+        for file in {weight.path: weight.file for weight in found.values()}.values()
+        for name, tensor in read_tensors(file, mapped=0).tensors.items()
     }
     model.load_state_dict(tensors, assign=True)
+    model.folder = folder
     return model
 
 
@@ -124,18 +149,20 @@ class Weight(NamedTuple):
 
     path: Path
     entry: Entry
+    file: Opened
 
 
-def _found(folder: Path) -> dict[str, Weight]:
+def _found(folder: Path, files: ExitStack) -> dict[str, Weight]:
     """All tensors of a folder by their present names, in one file or, as Hugging Face saves large models, in several
-    with an index. Only the headers are read.
+    with an index. Only the headers are read; `files` closes what is opened.
     """
     index = folder / INDEX
     places = _places(index) if index.is_file() and not (folder / WEIGHTS).is_file() else None
     parts = [WEIGHTS] if places is None else sorted(set(places.values()))
     found: dict[str, Weight] = {}
     for path in (folder / part for part in parts):
-        for stored, entry in read_header(path).entries.items():
+        file = files.enter_context(opened(path))
+        for stored, entry in read_header(file).entries.items():
             name = _name(stored)
             if name in found:
                 raise ValueError(
@@ -143,7 +170,7 @@ def _found(folder: Path) -> dict[str, Weight]:
                 )
             if places is not None and places.get(stored) != path.name:
                 raise ValueError(f"{index}: expected {brief(stored)} in {path.name}, where it is")
-            found[name] = Weight(path, entry)
+            found[name] = Weight(path, entry, file)
     for stored, part in (places or {}).items():
         if _name(stored) not in found:
             raise ValueError(f"{index}: expected tensors that are there, got {brief(stored)}, not in {part}")
@@ -166,12 +193,12 @@ def _name(stored: str) -> str:
     return current_name(stored.removeprefix("model."))
 
 
-def _check_pair(folder: Path) -> None:
+def _check_pair(folder: Path, described: dict[str, Any], found: dict[str, Weight]) -> None:
     """Refuse weights that were saved with another configuration: of two saves, one may have been half done. A
     configuration that was changed by hand has no digest, and weights that others wrote do not tell.
     """
-    told = read_json(folder / "config.json", MOST)["remanence"].get(DIGEST)
-    saved = read_header(folder / WEIGHTS).metadata.get(CONFIG) if (folder / WEIGHTS).is_file() else None
+    told, file = described["remanence"].get(DIGEST), next(iter(found.values())).file if found else None
+    saved = None if file is None or file.path.name != WEIGHTS else read_header(file).metadata.get(CONFIG)
     if told is not None and saved is not None and told != saved:
         raise ValueError(
             f"{folder / WEIGHTS}: saved with another configuration than config.json; save the model again"
@@ -239,7 +266,7 @@ def _check_tensors(folder: Path, model: Model, found: dict[str, Weight], dtype: 
     for name, parameter in wanted.items():
         if name not in found:
             raise ValueError(f"{folder / 'model.safetensors'}: expected a tensor {name!r}, which is missing")
-        path, entry = found[name]
+        path, entry, _ = found[name]
         if entry.shape != parameter.shape:
             expected, got = list(parameter.shape), brief(list(entry.shape))
             raise ValueError(f"{path}: {name}: expected shape {expected}, got {got}")
@@ -253,7 +280,7 @@ def _check_tensors(folder: Path, model: Model, found: dict[str, Weight], dtype: 
     first = found["embed.weight"].entry.dtype
     for owner, module in model.named_modules():
         if isinstance(module, nn.Linear) and dtype is None:  # all else takes what comes, as norms in float32
-            path, entry = found[f"{owner}.weight"]
+            path, entry, _ = found[f"{owner}.weight"]
             if entry.dtype != first:
                 raise ValueError(
                     f"{path}: {owner}.weight: expected {first}, as the embedding, got {entry.dtype}; "
@@ -303,8 +330,12 @@ def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> ModelConfig:
+    return _config(folder, read_json(folder / "config.json", MOST))
+
+
+def _config(folder: Path, data: dict[str, Any]) -> ModelConfig:
+    """The configuration in what a folder's config.json holds."""
     path = folder / "config.json"
-    data = read_json(path, MOST)
     kind, own = data.get("model_type"), data.get("remanence")
     if {"model", "data", "steps"} <= data.keys():  # a TrainConfig
         finished = (folder / "model" / "config.json").is_file()

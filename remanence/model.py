@@ -25,8 +25,10 @@ class Model(nn.Module):
 
     ``model.memory``, ``model.checkpointing`` and ``model.schedule`` are those of its `Backbone`: what becomes of the
     memories ("on", "off", "frozen", "fresh"), whether activations are computed again in backward, and how layers read
-    segments.
+    segments. ``model.folder`` is where it was loaded from, with its tokenizer, or None.
     """
+
+    folder: Path | None = None
 
     def __init__(self, config: ModelConfig, **fields: Unpack[ModelFields]) -> None:
         super().__init__()
@@ -131,14 +133,13 @@ class Model(nn.Module):
         keep: bool = True,
     ) -> Trace:
         """`forward` up to the logits, with what each memory did beside it: `Backbone.trace`."""
-        self._check(tokens)
-        if isinstance(mask, Tensor) and mask.shape == tokens.shape and mask.dtype == torch.bool:
-            tokens = tokens.masked_fill(~mask, 0)  # padding may be any number
+        tokens = self._check(tokens, mask)
         text = Text(tokens, self.log_unigrams, self.logits)
         settings: dict[str, Any] = {"mask": mask, "offsets": offsets, "memory": memory, "keep": keep}
         return self.backbone.trace(self.embed(tokens), state, text=text, **settings)
 
-    def _check(self, tokens: Tensor) -> None:
+    def _check(self, tokens: Tensor, mask: object = None) -> Tensor:
+        """The tokens, where they count, if they are of the vocabulary; 0 as padding, which may be any number."""
         if (
             not isinstance(tokens, Tensor)
             or tokens.dim() != 2
@@ -150,6 +151,8 @@ class Model(nn.Module):
                 else type(tokens).__name__
             )
             raise ValueError(f"tokens: expected whole numbers [batch, tokens], got {got}")
+        if isinstance(mask, Tensor) and mask.shape == tokens.shape and mask.dtype == torch.bool:
+            tokens = tokens.masked_fill(~mask, 0)
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = (int(x) for x in tokens.aminmax())
             if low < 0 or high >= self.config.vocabulary:
@@ -157,6 +160,7 @@ class Model(nn.Module):
                 raise ValueError(
                     f"tokens: expected numbers from 0 to {self.config.vocabulary - 1} (the vocabulary), got {wrong}"
                 )
+        return tokens
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What a folder and a checkpoint hold: here, everything."""

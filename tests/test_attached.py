@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from models import pairs_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -283,6 +284,43 @@ def test_a_session_reads_forks_and_saves(tmp_path, kind):
 def test_a_session_takes_what_attach_returns():
     model = remanence.attach(base(), every=2, window=24, **SMALL)
     assert remanence.Session(model).read("a few words").tokens == 11
+
+
+def test_an_attached_model_has_the_tokenizer_of_its_base(tmp_path):
+    """Also one of thousands of tokens, of which bytes would be the first."""
+    base(vocab_size=3000).save_pretrained(tmp_path / "base")
+    pairs_tokenizer(tmp_path / "pairs.json").save(tmp_path / "base")
+    own = remanence.attach(tmp_path / "base", every=2, window=16, **SMALL)
+    own.save_pretrained(tmp_path / "own")  # without a tokenizer
+    given = attached_folder.load(tmp_path / "own", base=tmp_path / "base")
+    named = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    outer = AttachedForCausalLM.from_pretrained(tmp_path / "own")
+    loaded = attached_folder.load(tmp_path / "own")
+    for model in (own, tmp_path / "own", loaded, given, outer, remanence.attach(named, every=2, **SMALL)):
+        session = remanence.Session(model)
+        assert session.tokenizer.vocabulary == 258 and session.read("memme").tokens == 3
+    main(["generate", str(tmp_path / "own"), "--prompt", "me", "--max-tokens", "1"])
+    nameless = remanence.attach(base(vocab_size=3000), every=2, **SMALL)
+    with pytest.raises(ValueError, match=r"^tokenizer: expected one for the model's 3,000 tokens, got none"):
+        remanence.Session(nameless)
+    assert remanence.Session(nameless, ByteTokenizer()).read("me").tokens == 2
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^tokenizer: expected one for the model's 3,000 tokens, got none"):
+        remanence.Session(tmp_path / "own")
+
+
+@pytest.mark.parametrize("kind", ["whole", "window", "store"])
+def test_padding_may_be_any_number(kind):
+    own, x = trained(remanence.attach(base(), **settings()[kind])), tokens(2, 12)
+    mask = torch.ones_like(x, dtype=torch.bool)
+    mask[0, :5] = False
+    with torch.no_grad():
+        logits, state = own(x, mask=mask)
+        other, after = own(x.masked_fill(~mask, -100), mask=mask)
+    assert torch.equal(logits[mask], other[mask])
+    for one, two in zip(state.tensors(), after.tensors(), strict=True):
+        if one.shape[1:2] != x.shape[1:]:  # without a window, keys of padding are there, and never seen
+            assert torch.equal(one, two)
 
 
 def test_two_digests_agree_in_every_dtype_and_with_lora():

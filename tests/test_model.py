@@ -75,6 +75,21 @@ class TestLaws:
     def test_rows_are_isolated(self, variant):
         assert_rows_isolated(model(variant), tokens(3, COUNT))
 
+    @pytest.mark.parametrize("padding", [-100, 10**6])
+    def test_padding_may_be_any_number(self, variant, padding):
+        subject, x = model(variant), tokens(2, 12)
+        mask = torch.ones(2, 12, dtype=torch.bool)
+        mask[0, :5], mask[1, 9:] = False, False
+        odd = x.masked_fill(~mask, padding)
+        logits, state = subject(x, mask=mask)
+        other, after = subject(odd, mask=mask)
+        assert torch.equal(logits[mask], other[mask])
+        assert_close(state, after, 0.0)
+        with pytest.raises(ValueError, match=f"tokens: expected numbers from 0 to 10 .*, got {padding}"):
+            subject(odd)
+        with pytest.raises(ValueError, match=f"tokens: expected numbers from 0 to 10 .*, got {padding}"):
+            subject(odd, mask=torch.ones_like(mask))
+
     def test_padding_is_inert(self, variant):
         mask = torch.ones(4, COUNT, dtype=torch.bool)
         mask[0, :7] = False  # left

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import VARIANTS, model
+from models import VARIANTS, model, pairs_tokenizer
 
 from remanence import Generation, Model, Sampling, Session, preset
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
@@ -212,14 +212,93 @@ def test_long_prompts_side_by_side_take_few_calls(lengths, monkeypatch):
         assert together.tokens[row] == Generation(subject, [prompt], Sampling(max_tokens=2)).run().tokens[0]
 
 
-def test_a_held_stream_does_not_undo_what_came_after_it():
+def unfinished():
     session = Session(bytes_model())
     stream = session.stream("abc", max_tokens=50)
     next(stream)
-    session.read(TEXT)
-    read = session.tokens
+    return session, stream
+
+
+@pytest.mark.parametrize("call", [
+    lambda session, path: session.read(TEXT),
+    lambda session, path: session.read(""),
+    lambda session, path: list(session.reading(TEXT)),
+    lambda session, path: session.generate("d", max_tokens=2),
+    lambda session, path: next(session.stream("d", max_tokens=2)),
+    lambda session, path: session.load(path),
+    lambda session, path: setattr(session, "state", session.model.start(1)),
+])  # fmt: skip
+def test_what_an_unfinished_stream_would_undo_is_refused(tmp_path, call):
+    session, stream = unfinished()
+    session.save(tmp_path / "a.mem")
+    before = session.tokens
+    with pytest.raises(
+        ValueError, match=r"^\w+: expected no answer under way, .*finish its loop, or end it with"
+    ):
+        call(session, tmp_path / "a.mem")
+    assert session.tokens == before
+    next(stream)
+    assert session.tokens > before
     stream.close()
-    assert session.tokens == read
+    call(session, tmp_path / "a.mem")
+
+
+def test_save_and_fork_take_what_has_come_so_far(tmp_path):
+    session, stream = unfinished()
+    so_far, fork = session.tokens, session.fork()
+    session.save(tmp_path / "a.mem")
+    next(stream)
+    assert fork.tokens == so_far == Session(session.model).load(tmp_path / "a.mem").tokens < session.tokens
+    fork.read(TEXT)
+    assert fork.tokens == so_far + len(TEXT.encode())
+    said = len(list(stream))
+    assert said and session.read("more").tokens == 4
+
+
+def test_a_stream_that_has_not_begun_waits_for_nothing():
+    session = Session(bytes_model())
+    stream = session.stream("abc", max_tokens=2)
+    session.read(TEXT)
+    list(stream)
+    assert session.tokens == len(TEXT.encode()) + 5
+
+
+def test_a_stream_that_fails_leaves_the_session_free():
+    session = Session(bytes_model())
+    with pytest.raises(ValueError, match="max_tokens"):
+        session.generate("a", max_tokens=-1)
+    with torch.no_grad():
+        session.model.backbone.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="finite logits"):
+        session.generate("a")
+    assert session.read("abc").tokens == 3
+
+
+def test_a_loaded_model_has_its_tokenizer(tmp_path):
+    tokenizer = pairs_tokenizer(tmp_path / "pairs.json")
+    model("mac", torch.float32, vocabulary=600).save(tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    loaded = Model.load(tmp_path / "model")
+    for subject in (loaded, tmp_path / "model"):
+        session = Session(subject)
+        assert session.tokenizer.vocabulary == 258
+        assert session.read("memme").tokens == 3
+    assert Generation(loaded, ["me"]).prompts == [[256]]
+    assert Session(loaded, ByteTokenizer()).read("me").tokens == 2
+
+
+def test_a_large_vocabulary_is_not_taken_for_bytes(tmp_path):
+    large = model("mac", torch.float32, vocabulary=2000)
+    large.save(tmp_path / "model")
+    for subject in (large, Model.load(tmp_path / "model"), tmp_path / "model"):
+        with pytest.raises(
+            ValueError, match=r"^tokenizer: expected one for the model's 2,000 tokens, got none"
+        ):
+            Session(subject)
+    with pytest.raises(ValueError, match="tokenizer: expected one for the model's 2,000 tokens"):
+        Generation(large, ["a"])
+    assert Session(large, ByteTokenizer()).read("abc").tokens == 3
+    assert Session(model("mac", torch.float32, vocabulary=512)).read("abc").tokens == 3
 
 
 def test_a_generation_runs_once_and_damaged_weights_are_told():

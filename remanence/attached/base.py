@@ -6,8 +6,13 @@ transformers is the extra `hf`; nothing of it is imported before a model is ther
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +21,14 @@ from torch import Tensor, nn
 from remanence.core.choices import brief
 from remanence.core.errors import first_line
 from remanence.core.files import canonical
+from remanence.core.tokens import Tokenizer, load_tokenizer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Model types whose layers are known: attention modules named `self_attn`, rotary positions, keys and values that a
 cache of transformers holds, logits that are the output embeddings' of the last hidden state.
 """
 SAMPLES = 4096
-"""Numbers of each weight that go into a digest."""
+"""Values of each weight that an earlier version's digest covers."""
 LORA = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -69,6 +75,16 @@ class Source(NamedTuple):
         from transformers import AutoTokenizer
 
         return self._load(AutoTokenizer)
+
+    def own_tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer as one of ours; None if there is none that can be found."""
+        if not self.name:
+            return None
+        with suppress(ValueError, AttributeError), TemporaryDirectory() as folder:
+            self.tokenizer().save_pretrained(folder)
+            if (Path(folder) / "tokenizer.json").is_file():
+                return load_tokenizer(folder)
+        return None
 
 
 def check_model(model: Any) -> None:
@@ -147,9 +163,94 @@ def shape_of(model: Any) -> dict[str, Any]:
 
 
 def digest(model: Any) -> str:
-    """Of a pretrained model: the shapes of its weights, and some numbers of each as bfloat16, so that copies in other
-    dtypes agree. What was attached to it does not count.
+    """Of a pretrained model: every weight as bfloat16, so that float64, float32 and bfloat16 copies agree, and the
+    configuration that changes what the model computes. What was attached to it does not count.
     """
+    named = sorted((plain_name(name), tensor) for name, tensor in _own_tensors(model))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # sha256 is slower than memory
+        parts = list(pool.map(lambda item: hashlib.sha256(_bytes(item[1])).hexdigest(), named))
+    shapes = [[name, list(tensor.shape), part] for (name, tensor), part in zip(named, parts, strict=True)]
+    return VERSION + hashlib.sha256(canonical([function_fields(model.config), shapes])).hexdigest()[:32]
+
+
+VERSION = "2:"
+"""What a digest begins with. Earlier ones, of samples of the weights, are 32 hexadecimal digits alone."""
+
+
+def same_base(model: Any, saved: object, now: str | None = None) -> bool:
+    """Whether a model is the one of a saved digest, also of an earlier version's; `now` is its digest, if known."""
+    if isinstance(saved, str) and not saved.startswith(VERSION):
+        return _earlier_digest(model) == saved
+    return (now or digest(model)) == saved
+
+
+def is_earlier(saved: object) -> bool:
+    """Whether a digest was written by an earlier version, which saw samples of the weights only."""
+    return isinstance(saved, str) and not saved.startswith(VERSION)
+
+
+UNUSED = re.compile(
+    r"_.*|architectures|auto_map|transformers_version|(torch_)?dtype|name_or_path|tokenizer_class|"
+    r".*token_ids?|use_cache|return_dict.*|output_.*|id2label|label2id|num_labels|problem_type|initializer_.*|"
+    r".*(dropout|pdrop)|pretraining_tp|chunk_size_feed_forward|gradient_checkpointing|attn_implementation|"
+    r"quantization_config|tie_word_embeddings|max_window_layers|no_rope_layer_interval|"
+    r"task_specific_params|finetuning_task|use_bfloat16|torchscript"
+)
+"""Fields of a configuration that do not change what a model computes in evaluation, or that its weights or another
+field hold: whether embeddings are tied shows in the weights, and `layer_types` names the layers with a window.
+"""
+
+
+def function_fields(config: Any) -> dict[str, Any]:
+    """The part of a configuration that changes what a model computes: rotary positions, norms, activation, windows,
+    scaling. Fields that the configuration's class does not have are ignored, as its model is.
+    """
+    found = config.to_dict()
+    try:
+        known = type(config)().to_dict().keys()
+    except Exception:  # a class that cannot be made without arguments
+        known = found.keys()
+    return _plain({name: value for name, value in found.items() if name in known})
+
+
+def _plain(value: Any) -> Any:
+    """Data as every way of saving it leaves it: without what is absent by default, numbers to 6 digits (a GGUF has
+    them in float32).
+    """
+    if isinstance(value, Mapping):
+        entries = {
+            str(name): _plain(inner) for name, inner in value.items() if not UNUSED.fullmatch(str(name))
+        }
+        if set(entries.get("layer_types", ())) == {"full_attention"}:
+            del entries["layer_types"]
+        absent = lambda inner: inner is None or inner is False or inner in ([], {})
+        return {name: inner for name, inner in entries.items() if not absent(inner)}
+    if isinstance(value, list | tuple | set):
+        return [_plain(inner) for inner in (sorted(value) if isinstance(value, set) else value)]
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else float(f"{value:.6g}")
+    return value if isinstance(value, str | int | None) else str(value)
+
+
+def _own_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """A model's parameters and saved buffers, without what was attached."""
+    for name, weight in model.named_parameters():
+        if ".lora_" not in name:
+            yield name, weight.detach()
+    for owner, module in model.named_modules():
+        for name, buffer in module.named_buffers(owner, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def weights_key(model: Any) -> bytes:
+    """Changes whenever a weight changes, in place too, and takes a small part of a digest's time."""
+    weights = [(x.data_ptr(), x._version, float(x.sum(dtype=torch.float32))) for _, x in _own_tensors(model)]
+    return canonical([function_fields(model.config), weights])
+
+
+def _earlier_digest(model: Any) -> str:
+    """As earlier versions computed it, from at most 4,096 values of each weight: folders and memory files have it."""
     found = hashlib.sha256(canonical({"model_type": model.config.model_type}))
     for name, weight in sorted((plain_name(name), weight) for name, weight in model.named_parameters()):
         if ".lora_" in name:
@@ -166,10 +267,10 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _bytes(numbers: Tensor) -> bytes:
+def _bytes(numbers: Tensor) -> memoryview:
     if numbers.is_floating_point():
         numbers = numbers.to("cpu", torch.bfloat16)
-    return numbers.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return numbers.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def add_lora(model: Any, rank: int) -> None:

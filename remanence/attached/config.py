@@ -20,7 +20,7 @@ class AttachConfig:
     """What was attached to which model.
 
     Attributes:
-        base: a digest of the pretrained model: its configuration and samples of its weights.
+        base: a digest of the pretrained model: its weights, and its configuration.
         vocabulary, dim, depth: of that model.
         heads: of its attention: queries, keys and values, and the width of each.
         layers: the layers with a memory, counted from 0.

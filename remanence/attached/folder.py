@@ -6,19 +6,22 @@ alone. The pretrained model is found by its name again, and refused if it is ano
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from remanence.attached.base import Source, check_model, digest
+from remanence.attached.base import Source, check_model, digest, is_earlier, same_base
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
 from remanence.core.choices import brief
 from remanence.core.files import read_json, sealed, unsealed, write_json
 from remanence.core.shipped import located
 from remanence.core.tensors import aligned, read_tensors, write_tensors
+from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.folder import Auto
 from remanence.model import Model
 
@@ -48,7 +51,7 @@ def save(model: Attached, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.saved_parameters()}
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-    write_json(folder / "config.json", model.describe())
+    write_json(folder / "config.json", describe(model, model.current_config()))
     AUTO.write(folder)
 
 
@@ -87,13 +90,23 @@ def load(
         source = Source.of(base)
     model = base if base is not None and not isinstance(base, str | Path) else source.model(dtype)
     check_model(model)
-    if digest(model) != config.base:
+    # float16 rounds other dtypes' weights twice: what is compared is the model as it is stored.
+    rounded = model is not base and dtype == torch.float16 and model.dtype == dtype
+    stored = source.model() if rounded else model
+    if not same_base(stored, config.base):
         got = source.name if base is None or isinstance(base, str | Path) else f"this {type(model).__name__}"
         raise ValueError(
             f"{folder}: made for another pretrained model than {got}: weights or "
-            "shapes differ; give the right one (base=), or its name under 'base' in config.json"
+            "configuration differ; give the right one (base=), or its name under 'base' in config.json"
         )
+    if is_earlier(config.base):
+        warnings.warn(
+            f"{folder}: its digest covers samples of the pretrained model only; save it again for one of all weights",
+            stacklevel=2,
+        )
+        config = replace(config, base=digest(stored))
     attached = Attached(model.to(device), config, source)
+    attached.folder = folder
     tensors = {
         name.removeprefix("model."): x for name, x in read_tensors(folder / WEIGHTS, mapped=0).tensors.items()
     }
@@ -110,6 +123,15 @@ def load(
     return attached
 
 
+def own_tokenizer(model: Model) -> Tokenizer | None:
+    """The tokenizer in the folder that a model was loaded from, else that of its pretrained model; None without one."""
+    if model.folder is not None:
+        tokenizer = load_tokenizer(model.folder)
+        if (model.folder / "tokenizer.json").is_file():
+            return tokenizer
+    return model.source.own_tokenizer() if isinstance(model, Attached) else None
+
+
 def load_model(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Model:
@@ -119,12 +141,12 @@ def load_model(
     return Model.load(folder, device=device, dtype=dtype)
 
 
-def describe(model: Attached) -> dict[str, Any]:
+def describe(model: Attached, config: AttachConfig | None = None) -> dict[str, Any]:
     """The configuration as JSON: of what is new, and where the pretrained model is found."""
     return {
         "architectures": ["AttachedForCausalLM"],
         "model_type": KIND,
         "auto_map": AUTO.names,
         "base": model.source._asdict(),
-        "remanence": sealed(model.config.to_dict()),
+        "remanence": sealed((config or model.config).to_dict()),
     }

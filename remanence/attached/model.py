@@ -84,6 +84,7 @@ class Attached(Model):
         self._checkpointing = False
         self._call: Call | None = None
         self._plain = model.config._attn_implementation
+        self._digest = pretrained.weights_key(model), config.base
         self.window = config.window
 
     def extra_repr(self) -> str:
@@ -96,6 +97,13 @@ class Attached(Model):
         for name, parameter in self.named_parameters():
             if name.startswith("memories.") or ".lora_" in name:
                 yield name, parameter
+
+    def current_config(self) -> AttachConfig:
+        """The configuration with the digest of the pretrained model as it is now, should its weights have changed."""
+        key = pretrained.weights_key(self.base)
+        if key != self._digest[0]:
+            self._digest = key, pretrained.digest(self.base)
+        return replace(self.config, base=self._digest[1])
 
     @property
     def embed(self) -> Any:  # type: ignore[override]
@@ -219,7 +227,7 @@ class Attached(Model):
         layers: bool = False,
     ) -> Trace:
         """`forward` up to the logits, as `Model.trace`; what went into each layer is there only if asked for."""
-        self._check(tokens)
+        tokens = self._check(tokens, mask)
         self._check_call(tokens, state, mask, offsets)
         mode = self._memory if memory is None else memory
         check_choice("memory", mode, MODES)

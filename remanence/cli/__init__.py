@@ -10,8 +10,11 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, NoReturn
 
@@ -26,6 +29,7 @@ from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
 from remanence.cli.sessions import Generate, Lens, Read
 from remanence.cli.train import Export, Train
+from remanence.core.errors import Terminated
 from remanence.core.overrides import split_overrides
 from remanence.core.terminal import guarded, say
 
@@ -54,7 +58,7 @@ OVERRIDABLE: dict[str, type[Train] | type[Eval]] = {"train": Train, "eval": Eval
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Exit code 0 on success, 2 for a wrong argument or file, 130 after Ctrl-C.
+    """Run a command. Exit code 0 on success, 2 for a wrong argument or file, 130 after Ctrl-C, 143 after SIGTERM.
 
     Errors are one line, without a traceback. Control characters in them, and in all that is printed, are shown.
     """
@@ -69,19 +73,42 @@ def main(arguments: list[str] | None = None) -> None:
         # Bars of these libraries would be shown as the control characters that they are made of.
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        with guarded():
+        with guarded(), terminable():
             command.run()
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, OSError, ImportError) as error:  # an ImportError names the extra to install
         _fail(f"remanence: error: {error}", 2)
+    except Terminated:
+        _fail("remanence: terminated", 143)
     except KeyboardInterrupt:
         _fail("remanence: interrupted", 130)
     except Exception:  # a defect of ours, whose traceback can quote a file like any other message
         with guarded():
             traceback.print_exc()
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Meanwhile, SIGTERM interrupts as Ctrl-C does, once: it may be sent several times, and what is being saved then is
+    to be saved. One that is ignored, as a parent can have it, stays ignored.
+    """
+
+    def stop(number: int, _: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(arguments: list[str]) -> Command:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remanence.cli.arguments import Folder
-from remanence.cli.sessions import Sampled, check_target, open_session
+from remanence.cli.sessions import Sampled, check_target, open_session, saving
+from remanence.core.errors import Terminated
 from remanence.core.terminal import say, say_generated
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ class Chat(Sampled):
     """No phrase of so many tokens is said twice in one answer. Default: 16 bytes, or 6 tokens of another tokenizer."""
 
     def run(self) -> None:
+        with saving(self.memory):
+            self._run()
+
+    def _run(self) -> None:
         from remanence.core.tokens import ByteTokenizer
         from remanence.inference.chat import Turns
 
@@ -66,8 +72,10 @@ class Chat(Sampled):
             try:
                 for text in session.stream(turns.text(line), **vars(sampling)):
                     say_generated(text)
-            except KeyboardInterrupt:
-                if not interactive:
+            except KeyboardInterrupt as stopped:
+                if not interactive or isinstance(stopped, Terminated):
+                    if self.memory is not None:
+                        session.save(self.memory)
                     raise
             say_generated("\n")
             if sampling.seed is not None:  # or every answer would have the same chances
@@ -83,7 +91,8 @@ class Chat(Sampled):
             if path is None:
                 raise ValueError("/save: expected a file, as there is no --memory: /save FILE, got none")
             check_target("/save", path, unless=self.memory, hint="only the --memory in use is overwritten")
-            session.save(path)
+            with saving(path if path != self.memory else None):
+                session.save(path)
             say(f"{path}: {session.tokens:,} tokens, {path.stat().st_size:,} bytes")
         elif line.strip() == "/forget":
             kept = f"; {self.memory} keeps them until the next answer" if self.memory is not None else ""
@@ -96,7 +105,9 @@ class Chat(Sampled):
 
 
 def lines(interactive: bool) -> Iterator[str]:
-    """What is typed or piped in, without empty lines."""
+    """What is typed or piped in, without empty lines; bytes that are no UTF-8 are read as they are."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             line = input("> " if interactive else "")

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from remanence.cli.arguments import Device, Folder, Mode
+from remanence.core.files import locked_target
 from remanence.core.progress import Bar, Progress
 from remanence.core.terminal import say, say_generated
 
@@ -28,7 +30,9 @@ Write = Literal["all", "prompt", "none"]
 
 @dataclass(frozen=True)
 class Read:
-    """Read files of any size into a memory, in constant space, and save it. Interrupted, it saves what it has read."""
+    """Read files of any size into a memory, in constant space, and save it. Interrupted (Ctrl-C, SIGTERM), it saves
+    what it has read.
+    """
 
     model: Folder
     """The model's folder."""
@@ -46,6 +50,10 @@ class Read:
     """Where to run."""
 
     def run(self) -> None:
+        with saving(self.save):
+            self._run()
+
+    def _run(self) -> None:
         from remanence.inference import memfile
 
         save = self.save
@@ -69,7 +77,11 @@ class Read:
         before = session.tokens
         warn_of_reach(self.model, session, source.size)
         surprise = self._read(session, source, notes)
-        memfile.save(save, session.model, session.state, notes)
+        try:
+            memfile.save(save, session.model, session.state, notes)
+        except KeyboardInterrupt:  # all has been read: it is not lost
+            memfile.save(save, session.model, session.state, notes)
+            raise
         mean = f", mean surprise {surprise:.4f}" if surprise is not None else ""
         counts = f"{session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}"
         say(f"{save}: {counts}, {save.stat().st_size:,} bytes")
@@ -153,6 +165,10 @@ class Generate(Sampled):
 
     def run(self) -> None:
         """Print the answer to one prompt as it is generated, or to several when all are done."""
+        with saving(self.save):
+            self._run()
+
+    def _run(self) -> None:
         from remanence.inference import memfile
         from remanence.inference.generate import Generation
 
@@ -260,13 +276,12 @@ def open_session(
     """A session with the model of a folder, continued from a memory file if one is given."""
     from remanence.attached.folder import load_model
     from remanence.core.device import resolve
-    from remanence.core.tokens import load_tokenizer
     from remanence.inference.session import Session
 
     model = load_model(folder, device=resolve(device)).eval()
     if mode != "on":
         model.memory = mode
-    session = Session(model, load_tokenizer(folder), write=write)
+    session = Session(model, write=write)
     return session if memory is None else session.load(memory, force=force)
 
 
@@ -291,6 +306,20 @@ def warn_of_reach(folder: Path, session: Session, size: int) -> None:
             f"{about}{tokens:,} tokens will have been read, and its memory was trained over {reach:,} at most"
         )
         say(f"{folder}: {told}; what it keeps beyond that was not learned", error=True)
+
+
+@contextmanager
+def saving(path: Path | None) -> Iterator[None]:
+    """A memory file for this process alone until the block ends: of two commands that save the same file, the second
+    is refused.
+    """
+    if (
+        path is None or not path.parent.is_dir()
+    ):  # nothing to save, or an error that `check_target` words better
+        yield
+        return
+    with locked_target(path, "another command"):
+        yield
 
 
 def check_text(what: str, path: Path) -> None:

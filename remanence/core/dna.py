@@ -11,7 +11,7 @@ import numpy as np
 
 from remanence.core.choices import brief
 from remanence.core.files import write_json
-from remanence.core.tokens import END, PIECE, Decoder, write_settings
+from remanence.core.tokens import END, PIECE, Decoder, utf8, write_settings
 
 BASES = "ACGTN"
 """The letters that have a token each, in the tokens' order. N is any base."""
@@ -75,7 +75,7 @@ class DnaTokenizer:
         self.labels = tuple(labels)
 
     def encode(self, text: str) -> list[int]:
-        return base_tokens(text.encode("utf-8", "surrogateescape")).tolist()
+        return base_tokens(utf8(text)).tolist()
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(BASES[token] for token in tokens if token < len(BASES))
@@ -85,7 +85,7 @@ class DnaTokenizer:
 
     def stream(self, pieces: Iterable[str | bytes]) -> Iterator[list[int]]:
         for piece in pieces:
-            raw = piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogateescape")
+            raw = piece if isinstance(piece, bytes) else utf8(piece)
             for start in range(0, len(raw), PIECE):
                 yield base_tokens(raw[start : start + PIECE]).tolist()
 

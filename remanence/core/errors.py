@@ -14,3 +14,7 @@ class OtherConfigError(ValueError):
 
 class DivergedError(ValueError):
     """Numbers that have to be finite are not: a memory's while it reads, or the loss of a training run."""
+
+
+class Terminated(KeyboardInterrupt):
+    """A request to end (SIGTERM), handled as an interruption is: what saves on Ctrl-C saves on this too."""

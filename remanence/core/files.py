@@ -51,6 +51,13 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary path that takes the place of `path` when the block ends, and is removed if the block fails. A link is
     followed; a file that was there leaves its permissions to the new one.
     """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{path}: expected a name that a file can have, got one with {error.object[error.start]!a} at "
+            f"position {error.start}"
+        ) from None
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: expected a file to write, got a folder or a device")
     if not path.parent.is_dir():
@@ -200,8 +207,24 @@ def locked(folder: Path, who: str) -> Iterator[None]:
 
 
 @contextmanager
-def locked_file(path: Path, who: str) -> Iterator[None]:
-    """A file, made if it does not exist, for this process alone, as `locked` has it for a folder."""
+def locked_target(path: Path, who: str) -> Iterator[None]:
+    """A file that is going to be replaced, for this process alone, as `locked` has it for a folder. The lock is on a
+    file beside it, which is removed in the end.
+    """
+    path = path.resolve()
+    lock = path.with_name(f".{_label(path.name)}.lock")
+    with locked_file(lock, who, path):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked_file(path: Path, who: str, meant: Path | None = None) -> Iterator[None]:
+    """A file, made if it does not exist, for this process alone, as `locked` has it for a folder. An error names the
+    file that is `meant`.
+    """
     lock = None
     try:
         while lock is None:
@@ -210,7 +233,9 @@ def locked_file(path: Path, who: str) -> Iterator[None]:
                 raise ValueError(f"{path}: expected a file, got a folder or a device")
             lock = _lock(path)
     except BlockingIOError:
-        raise ValueError(f"{path}: in use by {who} that is still going on; wait for it or end it") from None
+        raise ValueError(
+            f"{meant or path}: in use by {who} that is still going on; wait for it or end it"
+        ) from None
     try:
         yield
     finally:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from remanence.core.errors import first_line
 from remanence.core.files import DIGEST, canonical, replacing
@@ -58,20 +60,46 @@ class Stored(NamedTuple):
     metadata: dict[str, str]
 
 
-def read_header(path: Path) -> Header:
-    """What a file says that it holds, if it can be true: every byte belongs to one tensor. No tensor is read."""
-    if not path.is_file():
+class Opened(NamedTuple):
+    """A file that stays the same while it is open, also if another one takes its place under the same name."""
+
+    path: Path
+    file: BinaryIO
+
+
+@contextmanager
+def opened(source: Path | Opened) -> Iterator[Opened]:
+    """A file to read a header and tensors from, which then belong together."""
+    if isinstance(source, Opened):
+        yield source
+        return
+    if not source.is_file():
         raise ValueError(
-            f"{path}: expected a file, got a folder" if path.is_dir() else f"{path}: no such file"
+            f"{source}: expected a file, got a folder" if source.is_dir() else f"{source}: no such file"
         )
-    with open(path, "rb") as file:
-        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, HEADER):
-            raise ValueError(f"{path}: damaged, or not a safetensors file (no header of {length:,} bytes)")
-        text = file.read(length)
+    with open(source, "rb") as file:
+        yield Opened(source, file)
+
+
+def read_header(source: Path | Opened) -> Header:
+    """What a file says that it holds, if it can be true: every byte belongs to one tensor. No tensor is read."""
+    with opened(source) as found:
+        return _parsed(found)[0]
+
+
+def _parsed(source: Opened) -> tuple[Header, dict[str, int]]:
+    """A file's header, and where each tensor begins."""
+    path, file = source
+    file.seek(0)
+    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, HEADER):
+        raise ValueError(f"{path}: damaged, or not a safetensors file (no header of {length:,} bytes)")
+    text = file.read(length)
     try:
         found = json.loads(text)
         metadata = found.pop("__metadata__", {})
+        for word in (*found, *metadata, *metadata.values()):
+            word.encode()  # half a pair of surrogates is no text
         entries = sorted(found.items(), key=lambda item: item[1]["data_offsets"])
         end = 0
         for _, entry in entries:
@@ -96,7 +124,8 @@ def read_header(path: Path) -> Header:
         )
         for name, entry in entries
     }
-    return Header(named, metadata)
+    begins = {name: 8 + length + entry["data_offsets"][0] for name, entry in entries}
+    return Header(named, metadata), begins
 
 
 def write_tensors(
@@ -133,28 +162,37 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def read_tensors(path: Path, mapped: int | None = None, *, digest: bool = True) -> Stored:
+def read_tensors(source: Path | Opened, mapped: int | None = None, *, digest: bool = True) -> Stored:
     """A file's tensors, `aligned`; those above `mapped` bytes stay in the file until they are used, wherever they lie
     in it. The `digest` is checked where there is one, unless the file has checksums of its own kind.
     """
-    from safetensors import SafetensorError, safe_open
-
-    read_header(path)
-    try:
-        with safe_open(path, "pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = dict(file.metadata() or {})
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged, or not a safetensors file ({error})") from None
-    except (RuntimeError, MemoryError) as error:  # torch could not map it
-        size, told = path.stat().st_size, first_line(error)
-        raise ValueError(f"{path}: {size:,} bytes cannot be opened here ({told})") from None
+    with opened(source) as (path, file):
+        (entries, metadata), begins = _parsed(Opened(path, file))
+        try:
+            found = _mapped(file, entries, begins)
+        except (OSError, ValueError, RuntimeError, MemoryError) as error:
+            size, told = os.fstat(file.fileno()).st_size, first_line(error)
+            raise ValueError(f"{path}: {size:,} bytes cannot be opened here ({told})") from None
     if digest:
         _check_digest(path, found, metadata)
     small = {
         name: aligned(tensor) for name, tensor in found.items() if mapped is None or tensor.nbytes <= mapped
     }
     return Stored(found | small, metadata)
+
+
+def _mapped(file: BinaryIO, entries: Mapping[str, Entry], begins: Mapping[str, int]) -> dict[str, Tensor]:
+    """Tensors that lie in an open file: a change to them does not reach it."""
+    import torch
+
+    whole = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    found = {}
+    for name, entry in entries.items():
+        dtype, begin = getattr(torch, entry.dtype), begins[name]
+        raw = whole[begin : begin + entry.nbytes]
+        # torch has no view of numbers that begin anywhere.
+        found[name] = (raw.clone() if begin % dtype.itemsize else raw).view(dtype).view(entry.shape)
+    return found
 
 
 def _check_digest(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

@@ -24,6 +24,10 @@ CONTROL = re.compile(
 )
 
 
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""What no stream of UTF-8 can take."""
+
+
 def shown(text: str, keep: str = LAYOUT) -> str:
     """The text with its control characters written out, as ``\\x1b``, but for those to `keep`."""
     return CONTROL.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
@@ -50,7 +54,7 @@ def say_generated(text: str) -> None:
     They are shown one by one, so that a sequence is caught that comes in several pieces.
     """
     stream = unguarded(sys.stdout)
-    stream.write(shown(text) if stream.isatty() else text)
+    stream.write(shown(text) if stream.isatty() else SURROGATES.sub("\ufffd", text))
     stream.flush()
 
 

@@ -27,6 +27,17 @@ PIECE = 1 << 16
 """Characters (or bytes) that are encoded at a time when a text comes as a stream."""
 
 
+LONE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Halves of a pair that no text in UTF-8 has; those in between stand for bytes."""
+
+
+def utf8(text: str) -> bytes:
+    """A text as UTF-8. Bytes that were none, as an argument of the command line or a file's name can have, are these
+    bytes again; any other lone surrogate, as from JSON, becomes the replacement character U+FFFD.
+    """
+    return LONE.sub("\ufffd", text).encode("utf-8", "surrogateescape")
+
+
 class Decoder(Protocol):
     """Turns tokens into text as they come; a character whose bytes are not all there yet is held back."""
 
@@ -59,7 +70,7 @@ class ByteTokenizer:
     end: int | None = BYTES - 1
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", "surrogateescape"))
+        return list(utf8(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
@@ -69,7 +80,7 @@ class ByteTokenizer:
 
     def stream(self, pieces: Iterable[str | bytes]) -> Iterator[list[int]]:
         for piece in pieces:
-            raw = piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogateescape")
+            raw = piece if isinstance(piece, bytes) else utf8(piece)
             for start in range(0, len(raw), PIECE):
                 yield list(raw[start : start + PIECE])
 
@@ -164,7 +175,7 @@ class JsonTokenizer:
         self.end_text, self.words = end, dict(words or {})
 
     def encode(self, text: str) -> list[int]:
-        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        text = utf8(text).decode("utf-8", "replace")
         with _one_line(self.path, "cannot encode a text"):
             return self.inner.encode(text, add_special_tokens=False).ids
 

@@ -379,6 +379,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
         (model, found), where = loaded, pretrained_model_name_or_path
+        model.model.folder = Path(where) if Path(where).is_dir() else None
         for parameter in model.parameters():  # which transformers leaves in the file, too
             # Others, as quantised or sharded ones, see to themselves where they lie.
             if type(parameter.data) is Tensor:

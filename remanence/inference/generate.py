@@ -11,9 +11,11 @@ from typing import Literal, TypedDict
 import torch
 from torch import Tensor
 
+from remanence.attached.folder import own_tokenizer
 from remanence.config import Mode
 from remanence.core.errors import DivergedError
 from remanence.core.tokens import ByteTokenizer, Tokenizer
+from remanence.core.vocabulary import BYTES
 from remanence.inference.decoder import Decoder, unsupported
 from remanence.inference.reader import read
 from remanence.model import Model, State
@@ -311,8 +313,18 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+BYTE_VOCABULARY = 2 * BYTES - 2
+"""The largest vocabulary, 512, that is taken for bytes and some room beside them."""
+
+
 def check_tokenizer(model: Model, tokenizer: Tokenizer | None) -> Tokenizer:
-    """A tokenizer whose tokens the model knows; bytes by default."""
+    """A tokenizer whose tokens the model knows; by default the model's own, or bytes for a vocabulary of that size."""
+    tokenizer = own_tokenizer(model) if tokenizer is None else tokenizer
+    if tokenizer is None and model.config.vocabulary > BYTE_VOCABULARY:
+        raise ValueError(
+            f"tokenizer: expected one for the model's {model.config.vocabulary:,} tokens, got none, neither as an "
+            "argument nor with the model; load_tokenizer(folder) of remanence.core.tokens reads one"
+        )
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     if tokenizer.vocabulary > model.config.vocabulary:
         raise ValueError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remanence.attached.base import is_earlier, same_base
 from remanence.attached.model import Attached
 from remanence.config import ModelConfig
 from remanence.core.device import machine_memory
@@ -29,9 +31,11 @@ from remanence.core.state import parts
 from remanence.core.tensors import (
     FLOATS,
     Entry,
+    Opened,
     Stored,
     describe,
     entry_of,
+    opened,
     read_header,
     read_tensors,
     sha256,
@@ -46,6 +50,9 @@ KINDS = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "no
 
 LARGE = 2**28
 """Bytes of a tensor that is mapped instead of read."""
+
+GREATEST, LONGEST = 1e15, 2**48
+"""The largest number of a state, whose products float32 can hold, and the most tokens that can have been read."""
 
 MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
 """From a schema to the next one: each is given a file's tensors and header (as text) as that schema wrote them."""
@@ -67,9 +74,7 @@ def fingerprint(model: Model) -> Fingerprint:
     ):
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_bytes(parameter.detach().to("cpu", torch.bfloat16)))
-    return Fingerprint(
-        hashlib.sha256(canonical(model.config.to_dict())).hexdigest()[:32], weights.hexdigest()[:32]
-    )
+    return Fingerprint(hashlib.sha256(canonical(_config(model))).hexdigest()[:32], weights.hexdigest()[:32])
 
 
 def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | None = None) -> None:
@@ -93,7 +98,7 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
     header = {
         "format": FORMAT,
         "schema": str(SCHEMA),
-        "config": _text(model.config.to_dict()),
+        "config": _text(_config(model)),
         "fingerprint": json.dumps(fingerprint(model)),
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: describe(tensor) for name, tensor in tensors.items()}),
@@ -109,20 +114,38 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
     `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that
     the model keeps its state in. `verify` reads large tensors, too: damage inside them is not noticed otherwise.
     """
-    path = Path(path)
-    header = _header(path)
-    differing = [
-        f"{name} is {theirs!r} in the file, {ours!r} in the model"
-        for name, theirs, ours in differences(_present(header.data["config"]), model.config.to_dict())
-    ]
-    if differing:
+    with opened(Path(path)) as file:
+        return _load(file, model, force, verify)
+
+
+def _load(file: Opened, model: Model, force: bool, verify: bool) -> State:
+    path, header = file.path, _header(file)
+    config, own = _present(header.data["config"]), _config(model)
+    if (
+        isinstance(model, Attached)
+        and is_earlier(config.get("base"))
+        and same_base(model.base, config["base"])
+    ):
+        warnings.warn(
+            f"{path}: its digest covers samples of the pretrained model only; save it again for one of all weights",
+            stacklevel=2,
+        )
+        config = {**config, "base": own["base"]}
+    found = list(differences(config, own))
+    differing = [f"{name} is {theirs!r} in the file, {ours!r} in the model" for name, theirs, ours in found]
+    if differing and [name for name, *_ in found] != ["base"]:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
+    if differing and not force:
+        raise ValueError(
+            f"{path}: made by a model of another configuration: {differing[0]}, so it read with another pretrained "
+            "model; --force (force=True) loads it anyway"
+        )
     if header.data["fingerprint"][1] != fingerprint(model).weights and not force:
         raise ValueError(
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
         )
     _compare(str(path), _shapes(model), header.entries)
-    tensors = _content(path, header, verify)
+    tensors = _content(file, header, verify)
     unread = {name for name in header.large if tensors[name].nbytes > LARGE and not verify}
     state = fitted(str(path), model, tensors, unread)
     if state.position.tolist() != header.data["tokens"]:
@@ -134,10 +157,10 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
 
 def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A file's header and tensors: checked as a file, brought to the present schema, not yet fitted to a model."""
-    path = Path(path)
-    header = _header(path)
-    _check_plausible(path, header)
-    return {**header.data, "large": header.large}, _content(path, header, verify)
+    with opened(Path(path)) as file:
+        header = _header(file)
+        _check_plausible(file.path, header)
+        return {**header.data, "large": header.large}, _content(file, header, verify)
 
 
 class _Header(NamedTuple):
@@ -148,9 +171,9 @@ class _Header(NamedTuple):
     large: dict[str, str]
 
 
-def _header(path: Path) -> _Header:
+def _header(file: Opened) -> _Header:
     """A file's header, if it is one of a memory file and describes its tensors."""
-    entries, words = read_header(path)
+    path, (entries, words) = file.path, read_header(file)
     if words.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a memory file, got a safetensors file of another kind")
     schema = int(words["schema"]) if words.get("schema", "").isdecimal() else None
@@ -165,7 +188,7 @@ def _header(path: Path) -> _Header:
     if unread > machine_memory():
         raise ValueError(f"{path}: expected a memory that fits into this machine's, got {unread:,} bytes")
     if schema < SCHEMA:  # only a whole file can be brought to the present schema
-        stored = _migrated(path, schema, _verified(path, large, verify=False))
+        stored = _migrated(path, schema, _verified(file, large, verify=False))
         words, entries = stored.metadata, {name: entry_of(x) for name, x in stored.tensors.items()}
     try:
         data = {name: json.loads(words[name]) for name in KINDS}
@@ -199,14 +222,14 @@ def _check_plausible(path: Path, header: _Header) -> None:
     _compare(str(path), _shapes_of(config), header.entries)
 
 
-def _content(path: Path, header: _Header, verify: bool) -> dict[str, Tensor]:
+def _content(file: Opened, header: _Header, verify: bool) -> dict[str, Tensor]:
     """A file's tensors, checked, in the present schema."""
-    return _migrated(path, header.data["schema"], _verified(path, header.large, verify)).tensors
+    return _migrated(file.path, header.data["schema"], _verified(file, header.large, verify)).tensors
 
 
-def _verified(path: Path, large: dict[str, str], verify: bool) -> Stored:
+def _verified(file: Opened, large: dict[str, str], verify: bool) -> Stored:
     """What a file holds, if its checksums fit."""
-    stored = read_tensors(path, mapped=LARGE, digest=False)
+    path, stored = file.path, read_tensors(file, mapped=LARGE, digest=False)
     header = dict(stored.metadata)
     if header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
         raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
@@ -234,6 +257,11 @@ def _large(header: dict[str, str], entries: Mapping[str, Entry]) -> dict[str, st
     return large if named_well and all(name in entries for name in large) else None
 
 
+def _config(model: Model) -> dict[str, Any]:
+    """A model's configuration; of an attached one, with its pretrained model as it is now."""
+    return (model.current_config() if isinstance(model, Attached) else model.config).to_dict()
+
+
 def _present(config: dict[str, Any]) -> dict[str, Any]:
     """A file's configuration with the fields that are newer than the file, as they are by default."""
     try:
@@ -250,11 +278,13 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     template = _template_of(model)
     growing = _growing(template)
     unbounded = {f"{path}.{field}" for path, part in parts(template) for field in part.minus_infinity}
-    for name, tensor in tensors.items():
+    state = assembled(template, tensors, model.embed.weight.device)
+    for name, tensor in named(state):  # as the model has them: a float64 can be too large for it
         if name not in (unread or ()):
             _check_finite(f"{what}: {name}", tensor, name in unbounded)
-    state = assembled(template, tensors, model.embed.weight.device)
     longest = int(state.position.max())
+    if longest > LONGEST:
+        raise ValueError(f"{what}: position: expected at most {LONGEST:,} tokens read, got {longest:,}")
     for name in growing:
         if 0 < tensors[name].shape[1] < longest:
             got = tensors[name].shape[1]
@@ -366,6 +396,11 @@ def _check_finite(what: str, tensor: Tensor, unbounded: bool) -> None:
     if bool(bad.any()):
         raise ValueError(
             f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}"
+        )
+    huge = (tensor.abs() > GREATEST) & tensor.isfinite()
+    if bool(huge.any()):
+        raise ValueError(
+            f"{what}: expected numbers up to {GREATEST:g}, got {int(huge.sum())} above of {tensor.numel()}"
         )
 
 

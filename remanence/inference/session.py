@@ -11,7 +11,7 @@ import torch
 from remanence.attached.folder import load_model
 from remanence.core.errors import DivergedError
 from remanence.core.state import positions_of
-from remanence.core.tokens import Tokenizer, load_tokenizer
+from remanence.core.tokens import Tokenizer
 from remanence.inference import memfile
 from remanence.inference.generate import WRITES, Generation, Sampling, SamplingFields, Write, check_tokenizer
 from remanence.inference.reader import Read, piece_of, read
@@ -36,13 +36,15 @@ class Session:
     `write` says what `generate` may write to the neural memory: "all" (the prompt and its own words), "prompt", or
     "none". Reading always writes. The attention window moves on in every case: it is what was just said, not what is
     remembered.
+
+    Without a `tokenizer`, it is the one in the model's folder or of its pretrained model; bytes for a model that has
+    no other and a vocabulary of that size.
     """
 
     def __init__(
         self, model: Model | str | Path, tokenizer: Tokenizer | None = None, *, write: Write = "all"
     ) -> None:
         if isinstance(model, (str, Path)):
-            tokenizer = tokenizer or load_tokenizer(model)
             model = load_model(model).eval()
         if write not in WRITES:
             raise ValueError(f"write: expected one of {', '.join(WRITES)}, got {write!r}")
@@ -50,7 +52,8 @@ class Session:
         model = model if isinstance(model, Model) else model.model
         self.model, self.write = model, write
         self.tokenizer = check_tokenizer(model, tokenizer)
-        self.state = model.start(1)
+        self._now: State | Generation = model.start(1)
+        self._streams = False
 
     @property
     def state(self) -> State:
@@ -59,12 +62,21 @@ class Session:
 
     @state.setter
     def state(self, state: State) -> None:
-        self._now: State | Generation = state
+        self._check_idle("state")
+        self._now = state
 
     @property
     def tokens(self) -> int:
         """How many tokens have been read and said."""
         return positions_of(self.state.position)[0]
+
+    def _check_idle(self, what: str) -> None:
+        """Refuse what a stream that goes on later would undo: it has its own state."""
+        if self._streams:
+            raise ValueError(
+                f"{what}: expected no answer under way, got an unfinished stream; finish its loop, or end it with "
+                "stream.close()"
+            )
 
     def read(self, source: Source) -> Reading:
         """Read a text, a file (a `Path`), or a stream of pieces of one (an open file, a generator) in constant
@@ -79,6 +91,7 @@ class Session:
         """`read`, piece by piece: what `inference.reader.read` returns for each. `skip` passes over the first
         tokens.
         """
+        self._check_idle("read")
         held: list[int] = []
         size = piece_of(self.model)
         for tokens in self.tokenizer.stream(_pieces(source)):
@@ -92,13 +105,14 @@ class Session:
             yield self._read(held)
 
     def _read(self, tokens: list[int]) -> Read:
+        self._check_idle("read")
         place = self.model.embed.weight.device
         piece = read(self.model, torch.tensor([tokens], device=place), self.state)
         if piece.diverged:
             raise DivergedError(
                 f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}"
             )
-        self.state = piece.state
+        self._now = piece.state
         return piece
 
     def generate(self, prompt: str, **sampling: Unpack[SamplingFields]) -> str:
@@ -108,11 +122,12 @@ class Session:
         return "".join(self.stream(prompt, **sampling))
 
     def stream(self, prompt: str, **sampling: Unpack[SamplingFields]) -> Iterator[str]:
-        """`generate`, as it comes. What has come is remembered even if the loop is left early; finish it before reading
-        on.
+        """`generate`, as it comes. What has come is remembered even if the loop is left early. While it is unfinished,
+        `save` and `fork` take what has come so far; `read`, `generate`, another stream and `load` are refused.
 
         If the memory diverges on the way, an error says so, and the session is where it was before the prompt.
         """
+        self._check_idle("prompt")
         if not prompt:
             raise ValueError("prompt: expected a text of at least one character, got an empty one")
         generation = Generation(
@@ -123,18 +138,19 @@ class Session:
             state=self.state,
             write=self.write,
         )
-        before = self.state
+        before, self._streams = self.state, True
         try:
             for _, text in generation:
                 self._now = generation
                 yield text
             self._now = generation
         except ValueError:  # a memory that diverged on the way is of no use
-            self.state = before
+            self._now = before
             raise
         finally:
+            self._streams = False
             if self._now is generation:
-                self.state = generation.state
+                self._now = generation.state
 
     def save(self, path: str | Path) -> None:
         """Write the memory, without the text, to a file that only appears when it is whole."""
@@ -144,6 +160,7 @@ class Session:
         """Take up the memory in a file in place of this session's own; `force` accepts one made with other weights,
         `verify` reads large stores whole, which else stay in the file until they are used.
         """
+        self._check_idle("load")
         state = memfile.load(path, self.model, force=force, verify=verify)
         if len(state.position) != 1:
             raise ValueError(f"{path}: expected the memory of one document, got {len(state.position)}")

@@ -15,6 +15,10 @@ state.
 """
 
 
+LARGEST_LOG_STEP = 40.0
+"""Of a gate in a state."""
+
+
 class _Gates(NamedTuple):
     log_step: Tensor
     log_momentum: Tensor | None = None
@@ -30,6 +34,12 @@ class Gates(_Gates, TensorTuple):
 
     __slots__ = ()
     minus_infinity = ("log_step", "log_momentum", "log_keep")
+
+    def agrees(self, read: Tensor) -> Tensor:
+        """A step is a number that float32 can hold; momentum and what is kept are at most 1, up to rounding."""
+        limits = zip(self, (LARGEST_LOG_STEP, 0.01, 0.01), strict=True)
+        rows = [(gate <= most).flatten(1).all(1) for gate, most in limits if gate is not None]
+        return torch.stack(rows).all(0)
 
 
 class _MemoryState(NamedTuple):

@@ -15,7 +15,7 @@ from remanence.backbone import Backbone, State, Trace
 from remanence.config import MODES, Mode
 from remanence.core.choices import brief, check_choice
 from remanence.core.files import read_json, sealed, unsealed, write_json
-from remanence.core.tensors import aligned, read_header, read_tensors, write_tensors
+from remanence.core.tensors import aligned, opened, read_header, read_tensors, write_tensors
 from remanence.series.config import Shape
 from remanence.tasks.forecast import Scaler
 
@@ -291,21 +291,20 @@ def load_network(folder: str | Path, *, device: torch.device | str = "cpu") -> N
     shape, scaler = _described(folder)
     with torch.device("meta"):
         network = make_network(shape)
-    found = {
-        name.removeprefix("model."): entry for name, entry in read_header(folder / WEIGHTS).entries.items()
-    }
-    wanted = dict(network.named_parameters())
-    for name in sorted({*found, *wanted}):
-        shapes = [list(side[name].shape) if name in side else None for side in (wanted, found)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"{folder / WEIGHTS}: {brief(name)}: expected shape {shapes[0]}, got {brief(shapes[1])}"
-            )
+    with opened(folder / WEIGHTS) as file:
+        found = {name.removeprefix("model."): entry for name, entry in read_header(file).entries.items()}
+        wanted = dict(network.named_parameters())
+        for name in sorted({*found, *wanted}):
+            shapes = [list(side[name].shape) if name in side else None for side in (wanted, found)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"{folder / WEIGHTS}: {brief(name)}: expected shape {shapes[0]}, got {brief(shapes[1])}"
+                )
+        tensors = {
+            name.removeprefix("model."): aligned(tensor.float())
+            for name, tensor in read_tensors(file).tensors.items()
+        }
     network = make_network(shape)
-    tensors = {
-        name.removeprefix("model."): aligned(tensor.float())
-        for name, tensor in read_tensors(folder / WEIGHTS).tensors.items()
-    }
     network.load_state_dict(tensors)
     network.scaler = scaler
     return network.to(device)

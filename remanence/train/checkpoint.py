@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from remanence.attached import folder as attached
+from remanence.attached.base import is_earlier, same_base
 from remanence.attached.model import Attached
 from remanence.core.errors import OtherConfigError, first_line
 from remanence.core.files import DIGEST, file_digest, flush, read_json, sealed, write_json
@@ -210,7 +212,11 @@ def _config_of(path: Path, model: Any) -> Any:
     """What a checkpoint says that its model is, of the kind that this model is."""
     if isinstance(model, Network):
         return read_shape(path)
-    return attached.read_config(path)[0] if isinstance(model, Attached) else read_config(path)
+    if not isinstance(model, Attached):
+        return read_config(path)
+    config = attached.read_config(path)[0]
+    earlier = is_earlier(config.base) and same_base(model.base, config.base)
+    return replace(config, base=model.config.base) if earlier else config
 
 
 def load_model(path: Path) -> Any:
