@@ -120,6 +120,12 @@ class Layout:
         ends = torch.arange(1, self.chunks + 1, device=self.device) * self.chunk
         return ends.unsqueeze(-1) <= totals
 
+    def _any(self, tokens: Tensor) -> Tensor:
+        """Whether it is true ``[b t]`` of any token of a document, ``[r]``."""
+        if self.equal:
+            return tokens.any(1)
+        return torch.stack([part.any() for part in tokens[0].split(self.counts)])
+
     @property
     def folds(self) -> bool:
         """Whether any chunk is completed, that is, whether the call changes a state's layers at all."""
@@ -134,9 +140,14 @@ class Layout:
         gates: Gates,
         outputs: tuple[Tensor, Tensor],
     ) -> MemoryState:
-        """The state after the call, from its rows ``[r length ...]``; flagged where one is not finite."""
+        """The state after the call, from its rows ``[r length ...]``; flagged where the new layers or an output
+        ``[b t ...]`` of a document's own tokens is not finite. Padding does not count: how long it is depends on the
+        other documents of the call.
+        """
         bad = state.diverged
-        for tensor in (*outputs, *(layers if self.folds else ())):
+        for tensor in outputs:
+            bad = bad | self._any(~tensor.detach().isfinite().flatten(2).all(2))
+        for tensor in layers if self.folds else ():
             bad = bad | ~tensor.detach().isfinite().flatten(1).all(1)
         position = advanced(
             state.position, self.tokens if self.equal else torch.tensor(self.counts, device=self.device)
