@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from remanence.core.module import assign
 from remanence.layers.norm import unit
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
@@ -38,7 +39,7 @@ class Features(nn.Module):
         with torch.no_grad():
             for up, down in self.layers:
                 device = "meta" if up.is_meta else "cpu"  # the same numbers on every device
-                up.copy_(torch.randn(up.shape, device=device) / math.sqrt(self.width))
+                assign(up, torch.randn(up.shape, device=device) / math.sqrt(self.width))
                 down.zero_()
 
     def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h width"]:

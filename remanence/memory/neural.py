@@ -16,7 +16,17 @@ from remanence.core.choices import check_choice
 from remanence.core.keywords import MemoryFields
 from remanence.core.state import TensorTuple, take_back
 from remanence.core.state import aligned as stands_aligned
-from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, by_heads, project
+from remanence.layers import (
+    Features,
+    GateProjection,
+    Linear,
+    Module,
+    RMSNorm,
+    ShortConv,
+    assign,
+    by_heads,
+    project,
+)
 from remanence.ops import MLP, NETS, RULES, Deep, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
@@ -102,19 +112,17 @@ class InitialMemory(nn.Module):
             width,
         )
         device = torch.empty(0).device
-        with torch.device("meta" if device.type == "meta" else "cpu"):  # the same numbers on every device
-            drawn = self._draw()
-        for index, weight in enumerate(drawn):
+        for index, weight in enumerate(self._draw(meta=device.type == "meta")):
             self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
 
-    def _draw(self) -> tuple[Tensor, ...]:
+    def _draw(self, meta: bool = False) -> tuple[Tensor, ...]:
         net, heads, width = self._made_by
-        return net.init(heads, width)
+        with torch.device("meta" if meta else "cpu"):  # the same numbers on every device
+            return net.init(heads, width)
 
     def reset_parameters(self) -> None:
-        with torch.no_grad():
-            for parameter, weight in zip(self.parameters(), self._draw(), strict=True):
-                parameter.copy_(weight)
+        for parameter, weight in zip(self.parameters(), self._draw(), strict=True):
+            assign(parameter, weight)
 
 
 def threshold(gates: Gates, least: float) -> Gates:
@@ -131,7 +139,7 @@ def threshold(gates: Gates, least: float) -> Gates:
     )
 
 
-class NeuralMemory(nn.Module):
+class NeuralMemory(Module):
     """``y, state = NeuralMemory(dim=512, heads=8)(x, state)``: reads x into its memory, and answers from it.
 
     x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length, and lifted to features by a deep
@@ -141,9 +149,10 @@ class NeuralMemory(nn.Module):
 
     Build it from fields (those of `MemoryConfig`) or from a config, or both: ``NeuralMemory(config, chunk=64)``.
 
-    Every part with parameters has ``reset_parameters``, for models made on the meta device. In a Hugging Face model,
-    call it from ``_init_weights`` for the modules of this package; without that, ``from_pretrained`` leaves a memory
-    that its checkpoint lacks uninitialised.
+    `reset_parameters` initialises the layer again, and each part has its own, for models made on the meta device:
+    after ``to_empty``, call it once, or on all modules by ``model.apply``. In a Hugging Face model, call it from
+    ``_init_weights`` for the modules of this package; without that, ``from_pretrained`` leaves a memory that its
+    checkpoint lacks uninitialised.
     """
 
     def __init__(self, config: MemoryConfig | None = None, **fields: Unpack[MemoryFields]) -> None:
@@ -178,11 +187,11 @@ class NeuralMemory(nn.Module):
             None  # shown every call's values and answers; see remanence.lens
         )
 
-        self.reset_parameters()
+        self.reset_own_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """What begins alike in several parts, once each of them has been reset: with `induction`, the keys."""
+    def reset_own_parameters(self) -> None:
+        """With `induction`, keys start as the query of the token before."""
         if self.config.induction:
             queries, keys = self.q_conv.weight, self.k_conv.weight
             assert queries is not None and keys is not None

@@ -93,7 +93,7 @@ def test_packed_states_are_the_states_of_separate_calls():
                         b_tensor,
                         rtol=1e-3,
                         atol=1e-4,
-                        msg=lambda text, path=path: f"{path}: {text}\n{case}",
+                        msg=lambda text, where=f"{path}, {case}": f"{where}: {text}",
                     )
 
 
