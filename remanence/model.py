@@ -27,6 +27,9 @@ class Model(Module):
     ``model.memory``, ``model.checkpointing`` and ``model.schedule`` are those of its `Backbone`: what becomes of the
     memories ("on", "off", "frozen", "fresh"), whether activations are computed again in backward, and how layers read
     segments.
+
+    Texts of different lengths: pass ``mask=``, true where a token counts, or pack the documents into one row and pass
+    ``offsets=``. `reset_parameters` initialises the model again, as after ``to_empty`` from the meta device.
     """
 
     def __init__(self, config: ModelConfig, **fields: Unpack[ModelFields]) -> None:

@@ -147,6 +147,9 @@ class NeuralMemory(Module):
     normalised, gated by x and projected back. The state is returned, never kept in the module: pass None at a
     document's start and what you got afterwards, in calls of any length. Rows of a batch never meet.
 
+    Rows of different lengths: pass ``mask=``, true where a token counts, or pack the documents into one row and pass
+    ``offsets=``.
+
     Build it from fields (those of `MemoryConfig`) or from a config, or both: ``NeuralMemory(config, chunk=64)``.
 
     `reset_parameters` initialises the layer again, and each part has its own, for models made on the meta device:
@@ -222,8 +225,15 @@ class NeuralMemory(Module):
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
-        """Read x, answer, and return the state. Padding (mask False) is not read; packed documents are told by
-        `offsets`.
+        """Read x, answer, and return the state.
+
+        Args:
+            x: features of the configuration's dim, in the dtype of the layer's parameters. Any finite numbers will do.
+            state: None at a document's start, then what the call before returned.
+            mask: true where a token counts, for rows of different lengths. Padding, at either end or in between, is
+                not read: memory, position and convolution are those of the row without it, and its output is zero.
+            offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
+                The state then has a row for each document. Not together with `mask`.
         """
         seen = self.trace(x, state, mask=mask, offsets=offsets)
         return seen.y, seen.state
