@@ -66,6 +66,8 @@ def by_heads(
         return layer.by_heads(x, weight, base)
     weight = weight.to(x.dtype)
     if weight.dim() == 3:
+        # Flattened and back, so that its gradient has its strides with a single head, too: DDP warns of others.
+        weight = weight.flatten(0, 1).unflatten(0, weight.shape[:2])
         y = torch.einsum("bthi,hio->btho", x, weight)
     else:
         y = torch.einsum("gbthi,ghio->gbtho", x.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
