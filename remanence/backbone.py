@@ -45,7 +45,7 @@ class State(_State, TensorTuple):
 
     @property
     def diverged(self) -> Bool[Tensor, " r"]:
-        """Per row: whether any memory has been infinite or NaN since the document began."""
+        """Per row: whether any memory has been infinite, NaN or too large to be of use since the document began."""
         flags = [memory.diverged for memory in memories(self)]
         return torch.stack(flags).any(0) if flags else torch.zeros_like(self.position, dtype=torch.bool)
 

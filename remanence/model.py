@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from remanence.backbone import Backbone, Schedule, State, Trace, memories
 from remanence.config import Mode, ModelConfig, ModelFields, change
 from remanence.core.migrations import current_name
-from remanence.core.module import Module
+from remanence.core.module import Module, check_transforms
 from remanence.mixers import Mixer, Text
 
 __all__ = ["Model", "Schedule", "State", "Trace", "matched", "memories", "parameters"]
@@ -135,6 +135,8 @@ class Model(Module):
         keep: bool = True,
     ) -> Trace:
         """`forward` up to the logits, with what each memory did beside it: `Backbone.trace`."""
+        if self.has_memory:
+            check_transforms()
         self._check(tokens)
         if isinstance(mask, Tensor) and mask.shape == tokens.shape and mask.dtype == torch.bool:
             tokens = tokens.masked_fill(~mask, 0)  # padding may be any number

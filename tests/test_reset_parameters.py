@@ -81,5 +81,5 @@ def test_a_part_that_cannot_be_reset_is_named():
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
-    with pytest.raises(NotImplementedError, match="Own: expected a method reset_own_parameters .* scale"):
+    with pytest.raises(NotImplementedError, match=r"Own: expected a method reset_own_parameters .* scale"):
         Own().reset_parameters()

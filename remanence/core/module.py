@@ -1,4 +1,4 @@
-"""Modules that can be initialised again, as models made on the meta device must be."""
+"""Modules that can be initialised again, as models made on the meta device must be; and where they can be called."""
 
 from __future__ import annotations
 
@@ -51,3 +51,18 @@ def assign(parameter: Tensor, value: Tensor) -> None:
 
         value = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
     parameter.copy_(value)
+
+
+def check_transforms() -> None:
+    """That a memory is not called inside a transform it cannot run in: those of torch.func, and torch.jit.trace."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "torch.func: a memory does not run inside grad, vmap, jvp or jacrev; use torch.autograd.grad or backward() "
+            "(with torch.func.functional_call for other parameters), and batch rows instead of vmap"
+        )
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "torch.jit.trace: a memory's call depends on where its rows stand; use torch.compile or torch.export.export"
+        )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from remanence.config import MemoryConfig, build, change
 from remanence.core.choices import check_choice
 from remanence.core.keywords import MemoryFields
+from remanence.core.module import check_transforms
 from remanence.core.state import TensorTuple, take_back
 from remanence.core.state import aligned as stands_aligned
 from remanence.layers import (
@@ -35,6 +36,11 @@ from remanence.ops.state import Weights
 SHUT = -200.0
 """The log of a gate that is shut: its exponential is 0 in float32, and the log is still a number to compute with."""
 
+LARGEST_INPUT = 1e6
+"""The range of a layer's input. Values are written at the input's scale: far beyond it, one token's would hide all
+others in float32.
+"""
+
 OWN = 0.05
 """With `induction`, the share of a key that is the token's own query at first."""
 
@@ -51,7 +57,7 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
 
     @property
     def diverged(self) -> Bool[Tensor, " r"]:
-        """Per row: whether the memory has been infinite or NaN since its document began."""
+        """Per row: whether the memory has been infinite, NaN or too large to be of use since its document began."""
         return self.memory.diverged
 
     def crop(self, tokens: int) -> NeuralMemoryState:
@@ -199,11 +205,11 @@ class NeuralMemory(Module):
             queries, keys = self.q_conv.weight, self.k_conv.weight
             assert queries is not None and keys is not None
             self.k_proj.weight.copy_(self.q_proj.weight)
-            queries[:, 0] = 0
-            keys[:, :-1] = queries[:, 1:]
+            later = queries[:, 1:]
+            queries.copy_(torch.cat([torch.zeros_like(queries[:, :1]), later], 1))
             # A document's first token has none before it. Its key, brought to unit length, must not be made of nothing:
             # the gradient there would be as large as that length is small.
-            keys[:, -1] = OWN * keys[:, -2]
+            keys.copy_(torch.cat([later, OWN * later[:, -1:]], 1))
 
     def extra_repr(self) -> str:
         return f"net={net_of(self.config)}, rule={self.rule}, chunk={self.config.chunk}"
@@ -228,7 +234,8 @@ class NeuralMemory(Module):
         """Read x, answer, and return the state.
 
         Args:
-            x: features of the configuration's dim, in the dtype of the layer's parameters. Any finite numbers will do.
+            x: features of the configuration's dim, in the dtype of the layer's parameters; of at most 1e6 in
+                absolute value, which is checked on a CPU. Beyond that a memory may be flagged as diverged.
             state: None at a document's start, then what the call before returned.
             mask: true where a token counts, for rows of different lengths. Padding, at either end or in between, is
                 not read: memory, position and convolution are those of the row without it, and its output is zero.
@@ -389,6 +396,7 @@ class NeuralMemory(Module):
     def _checked(
         self, x: Tensor, state: NeuralMemoryState | None, offsets: Tensor | Sequence[int] | None
     ) -> tuple[NeuralMemoryState, list[int] | None]:
+        check_transforms()
         if (
             not isinstance(x, Tensor)
             or x.dim() != 3
@@ -402,15 +410,17 @@ class NeuralMemory(Module):
         own = self.q_proj.weight.dtype
         if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x: expected {own} like the layer's parameters, got {x.dtype}")
-        if (
-            self.checks
-            and x.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and not bool(x.isfinite().all())
-        ):
-            raise ValueError(
-                f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}"
-            )
+        if self.checks and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+            largest = float(torch.stack(x.detach().aminmax()).abs().max())
+            if not largest < torch.inf:
+                raise ValueError(
+                    f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}"
+                )
+            if largest > LARGEST_INPUT:
+                raise ValueError(
+                    f"x: expected numbers of at most {LARGEST_INPUT:g} in absolute value, got {largest:.2g}; "
+                    "normalise them before this layer"
+                )
         if state is None:
             state = self._fresh(x, x.shape[0] if offsets is None else documents(offsets))
         if not isinstance(state, NeuralMemoryState):
@@ -436,6 +446,7 @@ class NeuralMemory(Module):
         """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or
         convolution.
         """
+        check_transforms()
         if offsets is not None:
             raise ValueError(
                 "offsets: expected None beside a mask, got both; a mask already says where each row's document lies"

@@ -18,6 +18,7 @@ from remanence.ops import closed_form as cf
 from remanence.ops.generic import chunk_step
 from remanence.ops.layout import Layout, gates_rows
 from remanence.ops.leash import counter
+from remanence.ops.library import once_differentiable
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Coefficients, Rule, coefficients, coefficients_backward
 from remanence.ops.state import Gates, MemoryState, Weights
@@ -386,7 +387,7 @@ class _Sequence(torch.autograd.Function):
         return y, surprise, *end
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, g_y: Tensor, g_surprise: Tensor, *g_end: Tensor) -> tuple:
         tensors = ctx.saved_tensors  # read once: activation checkpointing recomputes them on access
         saved = tensors[ctx.inputs :]
