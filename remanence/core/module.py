@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +51,8 @@ def assign(parameter: Tensor, value: Tensor) -> None:
     if hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
-        value = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+        sharded: Any = parameter
+        value = distribute_tensor(value.to(sharded.device), sharded.device_mesh, sharded.placements)
     parameter.copy_(value)
 
 
