@@ -23,10 +23,12 @@ class OwnNet:
 
 def overflows_at_zero(width=4):
     """Weights that answer the first unit vector with zero, and a zero vector, as padding is, with infinity."""
-    net = MLP(depth=2, norm=False, bias=True)
-    first, last = (weight.zero_() for weight in net.init(1, width))
-    first[:, 0], first[:, -1], last[:, :-1] = -1e20, 1e20, 1e19
-    return net, (first, last)
+    net = MLP(depth=4, norm=False, bias=True)
+    first, *rest = weights = tuple(weight.zero_() for weight in net.init(1, width))
+    first[:, 0], first[:, -1] = -1e11, 1e11
+    for weight in rest:
+        weight[:, :-1] = 1e11
+    return net, weights
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
