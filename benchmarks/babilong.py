@@ -310,7 +310,11 @@ def main() -> None:
     parser.add_argument("--near", type=parse_length, default=131072)
     parser.add_argument("--far-samples", type=int, default=20, help="of every task beyond")
     parser.add_argument(
-        "--controls", nargs="*", default=["frozen"], choices=["frozen", "fresh", "off"], help="other memory modes"
+        "--controls",
+        nargs="*",
+        default=["frozen"],
+        choices=["frozen", "fresh", "off"],
+        help="other memory modes",
     )
     parser.add_argument(
         "--control-longest", type=parse_length, default=16384, help="longest text for the other memory modes"

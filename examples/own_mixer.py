@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from remanence import MIXERS, Backbone, Mixer, Model, ModelConfig, Session, preset
 from remanence.core.state import TensorTuple
-from remanence.layers import Linear
+from remanence.layers import Linear, assign
 from remanence.mixers import Context, MixerOutput
 from remanence.ops.layout import from_rows, to_rows
 
@@ -31,7 +31,11 @@ class EMA(Mixer):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.i_proj, self.o_proj = Linear(config.dim, config.dim), Linear(config.dim, config.dim)
-        self.decay = nn.Parameter(torch.linspace(-2.0, 4.0, config.dim))
+        self.decay = nn.Parameter(torch.empty(config.dim))
+        self.reset_own_parameters()
+
+    def reset_own_parameters(self) -> None:
+        assign(self.decay, torch.linspace(-2.0, 4.0, len(self.decay)))
 
     def start(self, rows: int) -> EMAState:
         return EMAState(self.decay.detach().new_zeros(rows, len(self.decay)))

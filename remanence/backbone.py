@@ -19,7 +19,7 @@ from remanence.config import MODES, Mode, ModelConfig, ModelFields, change
 from remanence.core.choices import check_choice
 from remanence.core.ragged import SegmentSplit
 from remanence.core.state import TensorTuple, advanced, note_positions, positions_of
-from remanence.layers import RMSNorm, SwiGLU, operand
+from remanence.layers import Module, RMSNorm, SwiGLU, operand
 from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import pick, repad
@@ -45,7 +45,7 @@ class State(_State, TensorTuple):
 
     @property
     def diverged(self) -> Bool[Tensor, " r"]:
-        """Per row: whether any memory has been infinite or NaN since the document began."""
+        """Per row: whether any memory has been infinite, NaN or too large to be of use since the document began."""
         flags = [memory.diverged for memory in memories(self)]
         return torch.stack(flags).any(0) if flags else torch.zeros_like(self.position, dtype=torch.bool)
 
@@ -95,7 +95,7 @@ class Trace(NamedTuple):
         return torch.stack(present).mean(0) if present else None
 
 
-class Block(nn.Module):
+class Block(Module):
     """One layer: a mixer over tokens and a feed-forward net, each behind a norm and beside a residual connection."""
 
     mixer: Mixer
@@ -122,7 +122,7 @@ class Block(nn.Module):
         return x + feed(self.norm_ffn(x, operand(x)))
 
 
-class Backbone(nn.Module):
+class Backbone(Module):
     """``y, state = Backbone(config)(x, state)``: features ``[b t d]`` in, normalised features out.
 
     Pass None at a document's start, and what you got afterwards. ``backbone.memory`` says what becomes of the memories,
@@ -144,12 +144,10 @@ class Backbone(nn.Module):
         self.checkpointing = False
         self._schedule: Schedule = "wavefront"
         self._memory: Mode = "on"
-        self.scale_residuals()
+        self.reset_own_parameters()
 
-    def scale_residuals(self) -> None:
-        """Residual branches that do not grow with depth. The blocks' parts have initialised themselves; see
-        docs/paper.md.
-        """
+    def reset_own_parameters(self) -> None:
+        """Scale residual branches so that they do not grow with depth; see docs/paper.md."""
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 if name.endswith(("o_proj.weight", "down.weight")):

@@ -15,17 +15,21 @@ from torch import Tensor, nn
 from remanence.backbone import Backbone, Schedule, State, Trace, memories
 from remanence.config import Mode, ModelConfig, ModelFields, change
 from remanence.core.migrations import current_name
+from remanence.core.module import Module, check_transforms
 from remanence.mixers import Mixer, Text
 
 __all__ = ["Model", "Schedule", "State", "Trace", "matched", "memories", "parameters"]
 
 
-class Model(nn.Module):
+class Model(Module):
     """``logits, state = Model(config)(tokens, state)``: pass None at a document's start, and what you got afterwards.
 
     ``model.memory``, ``model.checkpointing`` and ``model.schedule`` are those of its `Backbone`: what becomes of the
     memories ("on", "off", "frozen", "fresh"), whether activations are computed again in backward, and how layers read
     segments. ``model.folder`` is where it was loaded from, with its tokenizer, or None.
+
+    Texts of different lengths: pass ``mask=``, true where a token counts, or pack the documents into one row and pass
+    ``offsets=``. `reset_parameters` initialises the model again, as after ``to_empty`` from the meta device.
     """
 
     folder: Path | None = None
@@ -42,11 +46,11 @@ class Model(nn.Module):
         # Counted from what a model is trained on, saved with it, and never trained.
         rare = any(mixer.needs_unigrams for mixer in self.backbone.mixers)
         self.log_unigrams = nn.Parameter(torch.empty(c.vocabulary), requires_grad=False) if rare else None
-        self.reset_parameters()
+        self.reset_own_parameters()
         self.register_load_state_dict_pre_hook(_rename)
 
-    def reset_parameters(self) -> None:
-        """Unit logits to begin with, whatever the width."""
+    def reset_own_parameters(self) -> None:
+        """Unit logits at first, whatever the width."""
         nn.init.normal_(self.embed.weight, std=self.config.dim**-0.5)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
@@ -133,6 +137,8 @@ class Model(nn.Module):
         keep: bool = True,
     ) -> Trace:
         """`forward` up to the logits, with what each memory did beside it: `Backbone.trace`."""
+        if self.has_memory:
+            check_transforms()
         tokens = self._check(tokens, mask)
         text = Text(tokens, self.log_unigrams, self.logits)
         settings: dict[str, Any] = {"mask": mask, "offsets": offsets, "memory": memory, "keep": keep}

@@ -77,6 +77,20 @@ def _tensors(node: Any) -> list[Tensor]:
     return [] if node is None else [tensor for child in node for tensor in _tensors(child)]
 
 
+def _shown(node: Any) -> str:
+    """A state as text, without its numbers: a line for each field, parts indented."""
+    if isinstance(node, Tensor):
+        dtype = str(node.dtype).removeprefix("torch.")
+        return f"{dtype}{list(node.shape)} {node.device}"
+    if not isinstance(node, tuple):
+        return repr(node)
+    if not hasattr(node, "_fields"):
+        return f"({', '.join(map(_shown, node))}{',' * (len(node) == 1)})"
+    lines = [f"{name}={_shown(child)}," for name, child in zip(node._fields, node, strict=True)]
+    inside = "\n".join(lines).replace("\n", "\n  ")
+    return f"{type(node).__name__}(\n  {inside}\n)"
+
+
 def _concat(nodes: Sequence[Any]) -> Any:
     first = nodes[0]
     if isinstance(first, Tensor):
@@ -122,6 +136,18 @@ class TensorTuple:
 
     __slots__ = ()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__repr__" not in cls.__dict__:
+            cls.__repr__ = TensorTuple.__repr__  # type: ignore[method-assign]  # not the NamedTuple's
+        # A state holds tensors and such tuples only, so torch.load(..., weights_only=True) may build it.
+        torch.serialization.add_safe_globals([cls])
+
+    def __repr__(self) -> str:
+        """The fields' dtypes, shapes and devices, not their numbers."""
+        shown = _shown(self)
+        return f"{shown[:-1]}  nbytes={self.nbytes:,},\n)"
+
     minus_infinity: ClassVar[tuple[str, ...]] = ()
     """Fields in which minus infinity is a proper number, such as the logarithm of a closed gate."""
 
@@ -162,10 +188,20 @@ class TensorTuple:
     def clone(self) -> Self:
         return self.map(lambda tensor: _with_note(tensor.clone(), tensor))
 
-    def to(self, device: torch.device | str) -> Self:
-        """Move to a device. The dtype is part of what a state is, and stays."""
-        place = torch.device(device)
-        return self.map(lambda tensor: _with_note(tensor.to(place), tensor))
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """To a device, a floating-point dtype, or both, with the arguments of ``torch.nn.Module.to``:
+        ``state.to("cuda")``, ``state.to(torch.float64)``. Integers and booleans keep their dtype. A memory's part is
+        float32, or float64 in a float64 model; another dtype is refused by the call that reads on from the state.
+        """
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
+
+        def moved(tensor: Tensor) -> Tensor:
+            own = dtype if tensor.is_floating_point() else None
+            return _with_note(tensor.to(device, own or tensor.dtype, non_blocking), tensor)
+
+        return self.map(moved)
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ Every parameter may have one axis more in front: the weights of several layers a
 rows, which stand one behind the other (`remanence.mixers.wavefront`). Attention is in `remanence.layers.attention`.
 """
 
+from remanence.core.module import Module, assign
 from remanence.layers.conv import ShortConv
 from remanence.layers.features import Features, by_heads
 from remanence.layers.feed_forward import SwiGLU
@@ -17,10 +18,12 @@ __all__ = [
     "Features",
     "GateProjection",
     "Linear",
+    "Module",
     "RMSNorm",
     "Rotary",
     "ShortConv",
     "SwiGLU",
+    "assign",
     "by_heads",
     "from_start",
     "operand",

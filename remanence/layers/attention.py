@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from remanence.core.module import Module
 from remanence.core.state import TensorTuple, advanced, carry_on, note_positions, take_back
 from remanence.layers.linear import Linear, project
 from remanence.layers.masks import segment_mask
@@ -25,7 +26,7 @@ from remanence.layers.softmax import (
 from remanence.ops.layout import from_rows, pick, to_rows
 
 
-class Heads(nn.Module):
+class Heads(Module):
     """Projections to and from attention heads, rotary positions, and persistent tokens (eq. 19), which are never
     rotated.
     """

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from remanence.core.module import assign
 from remanence.layers.norm import unit
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
@@ -38,7 +39,7 @@ class Features(nn.Module):
         with torch.no_grad():
             for up, down in self.layers:
                 device = "meta" if up.is_meta else "cpu"  # the same numbers on every device
-                up.copy_(torch.randn(up.shape, device=device) / math.sqrt(self.width))
+                assign(up, torch.randn(up.shape, device=device) / math.sqrt(self.width))
                 down.zero_()
 
     def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h width"]:
@@ -65,6 +66,8 @@ def by_heads(
         return layer.by_heads(x, weight, base)
     weight = weight.to(x.dtype)
     if weight.dim() == 3:
+        # Flattened and back, so that its gradient has its strides with a single head, too: DDP warns of others.
+        weight = weight.flatten(0, 1).unflatten(0, weight.shape[:2])
         y = torch.einsum("bthi,hio->btho", x, weight)
     else:
         y = torch.einsum("gbthi,ghio->gbtho", x.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
+from remanence.core.module import Module
 from remanence.layers.linear import Linear, project
 from remanence.ops.triton import layer
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Module):
     """The feed-forward layer: two projections up, one through SiLU as the other's gate, and one down."""
 
     def __init__(self, dim: int, hidden: int) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from remanence.core.module import assign
 from remanence.layers.linear import shared
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
@@ -31,8 +32,7 @@ class GateProjection(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
-        with torch.no_grad():
-            self.bias.copy_(torch.tensor(self.biases).repeat_interleave(self.heads))
+        assign(self.bias, torch.tensor(self.biases).repeat_interleave(self.heads))
 
     def forward(self, x: Float[Tensor, "b t d"]) -> tuple[Float[Tensor, "b t h"], ...]:
         wide = x if x.dtype == torch.float64 else x.float()

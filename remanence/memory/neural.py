@@ -14,9 +14,20 @@ from torch import Tensor, nn
 from remanence.config import MemoryConfig, build, change
 from remanence.core.choices import check_choice
 from remanence.core.keywords import MemoryFields
+from remanence.core.module import check_transforms
 from remanence.core.state import TensorTuple, take_back
 from remanence.core.state import aligned as stands_aligned
-from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, by_heads, project
+from remanence.layers import (
+    Features,
+    GateProjection,
+    Linear,
+    Module,
+    RMSNorm,
+    ShortConv,
+    assign,
+    by_heads,
+    project,
+)
 from remanence.ops import MLP, NETS, RULES, Deep, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
@@ -24,6 +35,11 @@ from remanence.ops.state import Weights
 
 SHUT = -200.0
 """The log of a gate that is shut: its exponential is 0 in float32, and the log is still a number to compute with."""
+
+LARGEST_INPUT = 1e6
+"""The range of a layer's input. Values are written at the input's scale: far beyond it, one token's would hide all
+others in float32.
+"""
 
 OWN = 0.05
 """With `induction`, the share of a key that is the token's own query at first."""
@@ -41,7 +57,7 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
 
     @property
     def diverged(self) -> Bool[Tensor, " r"]:
-        """Per row: whether the memory has been infinite or NaN since its document began."""
+        """Per row: whether the memory has been infinite, NaN or too large to be of use since its document began."""
         return self.memory.diverged
 
     def crop(self, tokens: int) -> NeuralMemoryState:
@@ -102,19 +118,17 @@ class InitialMemory(nn.Module):
             width,
         )
         device = torch.empty(0).device
-        with torch.device("meta" if device.type == "meta" else "cpu"):  # the same numbers on every device
-            drawn = self._draw()
-        for index, weight in enumerate(drawn):
+        for index, weight in enumerate(self._draw(meta=device.type == "meta")):
             self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
 
-    def _draw(self) -> tuple[Tensor, ...]:
+    def _draw(self, meta: bool = False) -> tuple[Tensor, ...]:
         net, heads, width = self._made_by
-        return net.init(heads, width)
+        with torch.device("meta" if meta else "cpu"):  # the same numbers on every device
+            return net.init(heads, width)
 
     def reset_parameters(self) -> None:
-        with torch.no_grad():
-            for parameter, weight in zip(self.parameters(), self._draw(), strict=True):
-                parameter.copy_(weight)
+        for parameter, weight in zip(self.parameters(), self._draw(), strict=True):
+            assign(parameter, weight)
 
 
 def threshold(gates: Gates, least: float) -> Gates:
@@ -131,7 +145,7 @@ def threshold(gates: Gates, least: float) -> Gates:
     )
 
 
-class NeuralMemory(nn.Module):
+class NeuralMemory(Module):
     """``y, state = NeuralMemory(dim=512, heads=8)(x, state)``: reads x into its memory, and answers from it.
 
     x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length, and lifted to features by a deep
@@ -139,11 +153,15 @@ class NeuralMemory(nn.Module):
     normalised, gated by x and projected back. The state is returned, never kept in the module: pass None at a
     document's start and what you got afterwards, in calls of any length. Rows of a batch never meet.
 
+    Rows of different lengths: pass ``mask=``, true where a token counts, or pack the documents into one row and pass
+    ``offsets=``.
+
     Build it from fields (those of `MemoryConfig`) or from a config, or both: ``NeuralMemory(config, chunk=64)``.
 
-    Every part with parameters has ``reset_parameters``, for models made on the meta device. In a Hugging Face model,
-    call it from ``_init_weights`` for the modules of this package; without that, ``from_pretrained`` leaves a memory
-    that its checkpoint lacks uninitialised.
+    `reset_parameters` initialises the layer again, and each part has its own, for models made on the meta device:
+    after ``to_empty``, call it once, or on all modules by ``model.apply``. In a Hugging Face model, call it from
+    ``_init_weights`` for the modules of this package; without that, ``from_pretrained`` leaves a memory that its
+    checkpoint lacks uninitialised.
     """
 
     def __init__(self, config: MemoryConfig | None = None, **fields: Unpack[MemoryFields]) -> None:
@@ -178,20 +196,20 @@ class NeuralMemory(nn.Module):
             None  # shown every call's values and answers; see remanence.lens
         )
 
-        self.reset_parameters()
+        self.reset_own_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """What begins alike in several parts, once each of them has been reset: with `induction`, the keys."""
+    def reset_own_parameters(self) -> None:
+        """With `induction`, keys start as the query of the token before."""
         if self.config.induction:
             queries, keys = self.q_conv.weight, self.k_conv.weight
             assert queries is not None and keys is not None
             self.k_proj.weight.copy_(self.q_proj.weight)
-            queries[:, 0] = 0
-            keys[:, :-1] = queries[:, 1:]
+            later = queries[:, 1:]
+            queries.copy_(torch.cat([torch.zeros_like(queries[:, :1]), later], 1))
             # A document's first token has none before it. Its key, brought to unit length, must not be made of nothing:
             # the gradient there would be as large as that length is small.
-            keys[:, -1] = OWN * keys[:, -2]
+            keys.copy_(torch.cat([later, OWN * later[:, -1:]], 1))
 
     def extra_repr(self) -> str:
         return f"net={net_of(self.config)}, rule={self.rule}, chunk={self.config.chunk}"
@@ -213,8 +231,16 @@ class NeuralMemory(nn.Module):
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
-        """Read x, answer, and return the state. Padding (mask False) is not read; packed documents are told by
-        `offsets`.
+        """Read x, answer, and return the state.
+
+        Args:
+            x: features of the configuration's dim, in the dtype of the layer's parameters; of at most 1e6 in
+                absolute value, which is checked on a CPU. Beyond that a memory may be flagged as diverged.
+            state: None at a document's start, then what the call before returned.
+            mask: true where a token counts, for rows of different lengths. Padding, at either end or in between, is
+                not read: memory, position and convolution are those of the row without it, and its output is zero.
+            offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
+                The state then has a row for each document. Not together with `mask`.
         """
         seen = self.trace(x, state, mask=mask, offsets=offsets)
         return seen.y, seen.state
@@ -370,6 +396,7 @@ class NeuralMemory(nn.Module):
     def _checked(
         self, x: Tensor, state: NeuralMemoryState | None, offsets: Tensor | Sequence[int] | None
     ) -> tuple[NeuralMemoryState, list[int] | None]:
+        check_transforms()
         if (
             not isinstance(x, Tensor)
             or x.dim() != 3
@@ -383,15 +410,17 @@ class NeuralMemory(nn.Module):
         own = self.q_proj.weight.dtype
         if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x: expected {own} like the layer's parameters, got {x.dtype}")
-        if (
-            self.checks
-            and x.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and not bool(x.isfinite().all())
-        ):
-            raise ValueError(
-                f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}"
-            )
+        if self.checks and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+            largest = float(torch.stack(x.detach().aminmax()).abs().max())
+            if not largest < torch.inf:
+                raise ValueError(
+                    f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}"
+                )
+            if largest > LARGEST_INPUT:
+                raise ValueError(
+                    f"x: expected numbers of at most {LARGEST_INPUT:g} in absolute value, got {largest:.2g}; "
+                    "normalise them before this layer"
+                )
         if state is None:
             state = self._fresh(x, x.shape[0] if offsets is None else documents(offsets))
         if not isinstance(state, NeuralMemoryState):
@@ -417,6 +446,7 @@ class NeuralMemory(nn.Module):
         """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or
         convolution.
         """
+        check_transforms()
         if offsets is not None:
             raise ValueError(
                 "offsets: expected None beside a mask, got both; a mask already says where each row's document lies"

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from remanence.config import Mode
 from remanence.core.state import TensorTuple, parts
+from remanence.layers import Module
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory
 from remanence.ops import Gates
@@ -129,7 +130,7 @@ class MixerDecoder:
         return None
 
 
-class Mixer(nn.Module):
+class Mixer(Module):
     """``y, state, trace = mixer(x, state, ctx)``: x ``[b t d]`` normalised, or packed documents; the state None at
     their start.
 

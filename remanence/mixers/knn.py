@@ -98,9 +98,9 @@ class Knn(Mixer):
         self.hidden = config.dim if c.write == "surprise" else 0
         self.log_scale = nn.Parameter(torch.empty(config.heads))
         self.gate = nn.Parameter(torch.empty(config.heads)) if c.fuse == "gate" else None
-        self.reset_parameters()
+        self.reset_own_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_own_parameters(self) -> None:
         nn.init.constant_(self.log_scale, SCALE)
         with torch.no_grad():
             self.log_scale.log_()

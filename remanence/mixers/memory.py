@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from remanence.config import Mode, ModelConfig
 from remanence.core.ragged import SegmentSplit
 from remanence.core.state import positions_of, where
+from remanence.layers import Module
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.mixers.base import MemoryTrace, Mixer, MixerOutput
@@ -20,7 +21,7 @@ from remanence.ops import ask, decode
 from remanence.ops.state import Weights
 
 
-class Memory(nn.Module):
+class Memory(Module):
     """A neural memory in a layer: does with it what the model's mode says."""
 
     def __init__(self, config: ModelConfig, **changes: Any) -> None:

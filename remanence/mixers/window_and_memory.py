@@ -6,11 +6,11 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from remanence.config import Mode, ModelConfig
 from remanence.core.state import TensorTuple
-from remanence.layers import RMSNorm
+from remanence.layers import Module, RMSNorm
 from remanence.layers.attention import AttentionState
 from remanence.layers.decoding import WindowDecoder
 from remanence.memory.neural import NeuralMemoryState
@@ -73,7 +73,7 @@ class WindowAndMemoryDecoder(MixerDecoder):
         return self.memory.diverged
 
 
-class Join(nn.Module):
+class Join(Module):
     """The paper's ⊗: attention's output times a gate that is the memory's, both normalised with learned gains first.
 
     A memory that says nothing (zero) leaves the gate half open.

@@ -18,6 +18,7 @@ from remanence.ops import closed_form as cf
 from remanence.ops.generic import chunk_step
 from remanence.ops.layout import Layout, gates_rows
 from remanence.ops.leash import counter
+from remanence.ops.library import once_differentiable
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Coefficients, Rule, coefficients, coefficients_backward
 from remanence.ops.state import Gates, MemoryState, Weights
@@ -149,11 +150,10 @@ class ClosedForm:
         states, _, records = self._keys(s, co, state)
         *_, reading = self._queries(s, co, states, records)
         surprise = torch.stack([record.surprise(self.rule) for record in records])
-        # Cloned: a view would keep all states of the stretch alive for as long as its checkpoint.
         return (
             reading.answers.unflatten(0, s.q.shape[:2]),
             surprise,
-            tuple(layer[-1].clone() for layer in states if self.folds),
+            tuple(_last_state(layer, s.complete) for layer in states if self.folds),
         )
 
     def backward(
@@ -226,7 +226,7 @@ class Exact(ClosedForm):
         return (
             reading.answers.unflatten(0, s.q.shape[:2]),
             surprise,
-            (states[-1].clone(),) if self.folds else (),
+            (_last_state(states, s.complete),) if self.folds else (),
         )
 
     def backward(
@@ -274,7 +274,9 @@ class Generic:
         co = coefficients(self.rule, s.gates, s.complete)
         answers, surprises = [], []
         for i, own in enumerate(_unbind(co, s.k.shape[0])):
-            y, surprise, state = chunk_step(self.net, self.rule, own, s.q[i], s.k[i], s.v[i], state)
+            y, surprise, end = chunk_step(self.net, self.rule, own, s.q[i], s.k[i], s.v[i], state)
+            whole = [s.complete[i].view(-1, *[1] * (layer.dim() - 1)) for layer in state]
+            state = tuple(torch.where(*each) for each in zip(whole, end, state, strict=True))
             answers.append(y)
             surprises.append(surprise)
         return torch.stack(answers), torch.stack(surprises), state if self.folds else ()
@@ -292,6 +294,15 @@ class Generic:
         g_start: list[Tensor] = grads[first:last]  # type: ignore[assignment]
         leash.hold(g_start, _received(s, g_y, g_surprise).sum(0))
         return grads[:first], g_start, grads[last:]
+
+
+def _last_state(states: Tensor, complete: Tensor) -> Tensor:
+    """The state ``[m ...]`` after each row's complete chunks ``[n m]``, from those at all borders ``[n+1 m ...]``.
+
+    Not simply the last one: a chunk that is not complete adds zero times its errors, and those of padding may overflow.
+    A copy, as a view would keep all states of the stretch alive for as long as its checkpoint.
+    """
+    return states[complete.sum(0), torch.arange(states.shape[1], device=states.device)]
 
 
 def _map(function: Any, co: Coefficients) -> Coefficients:
@@ -376,7 +387,7 @@ class _Sequence(torch.autograd.Function):
         return y, surprise, *end
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, g_y: Tensor, g_surprise: Tensor, *g_end: Tensor) -> tuple:
         tensors = ctx.saved_tensors  # read once: activation checkpointing recomputes them on access
         saved = tensors[ctx.inputs :]
@@ -433,8 +444,8 @@ def memorize(
     stretch, k, v, gates = arranged(layout, q, k, v, gates, state)
     y, surprise, layers = _run(walk_for(net, rule, layout.folds), stretch, state)
     y, surprise = (from_chunks(x, q.shape[2]) for x in (y, surprise))
-    new = layout.next_state(state, layers, k, v, gates, (y, surprise))
-    return layout.back(y), new, layout.back(surprise[:, layout.lead :] if layout.lead else surprise)
+    y, surprise = layout.back(y), layout.back(surprise[:, layout.lead :] if layout.lead else surprise)
+    return y, layout.next_state(state, layers, k, v, gates, (y, surprise)), surprise
 
 
 def arranged(

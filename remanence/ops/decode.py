@@ -17,7 +17,7 @@ from remanence.ops import closed_form as cf
 from remanence.ops.closed_form import unsupported
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Rule, coefficients
-from remanence.ops.state import Gates, MemoryState, Weights
+from remanence.ops.state import LARGEST, Gates, MemoryState, Weights, within
 from remanence.ops.triton import decode as kernels
 from remanence.ops.triton import dispatch
 from remanence.ops.triton.decode import convolve
@@ -158,7 +158,7 @@ class Running:
         cf.fold(cf.Anchor(self.layers, full), self.inputs, self.errors, ends)
         for layer, end in zip(self.layers, ends, strict=True):
             layer.copy_(end)
-        fine = self._split(y.isfinite().all(-1) & surprise.isfinite()).all(1)
+        fine = self._split(within(y).all(-1) & within(surprise, LARGEST**2)).all(1)
         self.diverged |= active & ~fine
         self.position += active
         return self._split(y), self._split(surprise)
@@ -180,6 +180,6 @@ class Running:
         layers = tuple(self._split(layer).clone() for layer in self.layers)
         bad = self.diverged.clone()
         for layer in layers:
-            bad |= ~layer.isfinite().flatten(1).all(1)
+            bad |= ~within(layer).flatten(1).all(1)
         k = tail(cf.without_ones(self.net, self.inputs[0]))
         return MemoryState(layers, k, tail(self.v), self.gates.map(tail), self.position.clone(), bad)

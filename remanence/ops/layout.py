@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.core.state import advanced, positions_of
-from remanence.ops.state import Gates, MemoryState, Weights
+from remanence.ops.state import LARGEST, Gates, MemoryState, Weights, within
 
 
 class Layout:
@@ -120,6 +120,12 @@ class Layout:
         ends = torch.arange(1, self.chunks + 1, device=self.device) * self.chunk
         return ends.unsqueeze(-1) <= totals
 
+    def _any(self, tokens: Tensor) -> Tensor:
+        """Whether it is true ``[b t]`` of any token of a document, ``[r]``."""
+        if self.equal:
+            return tokens.any(1)
+        return torch.stack([part.any() for part in tokens[0].split(self.counts)])
+
     @property
     def folds(self) -> bool:
         """Whether any chunk is completed, that is, whether the call changes a state's layers at all."""
@@ -134,10 +140,15 @@ class Layout:
         gates: Gates,
         outputs: tuple[Tensor, Tensor],
     ) -> MemoryState:
-        """The state after the call, from its rows ``[r length ...]``; flagged where one is not finite."""
+        """The state after the call, from its rows ``[r length ...]``. It is flagged where the new layers, or an output
+        ``[b t ...]`` of a document's own tokens, are too large (`state.py: LARGEST`). Padding does not count: how long
+        it is depends on the other documents of the call.
+        """
         bad = state.diverged
-        for tensor in (*outputs, *(layers if self.folds else ())):
-            bad = bad | ~tensor.detach().isfinite().flatten(1).all(1)
+        for tensor, bound in zip(outputs, (LARGEST, LARGEST**2), strict=True):
+            bad = bad | self._any(~within(tensor, bound).flatten(2).all(2))
+        for tensor in layers if self.folds else ():
+            bad = bad | ~within(tensor).flatten(1).all(1)
         position = advanced(
             state.position, self.tokens if self.equal else torch.tensor(self.counts, device=self.device)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -41,7 +42,30 @@ def operator(
 
 def raise_on_double_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     """The gradient of an operator that is itself a gradient."""
-    raise RuntimeError("this is differentiable once; for derivatives of gradients use backend='reference'")
+    raise RuntimeError(ONCE)
+
+
+ONCE = (
+    "a memory is differentiable once; for second derivatives use remanence.memorize(..., backend='reference')"
+)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator for the backward of an autograd.Function, with an error that says what to use instead. It is
+    raised also where the gradients given do not require one themselves.
+    """
+
+    @wraps(backward)
+    def once(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # that is, create_graph=False
+            return found
+        present = [grad.detach().requires_grad_() for grad in found if isinstance(grad, Tensor)]
+        refused = iter(torch._C._functions.DelayedError(ONCE.encode(), len(present))(*present))
+        return tuple(next(refused) if isinstance(grad, Tensor) else grad for grad in found)
+
+    return once
 
 
 def fill_missing_grads(

@@ -152,6 +152,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     )
     y, surprise = (from_chunks(x, heads) for x in (y, surprise))
     layers = tuple(layer.unflatten(0, (-1, heads)) for layer in end) if layout.folds else state.layers
+    y, surprise = layout.back(y), layout.back(surprise[:, layout.lead :])
     new = layout.next_state(state, layers, *rows, (y, surprise))
     if not layout.folds:
         # No result may be an argument itself.
@@ -162,7 +163,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
         for index, start in enumerate(starts[1:]):
             for layer, first in zip(kept, start, strict=True):
                 layer[index] = first
-    results = [layout.back(y), layout.back(surprise[:, layout.lead :]), *new.tensors()]
+    results = [y, surprise, *new.tensors()]
     return [x.contiguous() for x in results] + kept
 
 

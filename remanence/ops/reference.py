@@ -108,5 +108,5 @@ def memorize(
             [torch.stack(pair if rule.momentum else pair[:1], 1) for pair in zip(end, change, strict=True)]
         )
     layers = tuple(torch.stack(layer) for layer in zip(*rows, strict=True))
-    new = layout.next_state(state, layers, k, v, gates, (answers, surprises))
-    return layout.back(answers), new, layout.back(surprises)
+    answers, surprises = layout.back(answers), layout.back(surprises)
+    return answers, layout.next_state(state, layers, k, v, gates, (answers, surprises)), surprises

@@ -18,6 +18,14 @@ state.
 LARGEST_LOG_STEP = 40.0
 """Of a gate in a state."""
 
+LARGEST = 1e12
+"""Weights and answers beyond this are flagged as diverged: in float32 nothing of ordinary size is left beside them."""
+
+
+def within(tensor: Tensor, bound: float = LARGEST) -> Tensor:
+    """Where a tensor is at most `bound` in absolute value; not where it is NaN."""
+    return tensor.detach().abs() <= bound
+
 
 class _Gates(NamedTuple):
     log_step: Tensor
@@ -64,7 +72,8 @@ class MemoryState(_MemoryState, TensorTuple):
     position
         Tokens read since the document began, ``[r]``. Chunk borders are counted from there, never from a call's start.
     diverged
-        ``[r]``, true once a row's memory, surprise or answers have been infinite or NaN, and from then on.
+        ``[r]``, true once a row's weights or answers have been NaN or beyond `LARGEST`, or its surprise NaN or beyond
+        the square of that; and from then on.
     """
 
     __slots__ = ()

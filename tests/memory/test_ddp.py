@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from remanence import NeuralMemory
+from tests.models import model
 
 STEPS = 3
 
@@ -53,6 +55,7 @@ def train(model, x):
 def worker(rank, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    warnings.simplefilter("error")
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = DistributedDataParallel(Model())
@@ -80,3 +83,30 @@ def test_two_processes_equal_one(tmp_path):
     for layer, tensor in enumerate(state.memory.weights):
         both = torch.cat([rank["memory"][layer] for rank in ranks])
         torch.testing.assert_close(both, tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo processes are tried on Linux only")
+@pytest.mark.parametrize("view", [False, True])
+def test_no_warnings_of_gradients_strides(tmp_path, view):
+    """A single head's gradients had other strides than its weights."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.set_warn_always(True)
+    nets = [{"net": net, "heads": heads} for net in ("deep", "titans", "linear") for heads in (1, 2)]
+    cases = [(NeuralMemory(dim=12, chunk=4, **net), lambda: torch.randn(1, 9, 12)) for net in nets]
+    one = {"heads": 1, "memory": {"heads": 1}}
+    cases += [
+        (model(name, torch.float32, **one), lambda: torch.randint(0, 11, (1, 20)))
+        for name in ("mac", "mag", "mal", "lmm", "gated_delta")
+    ]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for module, inputs in cases:
+                spread, state = DistributedDataParallel(module, gradient_as_bucket_view=view), None
+                for _ in range(2):
+                    y, state = spread(inputs(), state)
+                    y.square().sum().backward()
+                    state = state.detach()
+    finally:
+        torch.set_warn_always(False)
+        dist.destroy_process_group()

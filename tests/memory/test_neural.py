@@ -237,18 +237,18 @@ def _resets(module):
 
 def test_initialisation_from_the_meta_device():
     with torch.device("meta"):
-        empty = NeuralMemory(dim=12, heads=2)
+        empty = NeuralMemory(dim=48, heads=2)
     assert all(p.is_meta for p in empty.parameters())
     device = torch.zeros(()).device
     made = empty.to_empty(device=device)
     _resets(made)
-    ordinary = NeuralMemory(dim=12, heads=2)
+    ordinary = NeuralMemory(dim=48, heads=2)
     assert torch.equal(made.gates.bias, ordinary.gates.bias)
     for name, parameter in made.named_parameters():
         other = ordinary.get_parameter(name)
         assert parameter.isfinite().all()
         assert abs(parameter.std() - other.std()) <= 0.3 * other.std() + 1e-6, name
-    assert made(torch.randn(1, 5, 12))[0].isfinite().all()
+    assert made(torch.randn(1, 5, 48))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("conv", [2, 4, 16])

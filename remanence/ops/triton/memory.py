@@ -9,7 +9,7 @@ from remanence.core.state import advanced, trains
 from remanence.ops.layout import DeviceLayout, gates_rows
 from remanence.ops.nets import MLP
 from remanence.ops.rules import Rule
-from remanence.ops.state import Gates, MemoryState
+from remanence.ops.state import LARGEST, Gates, MemoryState
 from remanence.ops.triton import linear, mlp
 
 PIECE = 256
@@ -54,10 +54,10 @@ def memorize(
     piece = layout.length if train else min(layout.length, PIECE * chunk)
     y, surprise, bad, ends = _pieces(plan, inputs, start, layout.totals, piece, layout.length, train)
     layers = tuple(end.view(rows, heads, *end.shape[1:]) for end in ends) if layout.folds else state.layers
-    outcomes = [x.detach().flatten(1) for x in (surprise, *(layers if layout.folds else ()))]
     # NaN is the largest of all.
-    largest = torch.stack([torch.linalg.vector_norm(x, torch.inf, 1) for x in outcomes])
-    diverged = state.diverged | bad.view(rows, -1).any(1) | ~largest.isfinite().all(0)
+    largest = lambda x: torch.linalg.vector_norm(x.detach().flatten(1), torch.inf, 1)
+    sizes = [largest(surprise) / LARGEST, *(largest(layer) for layer in layers if layout.folds)]
+    diverged = state.diverged | bad.view(rows, -1).any(1) | ~(torch.stack(sizes) <= LARGEST).all(0)
     tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
     position = advanced(state.position, layout.counts)
     new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), position, diverged)
