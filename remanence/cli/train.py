@@ -98,11 +98,14 @@ class Export:
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
     """Train by a recipe and show progress. Of several processes, only the first prints."""
     from remanence.train import fit, run_config
+    from remanence.train.text import choose_threads
 
     if resume and overrides:
         name = next(iter(overrides))
         raise ValueError(f"--{name}: expected no changes beside --resume, as the run's own config counts")
     config = run_config(out) if resume else made_config(recipe, overrides)
+    if config.data.kind == "text" and (resume or "steps" in overrides):  # else `sized` has done it
+        choose_threads(config)
     first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started, if it did
     with Progress(steps=True, every=0, visible=first) as progress:
         bar = progress.add("training", config.steps)

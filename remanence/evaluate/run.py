@@ -37,6 +37,8 @@ from remanence.evaluate.bookmark import Bookmark
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task
 from remanence.inference.memfile import fingerprint
+from remanence.inference.threads import threads_for
+from remanence.model import Model
 
 MADE_BY = "remanence eval"
 ORIGIN = ("date", "commit", "hardware", "torch", "remanence")
@@ -116,7 +118,11 @@ def evaluate(
         check_choice("memory", mode, MODES)
         if subject.network is not None:
             subject.network.memory = mode  # refuses one that the model cannot have
-    with locked_file(journal, "another evaluation") if journal else nullcontext():
+    model = subject.network
+    with (
+        locked_file(journal, "another evaluation") if journal else nullcontext(),
+        threads_for(model) if isinstance(model, Model) else nullcontext(),
+    ):
         return _evaluate(subject, tasks, modes, journal, show)
 
 

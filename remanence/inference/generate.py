@@ -16,6 +16,7 @@ from remanence.core.errors import DivergedError
 from remanence.core.tokens import ByteTokenizer, Tokenizer
 from remanence.inference.decoder import Decoder, unsupported
 from remanence.inference.reader import read
+from remanence.inference.threads import threads_for
 from remanence.model import Model, State
 
 IN_PLACE = {"cuda"}
@@ -254,9 +255,11 @@ class Generation:
             self._state = None
             return self._finite(self._decoder.step(tokens, rows), self._decoder.diverged, said)
         mask = None if all(said) else rows.unsqueeze(-1)
-        seen = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory=self.modes[1])
+        with threads_for(self.model):
+            seen = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory=self.modes[1])
+            logits = self.model.logits(seen.hidden[:, -1])
         self._state = seen.state
-        return self._finite(self.model.logits(seen.hidden[:, -1]), seen.state.diverged, said)
+        return self._finite(logits, seen.state.diverged, said)
 
     def _finite(self, logits: Tensor, diverged: Tensor, said: list[bool]) -> Tensor:
         """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token

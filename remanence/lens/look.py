@@ -15,6 +15,7 @@ from torch import Tensor
 from remanence.core.errors import DivergedError
 from remanence.inference.reader import PIECE
 from remanence.inference.session import Session
+from remanence.inference.threads import threads_for
 from remanence.layers import unit
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers import MemoryTrace
@@ -114,10 +115,14 @@ def look(
     for tokens in session.tokenizer.stream(_plain(source)):
         pending += tokens
         while len(pending) >= step:
-            yield _look(session, layers, past, pending[:step])
+            with threads_for(session.model):
+                seen = _look(session, layers, past, pending[:step])
+            yield seen
             pending = pending[step:]
     if pending:
-        yield _look(session, layers, past, pending)
+        with threads_for(session.model):
+            seen = _look(session, layers, past, pending)
+        yield seen
 
 
 def _plain(source: Iterable[str | bytes]) -> Iterator[str | bytes]:
