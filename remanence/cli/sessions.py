@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from remanence.cli.arguments import Device, Folder, Mode
+from remanence.core.outputs import make_folder
 from remanence.core.progress import Bar, Progress
+from remanence.core.sampling import MAX_TOKENS, TEMPERATURE
 from remanence.core.terminal import say, say_generated
 
 if TYPE_CHECKING:
@@ -101,16 +103,18 @@ class Read:
 class Sampled:
     """Options of sampling, which `generate` and `chat` share."""
 
-    max_tokens: int = 128
+    max_tokens: int = MAX_TOKENS
     """How many tokens at most."""
-    temperature: float = 0.0
-    """0 takes the most likely token."""
+    temperature: float = TEMPERATURE
+    """0 takes the most likely token every time."""
     top_k: int | None = None
     """Only among so many of the most likely."""
     top_p: float | None = None
     """Only among the most likely whose probabilities add up to this."""
     no_repeat: int | None = None
-    """No phrase of so many tokens is said twice in one answer."""
+    """No phrase of so many tokens occurs twice in one answer; 0 allows it. Default: 16 bytes, or 6 tokens of another
+    tokenizer; 0 at temperature 0.
+    """
     stop: tuple[str, ...] = ()
     """Texts that end the output."""
     seed: int | None = None
@@ -218,6 +222,7 @@ class Lens:
         if out.resolve() == text.resolve():
             raise ValueError(f"--out: expected another file than --text, got {out}")
         session = open_session(self.model, self.device, self.memory)
+        make_folder("--out", out)
         model, before, source = session.model, session.tokens, ByteStream([text])
         only = [number - 1 for number in self.layers]
         shown_layers = watched(model, only)
@@ -302,11 +307,10 @@ def check_text(what: str, path: Path) -> None:
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:
-    """Check, before any work, that a memory can be written to `path` and overwrites none but `unless`."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{what}: expected a folder that exists, got {path.parent}")
+    """Check, before any work, that a memory overwrites none but `unless`, and make its folder."""
     if path.exists() and (unless is None or path.resolve() != unless.resolve()):
         raise ValueError(f"{what}: {path} exists; {hint}")
+    make_folder(what, path)
 
 
 def show_tokens(bar: Bar, position: int, tokens: int, surprise: float | None) -> None:

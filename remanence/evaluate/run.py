@@ -32,6 +32,7 @@ from remanence.core.files import (
     write_json,
 )
 from remanence.core.migrations import first_fields
+from remanence.core.outputs import make_folder
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 from remanence.evaluate.bookmark import Bookmark
 from remanence.evaluate.subject import Subject
@@ -331,13 +332,14 @@ def _finite(data: Any) -> Any:
 
 
 def check_target(path: Path) -> None:
-    """Before any work: that rows can be written there, and that nothing but an earlier evaluation's is overwritten."""
-    if not path.parent.is_dir():
-        raise ValueError(f"--json: expected a folder that exists, got {path.parent}")
+    """Before any work: that nothing but an earlier evaluation's is overwritten, and that rows can be written there. Their
+    folder is made.
+    """
     if path.exists() and not _earlier(path):
         raise ValueError(
             f"--json: expected a new file, or an earlier evaluation's, got {path}; give another name, or remove it"
         )
+    make_folder("--json", path)
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass

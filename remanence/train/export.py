@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from remanence.core.files import read_json, replacing_folder, sealed, write_json
+from remanence.core.outputs import make_folder
 from remanence.core.state import positions_of
 from remanence.core.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.inference import memfile
@@ -72,6 +73,8 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     found = [run / "model"] if finished else checkpoint.checkpoints(run / "checkpoints")[-1:]
     if not found:
         raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
+    if memory is not None:
+        make_folder("--memory", Path(memory))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(
             f"out: expected a new or empty folder, got {out}, which is not; nothing is ever overwritten"

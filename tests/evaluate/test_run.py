@@ -258,7 +258,7 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
             ["m", "lm", "--data=t", "--views=side"],
             "lm.views: expected one or more of window, stream and markov, got side",
         ),
-        (["m", "lm", "--data=t", "--json", "no/r.json"], "--json: expected a folder that exists"),
+        (["m", "lm", "--data=t", "--json", "t/r.json"], "--json: expected a folder that can be made"),
         (["m", "lm", "--data=t", "--memory", "on", "on"], "--memory: expected one or more modes, each once"),
         (["m", "lm", "--data=t", "--memory", "of"], "of"),
         (["m", "lm", "lm", "--data=t"], "tasks: expected each task once, got lm twice"),
