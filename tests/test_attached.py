@@ -28,6 +28,7 @@ from transformers import (
 )
 
 import remanence
+from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
 from remanence.attached.base import digest
 from remanence.cli import main
@@ -512,7 +513,7 @@ def test_names_that_are_asked_for_in_evaluation_are_never_told_in_training():
 # What is refused
 
 
-def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus):
+def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus, command, monkeypatch):
     bert = BertModel(BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4))
     for model, fields, message in (
@@ -531,9 +532,22 @@ def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus):
         with pytest.raises(ValueError, match=message):
             remanence.attach(model, **fields)
     model = base()
-    remanence.attach(model, every=2, **SMALL)
+    attached = remanence.attach(model, every=2, **SMALL)
     with pytest.raises(ValueError, match="got one that has been attached to already"):
         remanence.attach(model, every=2, **SMALL)
+    for again in (attached, attached.model, remanence.Model(remanence.preset("tiny"))):
+        message = f"base: expected a model without a memory, got {type(again).__name__}, which has one"
+        with pytest.raises(ValueError, match=message):
+            remanence.attach(again, every=2, **SMALL)
+    attached.save_pretrained(tmp_path / "attached")
+    remanence.Model(remanence.preset("tiny")).save(tmp_path / "own")
+    monkeypatch.setattr(pretrained.Source, "model", pytest.fail)  # refused before weights are loaded
+    for name in ("attached", "own"):
+        with pytest.raises(ValueError, match=f"got .*{name}, which has one already"):
+            remanence.attach(tmp_path / name)
+        assert "which has one already" in command("attach", tmp_path / name, tmp_path / "new", code=2)
+    said = command("attach", tmp_path / "anything", tmp_path / "attached", code=2)
+    assert "an attached model; `remanence train attach --init_from=" in said
 
 
 def test_a_quantised_base_that_cannot_be_trained_is_refused():

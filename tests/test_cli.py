@@ -1,5 +1,6 @@
 """The commands as people type them: read, save, ask, resume, and every wrong turn one line long with exit code 2."""
 
+import io
 import json
 import os
 import signal
@@ -207,7 +208,7 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
             ["new", "tinny", "x"],
             "preset: expected one of tiny, small, 170m, 340m, 760m, 1.3b, got 'tinny'; did you mean 'tiny'?",
         ),
-        (["new", "tiny", "x", "--variant", "mac+wndow"], "pattern: expected one of"),
+        (["new", "tiny", "x", "--variant", "mac+wndow"], "--variant: expected one of"),
         (["new", "tiny", "m"], "out: expected a new or empty folder, got m"),
         (["inspect", "t.txt"], "t.txt: damaged, or not a safetensors file"),
         (["inspect", "nowhere"], "nowhere: no such file"),
@@ -274,7 +275,7 @@ def test_training_by_a_recipe(run, tmp_path):
     x = torch.randint(80, (1, 30))
     assert torch.equal(Model.load(tmp_path / "exported")(x)[0], Model.load(out / "model")(x)[0])
     assert "out: expected a new or empty folder" in run("export", out, tmp_path / "exported", code=2)
-    assert "out: expected a run, with its config" in run("export", "m/nowhere", tmp_path / "y", code=2)
+    assert "run: expected a run, with its config" in run("export", "m/nowhere", tmp_path / "y", code=2)
     assert "did you mean 'optimizer'" in run(
         "train", recipe, "--out", tmp_path / "x", "--optimiser.lr=1", code=2
     )
@@ -315,7 +316,7 @@ def test_the_names_of_recipes_are_listed(run, tmp_path):
     assert all(name in listed for name in NAMES)
     for wrong in ("recal", "recipes/recal.py", "elsewhere/recall.py", "recall.json"):
         error = run("train", wrong, "--out", tmp_path / "x", code=2)
-        assert error.endswith(f"recipe: expected a Python file or one of {', '.join(NAMES)}, got {wrong}\n")
+        assert f"recipe: expected a Python file or one of {', '.join(NAMES)}, got {wrong}; did you" in error
     assert f"one of {', '.join(NAMES)}, got recal" in run(
         "eval", "recal", "ablate", "--json", tmp_path / "r.json", code=2
     )
@@ -339,6 +340,55 @@ def test_the_names_of_recipes_are_listed(run, tmp_path):
 )
 def test_wrong_overrides_are_one_line(run, arguments, message):
     assert message in run(*arguments, code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["trian"], "'train'"),
+        (["Read", "m"], "'read'"),
+        (["train", "recal", "--out", "x"], "'recall'"),
+        (["train", "forecast/eth1", "--out", "x"], "'forecast/etth1'"),
+        (["new", "tiny", "x", "--variant", "titan"], "'mac' or 'mag' or 'mal' or 'lmm'"),
+        (["new", "tiny", "x", "--variant", "Titans"], "'mac' or 'mag' or 'mal' or 'lmm'"),
+        (["new", "tiny", "x", "--varient", "mac"], "'--variant'"),
+        (["generate", "m", "--promt", "a"], "'--prompt'"),
+        (["generate", "m", "--prompt", "a", "--max_token", "3"], "'--max-tokens'"),
+        (["train", "recall", "--ou", "x"], "'--out'"),
+        (["eval", "m", "lm", "--jsn", "x"], "'--json'"),
+    ],
+)
+def test_a_wrong_name_gets_the_nearest_one(run, arguments, meant):
+    assert f"did you mean {meant}?" in run(*arguments, code=2)
+
+
+def test_an_error_names_the_option_that_was_given(run, tmp_path):
+    for more in (["--out", tmp_path / "x"], ["--dry-run"]):
+        assert "error: --text: expected" in run("train", "--text", "nofile.txt", *more, code=2)
+    (tmp_path / "short.txt").write_text("short")
+    said = run("train", "--text", tmp_path / "short.txt", "--out", tmp_path / "x", "--steps=1", code=2)
+    assert "error: --text: expected a text of at least 4,096 bytes, got 5" in said
+    assert "error: --variant: expected" in run("new", "tiny", tmp_path / "y", "--variant", "nothing", code=2)
+    assert "error: run: expected a run" in run("export", tmp_path / "nowhere", tmp_path / "y", code=2)
+
+
+def test_the_folders_of_outputs_are_made(run, tmp_path, monkeypatch):
+    outputs = {
+        "r/a/x.mem": ["read", "m", "t.txt", "--save"],
+        "g/a/x.mem": ["generate", "m", "--prompt", "a", "--max-tokens", "1", "--save"],
+        "l/a/x.html": ["lens", "m", "--text", "t.txt", "--out"],
+        "e/a/x.json": ["eval", "m", "lm", "--data=t.txt", "--views=stream", "--max_tokens=64", "--json"],
+        "p/a/x.md": ["report", tmp_path / "e/a/x.json", "--out"],
+        "d/a/x/tokenizer.json": ["data", "prepare", "t.txt", "--out"],
+        "n/a/x/config.json": ["new", "tiny"],
+    }
+    for name, command in outputs.items():
+        path = tmp_path / name
+        run(*command, path.parent if path.suffix == ".json" and path.parent.name == "x" else path)
+        assert path.is_file(), name
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    run("chat", "m", "--max-tokens", 1, "--memory", tmp_path / "c/a/x.mem")
+    assert (tmp_path / "c/a/x.mem").is_file()
 
 
 def test_an_empty_file_is_read_as_nothing_beside_others_and_refused_alone(run, tmp_path):

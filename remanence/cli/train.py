@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from remanence.cli.arguments import Folder
+from remanence.cli.arguments import Folder, naming
 from remanence.core.progress import Progress
 from remanence.core.terminal import say
 from remanence.recipes import NAMES
@@ -63,12 +64,13 @@ class Train:
             if self.recipe != Path("text"):
                 raise ValueError(f"--text: expected the recipe text, or none, got {self.recipe}")
             overrides["data.path"] = self.text
-        if self.dry_run:
-            print_plan(self.recipe, overrides, self.gpus, self.gpu)
-        elif self.out is None:
-            raise ValueError("--out: expected a folder for the run, got none")
-        else:
-            train(self.recipe, self.out, overrides, self.resume)
+        with naming("data.path", "--text") if self.text is not None else nullcontext():
+            if self.dry_run:
+                print_plan(self.recipe, overrides, self.gpus, self.gpu)
+            elif self.out is None:
+                raise ValueError("--out: expected a folder for the run, got none")
+            else:
+                train(self.recipe, self.out, overrides, self.resume)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Export:
         from remanence.series.network import is_network
         from remanence.train import export
 
-        checkpoint = export(self.run_folder, self.out, self.memory, self.row)
+        with naming("out", "run") if not (self.run_folder / "config.json").is_file() else nullcontext():
+            checkpoint = export(self.run_folder, self.out, self.memory, self.row)
         others = "" if is_network(self.out) else " and Hugging Face"
         say(f"{self.out}: the model of {checkpoint}, for remanence{others}")
         if self.memory is not None:
