@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -490,3 +492,33 @@ def test_a_tokenizer_json_goes_with_the_model(run, tmp_path):
     run("new", "tiny", tmp_path / "w", "--tokenizer", tmp_path / "words.json")
     assert load_tokenizer(tmp_path / "w").encode("happy families are") == [1, 2, 0]
     assert "tokens read" in run("read", tmp_path / "w", "t.txt", "--save", tmp_path / "w.mem")
+
+
+def test_a_file_that_is_no_text_gets_one_line_of_warning(run, tmp_path, capsys):
+    """It is read all the same."""
+    rng = np.random.default_rng(0)
+    files = {
+        "random.bin": rng.bytes(9000),
+        "zeros.txt": bytes(9000),
+        "words.txt": ("Größe, naïve, 漢字. " * 400).encode(),
+        "latin.txt": ("Schöne Grüße aus Köln. " * 400).encode("latin-1"),
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        for command in (
+            ["read", "m", path, "--save", tmp_path / f"{name}.mem"],
+            ["lens", "m", "--text", path, "--out", tmp_path / "x.html"],
+            ["data", "prepare", path, "--out", tmp_path / f"{name}.tokens"],
+            ["train", "--text", path, "--out", tmp_path / f"{name}.run", "--steps=1", *SMALLEST],
+        ):
+            capsys.readouterr()
+            cli.main([str(word) for word in command])
+            warnings = [line for line in capsys.readouterr().err.splitlines() if "look like text" in line]
+            if name in ("random.bin", "zeros.txt"):
+                assert len(warnings) == 1 and re.search(r": \d+ % of its bytes are not UTF-8$", warnings[0])
+            else:
+                assert not warnings, command
+
+
+SMALLEST = ["--init_from=none", "--batch=1", "--model.depth=1", "--model.dim=64", "--data.length=64"]

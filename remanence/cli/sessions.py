@@ -299,11 +299,15 @@ def warn_of_reach(folder: Path, session: Session, size: int) -> None:
 
 
 def check_text(what: str, path: Path) -> None:
-    """Refuse what is no file to read."""
+    """Refuse what is no file to read, and warn of one that does not look like text."""
     if path.is_dir():
         raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
     if not path.is_file():
         raise ValueError(f"{what}: {path}: no such file")
+    from remanence.data.sources import binary_warning
+
+    if warning := binary_warning(path, unpack=False):
+        say(warning, error=True)
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,7 +146,19 @@ def made_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
     from remanence.train.text import sized
 
     config = resolve_config(override(load_recipe(recipe), overrides))
+    if config.data.kind == "text" and config.data.path is not None:
+        warn_of_binary([config.data.path])
     return sized(config) if config.data.kind == "text" and "steps" not in overrides else config
+
+
+def warn_of_binary(sources: Sequence[str]) -> None:
+    """Say which local files do not look like text. Those that are missing are refused elsewhere, by name."""
+    from remanence.data.sources import binary_warning, files
+
+    here = [Path(source) for source in sources if Path(source).exists()]
+    for path in files(here):
+        if warning := binary_warning(path):
+            say(warning, error=True)
 
 
 def measure_held_out(out: Path, path: str | None) -> None:
