@@ -53,9 +53,7 @@ def test_reading_saving_and_asking_is_what_a_session_does(run, home, tmp_path):
     session = Session(home / "m")
     session.read(TEXT * 2)
     assert_close(memfile.load(path, session.model), session.state, 0.0)
-    answer = run(
-        "generate", "m", "--memory", path, "--prompt", "And so", "--max-tokens", 12, "--seed", 3
-    )
+    answer = run("generate", "m", "--memory", path, "--prompt", "And so", "--max-tokens", 12, "--seed", 3)
     assert answer == session.generate("And so", max_tokens=12, seed=3) + "\n"
     assert f"[{2 * len(TEXT)}]" in run("inspect", path)
     facts = json.loads(run("inspect", path, "--json"))

@@ -33,7 +33,9 @@ def test_generating_is_the_plain_loop(variant):
     subject = bytes_model(variant, torch.float64)
     session = Session(subject)
     session.read(TEXT[:37])
-    generation = Generation(subject, [TEXT[37:60]], Sampling(temperature=0.0, max_tokens=20), state=session.state).run()
+    generation = Generation(
+        subject, [TEXT[37:60]], Sampling(temperature=0.0, max_tokens=20), state=session.state
+    ).run()
     expected = greedy(subject, TEXT[:60], 20)
     ended = expected.index(256) if 256 in expected else 20
     assert generation.tokens[0] == expected[:ended]
@@ -46,7 +48,10 @@ def test_where_new_tensors_go_is_no_matter():
     session = Session(bytes_model("lmm"))
     with torch.device("meta"):
         generation = Generation(session.model, [TEXT[:20]], Sampling(temperature=0.0, max_tokens=5)).run()
-    assert generation.tokens == Generation(session.model, [TEXT[:20]], Sampling(temperature=0.0, max_tokens=5)).run().tokens
+    assert (
+        generation.tokens
+        == Generation(session.model, [TEXT[:20]], Sampling(temperature=0.0, max_tokens=5)).run().tokens
+    )
 
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal", "lmm", "attention"])
@@ -72,7 +77,9 @@ def test_without_a_seed_every_call_draws_anew_and_a_seed_repeats_it():
     fields = {"max_tokens": 8, "temperature": 1.0}
     assert len({fork.generate("And", **fields) for fork in forks}) == 3
     assert len({session.fork().generate("And", **fields, seed=3) for _ in range(3)}) == 1
-    assert len({session.fork().generate("And", max_tokens=8, temperature=0) for _ in range(3)}) == 1, "greedy has no chance"
+    assert len({session.fork().generate("And", max_tokens=8, temperature=0) for _ in range(3)}) == 1, (
+        "greedy has no chance"
+    )
     torch.manual_seed(1)
     state = torch.get_rng_state()
     session.generate("And", **fields)
@@ -105,7 +112,9 @@ class TestNoRepeat:
         logits = torch.full((257,), -9.0)
         logits[97], logits[98] = 2.0, 1.0
         monkeypatch.setattr(Generation, "_finite", lambda *_: logits.expand(1, -1))
-        found = Generation(bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=5, no_repeat=2)).run()
+        found = Generation(
+            bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=5, no_repeat=2)
+        ).run()
         assert found.texts == ["aaba\0"], "aa, ab, ba; then neither aa nor ab again"
 
     def test_by_default_an_answer_is_sampled_and_repeats_no_phrase(self, tmp_path):
@@ -128,7 +137,9 @@ class TestNoRepeat:
 
     def test_something_is_always_said(self, monkeypatch):
         monkeypatch.setattr(Generation, "_finite", lambda *_: torch.zeros(1, 4))
-        found = Generation(bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9, no_repeat=1)).run()
+        found = Generation(
+            bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9, no_repeat=1)
+        ).run()
         assert len(found.tokens[0]) == 9 and set(found.tokens[0][:4]) == {0, 1, 2, 3}
 
 
@@ -152,7 +163,9 @@ def test_stop_texts_end_the_output_and_are_never_shown(monkeypatch):
 def test_half_characters_are_held_back(monkeypatch):
     letters = iter("aé🎉".encode() + b"\xf0\x9f")
     monkeypatch.setattr(generating, "choose", lambda *_: next(letters))
-    pieces = [text for _, text in Generation(bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9))]
+    pieces = [
+        text for _, text in Generation(bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9))
+    ]
     assert pieces == ["a", "é", "🎉", "\N{REPLACEMENT CHARACTER}"]
 
 
@@ -229,7 +242,10 @@ def test_long_prompts_side_by_side_take_few_calls(lengths, monkeypatch):
     together = Generation(subject, prompts, Sampling(temperature=0.0, max_tokens=2)).run()
     assert len(calls) <= 2 * (max(lengths) // 32 + 1) + 2 * 2
     for row, prompt in enumerate(prompts):
-        assert together.tokens[row] == Generation(subject, [prompt], Sampling(temperature=0.0, max_tokens=2)).run().tokens[0]
+        assert (
+            together.tokens[row]
+            == Generation(subject, [prompt], Sampling(temperature=0.0, max_tokens=2)).run().tokens[0]
+        )
 
 
 def test_a_held_stream_does_not_undo_what_came_after_it():
@@ -274,7 +290,9 @@ def test_a_fork_goes_its_own_way():
     fork.read("something else")
     fork.generate("and", max_tokens=3)
     assert_close(session.state, before, 0.0)
-    assert session.fork().generate("and", max_tokens=9, seed=1) == session.generate("and", max_tokens=9, seed=1)
+    assert session.fork().generate("and", max_tokens=9, seed=1) == session.generate(
+        "and", max_tokens=9, seed=1
+    )
 
 
 def test_leaving_a_stream_early_keeps_what_was_said():
@@ -310,7 +328,10 @@ def test_a_diverged_memory_is_not_used():
         (lambda s: s.generate("a", top_p=1.5), "top_p: expected a number above 0 and up to 1, got 1.5"),
         (lambda s: s.generate("a", stop=[""]), r"stop: expected texts of at least one character, got \[''\]"),
         (lambda s: s.generate("a", seed=10**30), r"seed: expected a whole number from 0 to 2\^62, or"),
-        (lambda s: s.generate("a", no_repeat=-1), "no_repeat: expected an integer of at least 0, or None, got -1"),
+        (
+            lambda s: s.generate("a", no_repeat=-1),
+            "no_repeat: expected an integer of at least 0, or None, got -1",
+        ),
         (
             lambda s: s.generate("a", max_tokens=-1),
             "max_tokens: expected a whole number of at least 0, got -1",
@@ -361,7 +382,9 @@ class TestTokenizers:
         ByteTokenizer().save(tmp_path)
         session = Session(tmp_path)
         assert isinstance(session.tokenizer, ByteTokenizer)
-        assert session.generate("a", max_tokens=5, seed=1) == Session(subject).generate("a", max_tokens=5, seed=1)
+        assert session.generate("a", max_tokens=5, seed=1) == Session(subject).generate(
+            "a", max_tokens=5, seed=1
+        )
 
     def test_a_broken_tokenizer_is_named(self, tmp_path):
         (tmp_path / "tokenizer.json").write_text("{}")

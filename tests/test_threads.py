@@ -97,7 +97,9 @@ def test_a_number_that_the_user_has_set_stays(cores, used, monkeypatch, how):
         monkeypatch.setenv(how, str(MOST))
     Session(subject()).read("A text.")
     assert set(used) == {torch.get_num_threads()} == {3 if how == "set_num_threads" else MOST}
-    assert device.fastest_threads(pytest.fail, pytest.fail) == torch.get_num_threads(), "there is nothing to try"
+    assert device.fastest_threads(pytest.fail, pytest.fail) == torch.get_num_threads(), (
+        "there is nothing to try"
+    )
 
 
 def test_commands_choose_too(cores, used, tmp_path, monkeypatch, capsys):

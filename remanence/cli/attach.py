@@ -48,7 +48,9 @@ class Attach:
 
         out = self.out
         if is_attached(out):
-            hint = f"`remanence train attach --init_from={out}` trains it; to attach anew, give another folder"
+            hint = (
+                f"`remanence train attach --init_from={out}` trains it; to attach anew, give another folder"
+            )
             raise ValueError(f"out: expected a new or empty folder, got {out}, an attached model; {hint}")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"out: expected a new or empty folder, got {out}; nothing is ever overwritten")

@@ -13,4 +13,6 @@ def make_folder(what: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"{what}: expected a folder that can be made, got {path.parent} ({reason})") from None
+        raise ValueError(
+            f"{what}: expected a folder that can be made, got {path.parent} ({reason})"
+        ) from None

@@ -332,8 +332,9 @@ def _finite(data: Any) -> Any:
 
 
 def check_target(path: Path) -> None:
-    """Before any work: that nothing but an earlier evaluation's is overwritten, and that rows can be written there. Their
-    folder is made.
+    """Before any work: that nothing but an earlier evaluation's is overwritten, and that rows can be written there.
+
+    Their folder is made.
     """
     if path.exists() and not _earlier(path):
         raise ValueError(

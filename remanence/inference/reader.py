@@ -86,7 +86,9 @@ def read(
         return _read(model, tokens, state, mask, memory)
 
 
-def _read(model: Model, tokens: Tensor, state: State | None, mask: Tensor | None, memory: Mode | None) -> Read:
+def _read(
+    model: Model, tokens: Tensor, state: State | None, mask: Tensor | None, memory: Mode | None
+) -> Read:
     state = model.start(tokens.shape[0]) if state is None else state
     last = model.embed.weight.new_zeros(tokens.shape[0], model.config.dim)
     size, start, count = piece_of(model), 0, 0

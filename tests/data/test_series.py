@@ -23,7 +23,9 @@ class Table:
 
 
 @pytest.mark.parametrize("name", ["", "Unnamed: 0", "index", ",Unnamed: 0"])
-@pytest.mark.parametrize("labels", [range(30), range(7, 67, 2), [f"2020-01-{day:02d}" for day in range(1, 31)]])
+@pytest.mark.parametrize(
+    "labels", [range(30), range(7, 67, 2), [f"2020-01-{day:02d}" for day in range(1, 31)]]
+)
 def test_an_index_as_pandas_writes_it_is_no_channel(tmp_path, name, labels):
     values = waves(30)
     twice = name.count(",")
@@ -39,7 +41,12 @@ def test_an_index_as_pandas_writes_it_is_no_channel(tmp_path, name, labels):
 
 
 def test_a_first_column_that_is_no_index_stays(tmp_path):
-    for name, cells in (("", [0.5, 1.5, 2.5]), ("Unnamed: 0", [3, 1, 2]), ("a", [0, 1, 2]), ("index2", [0, 1, 2])):
+    for name, cells in (
+        ("", [0.5, 1.5, 2.5]),
+        ("Unnamed: 0", [3, 1, 2]),
+        ("a", [0, 1, 2]),
+        ("index2", [0, 1, 2]),
+    ):
         (tmp_path / "s.csv").write_text(f"{name},b\n" + "".join(f"{cell},7\n" for cell in cells))
         assert read_series(tmp_path / "s.csv").names == (name, "b")
     (tmp_path / "s.csv").write_text(",b\n0,7\n1,8\n")
