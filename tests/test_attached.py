@@ -3,8 +3,11 @@
 import copy
 import dataclasses
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +40,7 @@ from remanence.data import Tokens
 from remanence.hf import AttachedForCausalLM
 from remanence.tasks.told import Told, Turns, draw_facts
 from remanence.testing import assert_close
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig, export, fit
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -308,7 +311,7 @@ def corpus(tmp_path_factory):
     return folder / "tokens"
 
 
-def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus):
+def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus, command, monkeypatch):
     base().save_pretrained(tmp_path / "base")
     remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
     data = DataConfig(kind="told", path=str(corpus), length=512, curriculum=(512, 1024), pairs=1, share=0.5)
@@ -333,6 +336,14 @@ def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus):
     assert all(np.isfinite(json.loads(line)["loss"]) for line in lines)
     session = remanence.Session(tmp_path / "whole" / "model")
     assert session.read("It was so.").tokens == 10
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("It was so. " * 9)
+    export("whole", "mine")
+    card = Path("mine/README.md").read_text()
+    typed = [shlex.split(line) for line in re.findall(r"^    remanence (.+)$", card, re.M)]
+    assert [words[0] for words in typed] == ["read", "generate"]
+    for words in typed:
+        command(*words, "--device", "cpu")
 
 
 def test_windows_that_widen_are_taken_up_where_they_were_left(tmp_path, corpus):

@@ -10,7 +10,7 @@ from remanence.core.outputs import make_folder
 from remanence.core.state import positions_of
 from remanence.core.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.inference import memfile
-from remanence.model import Model, State
+from remanence.model import State
 from remanence.tasks.dna import STRETCH
 from remanence.tasks.facts import PIECES
 from remanence.train import checkpoint
@@ -84,8 +84,7 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     with replacing_folder(out) as temporary:
         trained = _trained(found[0], config)
         save_model(model, run, temporary, trained)
-        if isinstance(model, Model):
-            write_card(model, temporary, out.resolve().name, trained)
+        write_card(model, temporary, out.resolve().name, trained, config.data)
         if carried is not None and memory is not None:
             memfile.save(memory, model, carried)
     return found[0]
