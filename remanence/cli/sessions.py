@@ -22,6 +22,7 @@ from remanence.core.terminal import say, say_generated
 if TYPE_CHECKING:
     from remanence.inference.generate import Sampling
     from remanence.inference.session import Session
+    from remanence.model import Model
 
 AUTOSAVE = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
 """Seconds between two saves while reading: what a kill can cost."""
@@ -30,7 +31,11 @@ Write = Literal["all", "prompt", "none"]
 
 @dataclass(frozen=True)
 class Read:
-    """Read files of any size into a memory, in constant space, and save it. Interrupted, it saves what it has read."""
+    """Read files of any size into a memory, in constant space, and save it. Interrupted, it saves what it has read.
+
+    Surprise is the memory's loss on a token before it is written: half of the squared error between its answer to the
+    token's key and the token's value, summed over the value's dimensions, as a mean over heads, layers and tokens.
+    """
 
     model: Folder
     """The model's folder."""
@@ -72,7 +77,8 @@ class Read:
         warn_of_reach(self.model, session, source.size)
         surprise = self._read(session, source, notes)
         memfile.save(save, session.model, session.state, notes)
-        mean = f", mean surprise {surprise:.4f}" if surprise is not None else ""
+        unit = surprise_unit(session.model)
+        mean = f", mean surprise {surprise:.4f} ({unit})" if surprise is not None else ""
         counts = f"{session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}"
         say(f"{save}: {counts}, {save.stat().st_size:,} bytes")
 
@@ -191,7 +197,8 @@ class Generate(Sampled):
 class Lens:
     """Show a text as the model's memories saw it, as one HTML page.
 
-    The page has surprise, gates and norms, and for each token what the memories answer.
+    The page has surprise (the memory's loss on a token before it is written: half of the squared error, summed over
+    the dimensions of a value), gates and norms, and for each token what the memories answer.
     """
 
     model: Folder
@@ -273,6 +280,21 @@ def open_session(
         model.memory = mode
     session = Session(model, load_tokenizer(folder), write=write)
     return session if memory is None else session.load(memory, force=force)
+
+
+def surprise_unit(model: Model) -> str:
+    """What surprise is, for who reads its mean: the loss of the memory's rule, and over how many numbers it sums."""
+    from remanence.memory.neural import NeuralMemory
+
+    found = {
+        (layer.rule.loss, layer.head_dim) for layer in model.modules() if isinstance(layer, NeuralMemory)
+    }
+    loss, dim = found.pop() if len(found) == 1 else (None, 0)
+    if loss == "squared":
+        return (
+            f"half of the squared error of the memory's answer, summed over the {dim} dimensions of a value"
+        )
+    return "the loss of the memory's rule on each token, before it is written"
 
 
 def warn_of_reach(folder: Path, session: Session, size: int) -> None:

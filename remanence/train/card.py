@@ -48,7 +48,8 @@ In Python:
     print(session.generate("{prompt}", max_tokens=64))
 
 """
-SYMBOLS = """The model was trained on generated symbols and has no tokenizer: it cannot read text. It is measured on the task:
+SYMBOLS = """The model was trained on generated symbols and has no tokenizer: it cannot read text. It is measured on its
+task:
 
     remanence eval {name} recall {settings}
 
@@ -90,7 +91,9 @@ A file has the columns {channels}, and at least {lookback:,} rows.
 """
 
 
-def write_card(model: Model | Network, folder: Path, name: str, trained: dict[str, Any], data: DataConfig) -> None:
+def write_card(
+    model: Model | Network, folder: Path, name: str, trained: dict[str, Any], data: DataConfig
+) -> None:
     """Write ``README.md`` to a model's folder, which is to have this name. `data` is what it was trained on: its
     commands run as they are written, on files of that kind.
     """
