@@ -211,6 +211,8 @@ class Lens:
     """Memory file to start from."""
     layers: tuple[int, ...] = ()
     """Show only the memories of these layers, from 1 on. Default: all."""
+    tokens: int = 20_000
+    """Show so many tokens from the beginning; 0 shows all."""
     reach: int = 8_192
     """How many tokens back to look for what an answer resembles, at most 65,535."""
     device: Device = "auto"
@@ -228,6 +230,8 @@ class Lens:
             raise ValueError(f"--text: expected a text, got {text}, which is empty")
         if out.resolve() == text.resolve():
             raise ValueError(f"--out: expected another file than --text, got {out}")
+        if self.tokens < 0:
+            raise ValueError(f"--tokens: expected at least 0, got {self.tokens}")
         session = open_session(self.model, self.device, self.memory)
         make_folder("--out", out)
         model, before, source = session.model, session.tokens, ByteStream([text])
@@ -236,18 +240,25 @@ class Lens:
         several = len(set(model.config.pattern)) > 1
         names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in shown_layers]
         start = norms(shown_layers, session.state).tolist()
-        say(f"{out}: about {page_bytes(list(shown_layers.values()), source.size) / 1e6:,.1f} MB")
+        most = self.tokens or None
+        size = source.size if most is None else min(source.size, most)
+        say(f"{out}: about {page_bytes(list(shown_layers.values()), size) / 1e6:,.1f} MB")
         with (
             replacing(out) as temporary,
             open(temporary, "w", encoding="utf-8", newline="\n") as file,
             Progress() as progress,
         ):
-            bar = progress.add("reading", source.size)
+            bar = progress.add("reading", size)
             page = Page(file, session.tokenizer, f"{text.name} as {display_name(self.model)} saw it")
-            for piece in look(session, source, stride(model, source.size), self.reach, only):
+            for piece in look(session, source, stride(model, size), self.reach, only, most):
                 page.add(piece)
                 surprise = float(piece.signals[..., 0].mean())
-                show_tokens(bar, source.position, session.tokens - before, surprise)
+                done = session.tokens - before
+                show_tokens(bar, done if most and size == most else source.position, done, surprise)
+            if most and session.tokens - before == most < source.size:
+                say(
+                    f"{text.name}: only the first {most:,} tokens are shown; --tokens 0 shows all", error=True
+                )
             if not page.ends:
                 raise ValueError(f"--text: expected at least one token, got none in {text}")
             after = f" after {before:,} in {self.memory.name}" if self.memory else ""

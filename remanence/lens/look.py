@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import nan
+from math import inf, nan
 from typing import NamedTuple
 
 import torch
@@ -101,24 +101,34 @@ def norms(layers: Mapping[int, NeuralMemory], state: State) -> Float[Tensor, " l
 
 @torch.no_grad()
 def look(
-    session: Session, source: Iterable[str | bytes], step: int, reach: int = REACH, only: Sequence[int] = ()
+    session: Session,
+    source: Iterable[str | bytes],
+    step: int,
+    reach: int = REACH,
+    only: Sequence[int] = (),
+    most: int | None = None,
 ) -> Iterator[Look]:
-    """Read a text into the session, `step` tokens at a time, and record the memories of all layers, or `only` of some.
+    """Read a text, or its first `most` tokens, into the session, `step` tokens at a time, and record the memories of
+    all layers, or `only` of some.
 
-    The session is then at the end of the text.
+    The session is then at the end of what was read.
     """
     if not 1 <= reach <= FARTHEST:
         raise ValueError(f"--reach: expected from 1 to {FARTHEST:,} tokens, got {reach}")
     layers = watched(session.model, only)
     past = [Past(layer.heads, layer.head_dim, reach, session.model.embed.weight) for layer in layers.values()]
     pending: list[int] = []
+    left = inf if most is None else most
     for tokens in session.tokenizer.stream(_plain(source)):
-        pending += tokens
+        taken = tokens[: int(min(left, len(tokens)))]
+        pending, left = pending + taken, left - len(taken)
         while len(pending) >= step:
             with threads_for(session.model):
                 seen = _look(session, layers, past, pending[:step])
             yield seen
             pending = pending[step:]
+        if not left:
+            break
     if pending:
         with threads_for(session.model):
             seen = _look(session, layers, past, pending)

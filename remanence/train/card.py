@@ -137,7 +137,7 @@ def _of_model(model: Model, folder: Path, name: str, data: DataConfig) -> dict[s
     parts = {
         "pipeline": "text-generation",
         "facts": f"{shape}a vocabulary of {config.vocabulary:,} ({tokenizer}).",
-        "measure": f"remanence eval {name} lm --data=TEXT",
+        "measure": f"remanence eval {name} lm --data=TEXT --full",
     }
     if not own and data.kind == "recall":
         settings = f"--keys={data.keys} --noise={data.noise} --pairs={data.pairs} --capacities={data.pairs}"

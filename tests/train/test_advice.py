@@ -44,7 +44,7 @@ def test_parts_of_a_step_are_refused_with_advice_that_works():
     with pytest.raises(ValueError, match="accumulate: expected 1 with carry=true") as error:
         override(given, {"accumulate": "2"})
     override(given, {"accumulate": "2"} | dict(re.findall(r"--([\w.]+)=(\S+)", str(error.value))))
-    with pytest.raises(ValueError, match="carry: expected data.kind=") as error:
+    with pytest.raises(ValueError, match="carry: expected") as error:
         override(given, {"data.kind": "packed"})
     override(given, {"data.kind": "packed"} | dict(re.findall(r"--([\w.]+)=(\S+)", str(error.value))))
 
