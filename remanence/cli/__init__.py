@@ -47,10 +47,7 @@ Command = (
     | Annotated[Presets, tyro.conf.subcommand("presets")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )
-COMMANDS: dict[str, Any] = {
-    each.__metadata__[0].name: each.__origin__  # type: ignore[attr-defined]
-    for each in get_args(Command)
-}
+COMMANDS: dict[str, Any] = {each.__metadata__[0].name: each.__origin__ for each in get_args(Command)}
 """Each command's class by its name."""
 DESCRIPTION = "Sequence models that keep learning after training ends."
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")

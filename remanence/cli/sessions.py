@@ -22,7 +22,6 @@ from remanence.core.terminal import say, say_generated
 if TYPE_CHECKING:
     from remanence.inference.generate import Sampling
     from remanence.inference.session import Session
-    from remanence.model import Model
 
 AUTOSAVE = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
 """Seconds between two saves while reading: what a kill can cost."""
@@ -77,6 +76,8 @@ class Read:
         warn_of_reach(self.model, session, source.size)
         surprise = self._read(session, source, notes)
         memfile.save(save, session.model, session.state, notes)
+        from remanence.lens.look import surprise_unit
+
         unit = surprise_unit(session.model)
         mean = f", mean surprise {surprise:.4f} ({unit})" if surprise is not None else ""
         counts = f"{session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}"
@@ -291,21 +292,6 @@ def open_session(
         model.memory = mode
     session = Session(model, load_tokenizer(folder), write=write)
     return session if memory is None else session.load(memory, force=force)
-
-
-def surprise_unit(model: Model) -> str:
-    """What surprise is, for who reads its mean: the loss of the memory's rule, and over how many numbers it sums."""
-    from remanence.memory.neural import NeuralMemory
-
-    found = {
-        (layer.rule.loss, layer.head_dim) for layer in model.modules() if isinstance(layer, NeuralMemory)
-    }
-    loss, dim = found.pop() if len(found) == 1 else (None, 0)
-    if loss == "squared":
-        return (
-            f"half of the squared error of the memory's answer, summed over the {dim} dimensions of a value"
-        )
-    return "the loss of the memory's rule on each token, before it is written"
 
 
 def warn_of_reach(folder: Path, session: Session, size: int) -> None:

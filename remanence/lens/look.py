@@ -89,6 +89,19 @@ def stride(model: Model, tokens: int) -> int:
     return min(max(1, PIECE // chunk), -(-tokens // (POINTS * chunk)) or 1) * chunk
 
 
+def surprise_unit(model: Model) -> str:
+    """What surprise is, for who reads its mean: the loss of the memory's rule, and over how many numbers it sums."""
+    found = {
+        (layer.rule.loss, layer.head_dim) for layer in model.modules() if isinstance(layer, NeuralMemory)
+    }
+    loss, dim = found.pop() if len(found) == 1 else (None, 0)
+    if loss == "squared":
+        return (
+            f"half of the squared error of the memory's answer, summed over the {dim} dimensions of a value"
+        )
+    return "the loss of the memory's rule on each token, before it is written"
+
+
 @torch.no_grad()
 def norms(layers: Mapping[int, NeuralMemory], state: State) -> Float[Tensor, " l"]:
     """The norm of each memory's weights, of all its heads together, after all that was read."""
