@@ -53,6 +53,7 @@ class Read:
 
     def run(self) -> None:
         from remanence.inference import memfile
+        from remanence.lens.look import surprise_unit
 
         save = self.save
         if not self.files:
@@ -76,8 +77,6 @@ class Read:
         warn_of_reach(self.model, session, source.size)
         surprise = self._read(session, source, notes)
         memfile.save(save, session.model, session.state, notes)
-        from remanence.lens.look import surprise_unit
-
         unit = surprise_unit(session.model)
         mean = f", mean surprise {surprise:.4f} ({unit})" if surprise is not None else ""
         counts = f"{session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}"

@@ -189,7 +189,7 @@ def _refuse(memory: dict[str, float], available: float, config: TrainConfig, dev
     if sum(memory.values()) <= available:
         return
     largest = max(memory, key=lambda part: memory[part])
-    helps = "no smaller batch fits; take a smaller model, a shorter data.length or more GPUs"
+    helps = "no smaller batch fits; more GPUs share it, a smaller model or data.length needs less"
     for options, changed in smaller(config):
         rows, rest = divmod(changed.batch, changed.accumulate * devices)
         if not rest and not (config.begin == "passed" and rows % 2):
