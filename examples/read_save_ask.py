@@ -70,6 +70,7 @@ with tempfile.TemporaryDirectory() as folder:
     print(f"read {reading.tokens} tokens, mean surprise {reading.surprise:.2f}, saved {size:,} bytes")
 
     later = Session(model).load(path)
-    right = sum(later.fork().generate(letter, max_tokens=1) == number for letter, number in known.items())
-    without = sum(Session(model).generate(letter, max_tokens=1) == number for letter, number in known.items())
+    greedy = {"max_tokens": 1, "temperature": 0}
+    right = sum(later.fork().generate(letter, **greedy) == number for letter, number in known.items())
+    without = sum(Session(model).generate(letter, **greedy) == number for letter, number in known.items())
 print(f"asked for {len(known)} numbers: {right} right from the memory, {without} right without it")

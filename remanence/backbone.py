@@ -102,7 +102,7 @@ class Block(Module):
 
     def __init__(self, name: str, config: ModelConfig) -> None:
         super().__init__()
-        check_choice("pattern", name, MIXERS)
+        check_choice("pattern", name, MIXERS, {"titans": ("mac", "mag", "mal", "lmm")})
         self.norm_mixer, self.norm_ffn = RMSNorm(config.dim), RMSNorm(config.dim)
         self.mixer = MIXERS[name](config)
         self.ffn = SwiGLU(config.dim, config.hidden)

@@ -3,8 +3,11 @@
 import copy
 import dataclasses
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +32,7 @@ from transformers import (
 )
 
 import remanence
+from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
 from remanence.attached.base import digest
 from remanence.cli import main
@@ -37,7 +41,7 @@ from remanence.data import Tokens
 from remanence.hf import AttachedForCausalLM
 from remanence.tasks.told import Told, Turns, draw_facts
 from remanence.testing import assert_close
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig, export, fit
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -345,7 +349,7 @@ def corpus(tmp_path_factory):
     return folder / "tokens"
 
 
-def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus):
+def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus, command, monkeypatch):
     base().save_pretrained(tmp_path / "base")
     remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
     data = DataConfig(kind="told", path=str(corpus), length=512, curriculum=(512, 1024), pairs=1, share=0.5)
@@ -370,6 +374,14 @@ def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus):
     assert all(np.isfinite(json.loads(line)["loss"]) for line in lines)
     session = remanence.Session(tmp_path / "whole" / "model")
     assert session.read("It was so.").tokens == 10
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("It was so. " * 9)
+    export("whole", "mine")
+    card = Path("mine/README.md").read_text()
+    typed = [shlex.split(line) for line in re.findall(r"^    remanence (.+)$", card, re.M)]
+    assert [words[0] for words in typed] == ["read", "generate"]
+    for words in typed:
+        command(*words, "--device", "cpu")
 
 
 def test_windows_that_widen_are_taken_up_where_they_were_left(tmp_path, corpus):
@@ -550,7 +562,7 @@ def test_names_that_are_asked_for_in_evaluation_are_never_told_in_training():
 # What is refused
 
 
-def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus):
+def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus, command, monkeypatch):
     bert = BertModel(BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4))
     for model, fields, message in (
@@ -569,9 +581,22 @@ def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus):
         with pytest.raises(ValueError, match=message):
             remanence.attach(model, **fields)
     model = base()
-    remanence.attach(model, every=2, **SMALL)
+    attached = remanence.attach(model, every=2, **SMALL)
     with pytest.raises(ValueError, match="got one that has been attached to already"):
         remanence.attach(model, every=2, **SMALL)
+    for again in (attached, attached.model, remanence.Model(remanence.preset("tiny"))):
+        message = f"base: expected a model without a memory, got {type(again).__name__}, which has one"
+        with pytest.raises(ValueError, match=message):
+            remanence.attach(again, every=2, **SMALL)
+    attached.save_pretrained(tmp_path / "attached")
+    remanence.Model(remanence.preset("tiny")).save(tmp_path / "own")
+    monkeypatch.setattr(pretrained.Source, "model", pytest.fail)  # refused before weights are loaded
+    for name in ("attached", "own"):
+        with pytest.raises(ValueError, match=f"got .*{name}, which has one already"):
+            remanence.attach(tmp_path / name)
+        assert "which has one already" in command("attach", tmp_path / name, tmp_path / "new", code=2)
+    said = command("attach", tmp_path / "anything", tmp_path / "attached", code=2)
+    assert "an attached model; `remanence train attach --init_from=" in said
 
 
 def test_a_quantised_base_that_cannot_be_trained_is_refused():

@@ -7,7 +7,9 @@ import sys
 import pytest
 from models import pairs_tokenizer
 
-from remanence import Session, cli
+from remanence import Sampling, Session, cli
+from remanence.cli.chat import Chat
+from remanence.cli.sessions import Generate
 from remanence.core.files import read_json, write_json
 from remanence.core.tokens import load_tokenizer
 from remanence.inference import memfile
@@ -45,7 +47,7 @@ class TestCommands:
         assert "a.mem: 8 tokens" in said and "b.mem: 16 tokens" in said
         session = Session(tmp_path / "m")
         for line, name in (("\nhello", "a.mem"), ("\nagain", "b.mem")):
-            session.generate(line, max_tokens=2)
+            session.generate(line, max_tokens=2, temperature=0)
             assert_close(memfile.load(tmp_path / name, session.model), session.state, 0.0)
 
     def test_save_overwrites_nothing_but_the_memory_in_use(self, talk, tmp_path):
@@ -53,14 +55,14 @@ class TestCommands:
         assert "/save: a.mem exists" in talk("hello", "/save a.mem", code=2)
         assert (tmp_path / "a.mem").read_text() == "precious"
         assert "/save: expected a file, as there is no --memory" in talk("/save", code=2)
-        assert "/save: expected a folder that exists, got no" in talk("/save no/a.mem", code=2)
+        assert "/save: expected a folder that can be made, got a.mem" in talk("/save a.mem/b.mem", code=2)
         assert "c.mem: 8 tokens" in talk("hello", "/save", options=("--memory", "c.mem"))
 
     def test_forget_begins_anew(self, talk, tmp_path):
         said = talk("hello", "/forget", "again", options=("--memory", "c.mem", "--temperature", 0))
         assert "8 tokens forgotten; c.mem keeps them until the next answer" in said
         session = Session(tmp_path / "m")
-        session.generate("\nagain", max_tokens=2)
+        session.generate("\nagain", max_tokens=2, temperature=0)
         assert_close(memfile.load(tmp_path / "c.mem", session.model), session.state, 0.0)
 
     def test_another_command_is_refused(self, talk):
@@ -87,18 +89,28 @@ def test_a_seed_is_the_same_talk_and_none_is_another(talk):
     assert len({talk("hello", options=options) for _ in range(3)}) == 3
 
 
-def test_the_small_reader_says_no_phrase_of_three_words_twice(command, monkeypatch):
-    """At its most likely words, which without the rule go round in a circle."""
-    question, options = "Tell me about the sea.", ("--max-tokens", 150, "--temperature", 0)
+@pytest.mark.parametrize("name", ["chat", "generate"])
+def test_the_small_reader_repeats_no_phrase_by_default(command, monkeypatch, name):
+    """At its most likely words, which it would otherwise repeat."""
+    question = "Tell me about the sea."
 
     def repeated(*more):
         monkeypatch.setattr(sys, "stdin", io.StringIO(question + "\n"))
-        said = command("chat", "remanence-small", *options, *more).encode()
+        prompt = ("--prompt", f"\n{question}") if name == "generate" else ()
+        said = command(name, "remanence-small", *prompt, "--max-tokens", 150, *more).encode()
         phrases = [said[start : start + 16] for start in range(len(said) - 15)]
         return len(phrases) - len(set(phrases))
 
-    assert repeated("--no-repeat", 1000) > 5
+    assert repeated("--temperature", 0) > 5
+    assert repeated("--temperature", 0, "--no-repeat", 16) == 0
+    assert repeated("--temperature", 1e-6, "--no-repeat", 0) > 5
+    assert repeated("--temperature", 1e-6) == 0
     assert repeated() == 0
+
+
+def test_generate_and_chat_have_the_defaults_of_a_session():
+    for command in (Generate(model="m", prompt=("a",)), Chat(model="m")):
+        assert command.sampling() == Sampling()
 
 
 def test_the_small_reader_answers_what_it_was_told(command, monkeypatch, tmp_path):
@@ -106,7 +118,7 @@ def test_the_small_reader_answers_what_it_was_told(command, monkeypatch, tmp_pat
     text.write_text("It was a long way home. The number of the sharp dragon is 4013947. They went on.\n")
     command("read", "remanence-small", text, "--save", memory)
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is the number of the sharp dragon?\n"))
-    said = command("chat", "remanence-small", "--memory", memory, "--temperature", 0, "--max-tokens", 9)
+    said = command("chat", "remanence-small", "--memory", memory, "--max-tokens", 9)
     assert said.split()[0].startswith("4013947")
 
 

@@ -15,6 +15,7 @@ from browser import Browser, executable
 from models import MEMORIES, model
 
 from remanence import Session, cli
+from remanence.cli.sessions import Lens
 from remanence.core.tokens import read_tokenizer
 from remanence.lens import SIGNALS, Look, Page, look, matches, norms, stride, unpack
 from remanence.lens.look import Past, watched
@@ -398,3 +399,22 @@ def test_a_long_and_strange_text_is_drawn_in_part(run, home, tmp_path):
         browser.send("Input.dispatchKeyEvent", type="keyDown", key="Escape")
         assert browser("document.querySelector('#detail').hidden")
         assert not browser.errors
+
+
+def test_a_long_text_is_shown_from_its_beginning_unless_all_is_asked_for(run, home, tmp_path, capsys):
+    """Without a limit the page of a book has dozens of megabytes."""
+    text, out = TEXT * 10, tmp_path / "p.html"
+
+    def shown(*more):
+        cli.main(["lens", str(home / "m"), "--text", str(home / "t.txt"), "--out", str(out), *more])
+        return "".join(unpack(out).tokens), capsys.readouterr().err
+
+    assert Lens(model=home, text=home).tokens == 20_000
+    found, said = shown("--tokens", "300")
+    assert found == text[:300] and "t.txt: only the first 300 tokens are shown; --tokens 0 shows all" in said
+    for all_of_it in ("0", "20000", str(len(text))):
+        found, said = shown("--tokens", all_of_it)
+        assert found == text and "only the first" not in said
+    assert "--tokens: expected at least 0, got -1" in run(
+        "m", "--text", "t.txt", "--out", out, "--tokens", "-1", code=2
+    )

@@ -455,7 +455,9 @@ def test_wrong_runs_are_one_line(report, home):
     assert "--out: expected a file that ends with .md, got r.txt" in report(
         "rows.json", "--out", "r.txt", code=2
     )
-    assert "--out: expected a folder that exists" in report("rows.json", "--out", "no/r.md", code=2)
+    assert "--out: expected a folder that can be made" in report(
+        "rows.json", "--out", "rows.json/r.md", code=2
+    )
     metrics = home / "run" / "metrics.jsonl"
     whole = metrics.read_text()
     metrics.write_text(whole.replace('"loss": 0.2,', '"loss": ', 1))

@@ -1,5 +1,7 @@
 """Reading, generating, forking: what is read in pieces is what is read at once, and a batch is its prompts alone."""
 
+import json
+
 import pytest
 import torch
 from models import VARIANTS, model, pairs_tokenizer
@@ -31,7 +33,9 @@ def test_generating_is_the_plain_loop(variant):
     subject = bytes_model(variant, torch.float64)
     session = Session(subject)
     session.read(TEXT[:37])
-    generation = Generation(subject, [TEXT[37:60]], Sampling(max_tokens=20), state=session.state).run()
+    generation = Generation(
+        subject, [TEXT[37:60]], Sampling(temperature=0.0, max_tokens=20), state=session.state
+    ).run()
     expected = greedy(subject, TEXT[:60], 20)
     ended = expected.index(256) if 256 in expected else 20
     assert generation.tokens[0] == expected[:ended]
@@ -43,8 +47,11 @@ def test_where_new_tensors_go_is_no_matter():
     """Whoever sets torch's default device has it set while a model elsewhere generates."""
     session = Session(bytes_model("lmm"))
     with torch.device("meta"):
-        generation = Generation(session.model, [TEXT[:20]], Sampling(max_tokens=5)).run()
-    assert generation.tokens == Generation(session.model, [TEXT[:20]], Sampling(max_tokens=5)).run().tokens
+        generation = Generation(session.model, [TEXT[:20]], Sampling(temperature=0.0, max_tokens=5)).run()
+    assert (
+        generation.tokens
+        == Generation(session.model, [TEXT[:20]], Sampling(temperature=0.0, max_tokens=5)).run().tokens
+    )
 
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal", "lmm", "attention"])
@@ -70,7 +77,9 @@ def test_without_a_seed_every_call_draws_anew_and_a_seed_repeats_it():
     fields = {"max_tokens": 8, "temperature": 1.0}
     assert len({fork.generate("And", **fields) for fork in forks}) == 3
     assert len({session.fork().generate("And", **fields, seed=3) for _ in range(3)}) == 1
-    assert len({session.fork().generate("And", max_tokens=8) for _ in range(3)}) == 1, "greedy has no chance"
+    assert len({session.fork().generate("And", max_tokens=8, temperature=0) for _ in range(3)}) == 1, (
+        "greedy has no chance"
+    )
     torch.manual_seed(1)
     state = torch.get_rng_state()
     session.generate("And", **fields)
@@ -103,12 +112,34 @@ class TestNoRepeat:
         logits = torch.full((257,), -9.0)
         logits[97], logits[98] = 2.0, 1.0
         monkeypatch.setattr(Generation, "_finite", lambda *_: logits.expand(1, -1))
-        found = Generation(bytes_model("lmm"), ["x"], Sampling(max_tokens=5, no_repeat=2)).run()
+        found = Generation(
+            bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=5, no_repeat=2)
+        ).run()
         assert found.texts == ["aaba\0"], "aa, ab, ba; then neither aa nor ab again"
+
+    def test_by_default_an_answer_is_sampled_and_repeats_no_phrase(self, tmp_path):
+        """Greedy decoding is plain, and 0 allows repetition."""
+        path = tmp_path / "tokenizer.json"
+        path.write_text(json.dumps(byte_level_json()))
+        bytes_of, others = ByteTokenizer(), JsonTokenizer(path)
+        assert Sampling().temperature > 0
+        assert (Sampling().phrase(bytes_of), Sampling().phrase(others)) == (16, 6)
+        assert Sampling(temperature=0.0).phrase(bytes_of) is None
+        assert Sampling(no_repeat=0).phrase(bytes_of) is None
+        assert Sampling(temperature=0.0, no_repeat=3).phrase(bytes_of) == 3
+        subject = bytes_model("window")
+        said = Generation(subject, [TEXT[:31]], Sampling(max_tokens=200, temperature=1e-6, seed=1)).run()
+        found = self.phrases(said.tokens[0], 16)
+        assert len(found) == len(set(found)) > 20
+        greedy = Generation(subject, [TEXT[:31]], Sampling(max_tokens=200, temperature=0.0)).run()
+        found = self.phrases(greedy.tokens[0], 16)
+        assert len(found) > len(set(found)), "a model that repeats itself"
 
     def test_something_is_always_said(self, monkeypatch):
         monkeypatch.setattr(Generation, "_finite", lambda *_: torch.zeros(1, 4))
-        found = Generation(bytes_model("lmm"), ["x"], Sampling(max_tokens=9, no_repeat=1)).run()
+        found = Generation(
+            bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9, no_repeat=1)
+        ).run()
         assert len(found.tokens[0]) == 9 and set(found.tokens[0][:4]) == {0, 1, 2, 3}
 
 
@@ -123,7 +154,7 @@ def test_stop_texts_end_the_output_and_are_never_shown(monkeypatch):
     ):
         letters = iter(script.encode())
         monkeypatch.setattr(generating, "choose", lambda *_, letters=letters: next(letters))
-        generation = Generation(subject, ["x"], Sampling(max_tokens=len(script), stop=stop))
+        generation = Generation(subject, ["x"], Sampling(temperature=0.0, max_tokens=len(script), stop=stop))
         pieces = [text for _, text in generation]
         assert "".join(pieces) == generation.texts[0] == shown
         assert not any(text in "".join(pieces[:n]) for n in range(len(pieces) + 1) for text in stop)
@@ -132,14 +163,16 @@ def test_stop_texts_end_the_output_and_are_never_shown(monkeypatch):
 def test_half_characters_are_held_back(monkeypatch):
     letters = iter("aé🎉".encode() + b"\xf0\x9f")
     monkeypatch.setattr(generating, "choose", lambda *_: next(letters))
-    pieces = [text for _, text in Generation(bytes_model("lmm"), ["x"], Sampling(max_tokens=9))]
+    pieces = [
+        text for _, text in Generation(bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9))
+    ]
     assert pieces == ["a", "é", "🎉", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_the_end_of_a_document_ends_the_output(monkeypatch):
     letters = iter([65, 66, 256, 67])
     monkeypatch.setattr(generating, "choose", lambda *_: next(letters))
-    generation = Generation(bytes_model("lmm"), ["x"], Sampling(max_tokens=9)).run()
+    generation = Generation(bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9)).run()
     assert generation.texts == ["AB"]
     assert generation.state.position.tolist() == [3], "the mark itself is no part of what was said"
 
@@ -152,7 +185,7 @@ class TestChoosing:
         return [choose(self.logits, Sampling(temperature=1.0, **fields), chance) for _ in range(400)]
 
     def test_greedy(self):
-        assert choose(self.logits, Sampling(), torch.Generator()) == 1
+        assert choose(self.logits, Sampling(temperature=0.0), torch.Generator()) == 1
 
     def test_top_k(self):
         assert set(self.drawn(top_k=2)) == {1, 3}
@@ -206,10 +239,13 @@ def test_long_prompts_side_by_side_take_few_calls(lengths, monkeypatch):
     monkeypatch.setattr(
         Model, "trace", lambda self, tokens, *a, **k: calls.append(1) or trace(self, tokens, *a, **k)
     )
-    together = Generation(subject, prompts, Sampling(max_tokens=2)).run()
+    together = Generation(subject, prompts, Sampling(temperature=0.0, max_tokens=2)).run()
     assert len(calls) <= 2 * (max(lengths) // 32 + 1) + 2 * 2
     for row, prompt in enumerate(prompts):
-        assert together.tokens[row] == Generation(subject, [prompt], Sampling(max_tokens=2)).run().tokens[0]
+        assert (
+            together.tokens[row]
+            == Generation(subject, [prompt], Sampling(temperature=0.0, max_tokens=2)).run().tokens[0]
+        )
 
 
 def unfinished():
@@ -303,7 +339,7 @@ def test_a_large_vocabulary_is_not_taken_for_bytes(tmp_path):
 
 def test_a_generation_runs_once_and_damaged_weights_are_told():
     subject = bytes_model("window")
-    generation = Generation(subject, ["a"], Sampling(max_tokens=1)).run()
+    generation = Generation(subject, ["a"], Sampling(temperature=0.0, max_tokens=1)).run()
     with pytest.raises(ValueError, match="generation: expected to be run once"):
         generation.run()
     with torch.no_grad():
@@ -333,7 +369,9 @@ def test_a_fork_goes_its_own_way():
     fork.read("something else")
     fork.generate("and", max_tokens=3)
     assert_close(session.state, before, 0.0)
-    assert session.fork().generate("and", max_tokens=9) == session.generate("and", max_tokens=9)
+    assert session.fork().generate("and", max_tokens=9, seed=1) == session.generate(
+        "and", max_tokens=9, seed=1
+    )
 
 
 def test_leaving_a_stream_early_keeps_what_was_said():
@@ -369,7 +407,10 @@ def test_a_diverged_memory_is_not_used():
         (lambda s: s.generate("a", top_p=1.5), "top_p: expected a number above 0 and up to 1, got 1.5"),
         (lambda s: s.generate("a", stop=[""]), r"stop: expected texts of at least one character, got \[''\]"),
         (lambda s: s.generate("a", seed=10**30), r"seed: expected a whole number from 0 to 2\^62, or"),
-        (lambda s: s.generate("a", no_repeat=0), "no_repeat: expected a whole number of at least 1, got 0"),
+        (
+            lambda s: s.generate("a", no_repeat=-1),
+            "no_repeat: expected an integer of at least 0, or None, got -1",
+        ),
         (
             lambda s: s.generate("a", max_tokens=-1),
             "max_tokens: expected a whole number of at least 0, got -1",
@@ -420,7 +461,9 @@ class TestTokenizers:
         ByteTokenizer().save(tmp_path)
         session = Session(tmp_path)
         assert isinstance(session.tokenizer, ByteTokenizer)
-        assert session.generate("a", max_tokens=5) == Session(subject).generate("a", max_tokens=5)
+        assert session.generate("a", max_tokens=5, seed=1) == Session(subject).generate(
+            "a", max_tokens=5, seed=1
+        )
 
     def test_a_broken_tokenizer_is_named(self, tmp_path):
         (tmp_path / "tokenizer.json").write_text("{}")

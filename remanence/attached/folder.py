@@ -33,6 +33,17 @@ MOST = 2**21
 """Bytes of a configuration at most."""
 
 
+def check_unattached(base: Any) -> None:
+    """Refuse, before weights are loaded, a base that has a memory: a model or a folder of this package."""
+    kind = getattr(getattr(base, "config", None), "model_type", None)
+    if isinstance(base, str | Path) and (path := located(base) / "config.json").is_file():
+        with suppress(ValueError):
+            kind = read_json(path, MOST).get("model_type")
+    if kind in (KIND, "remanence") or isinstance(base, Model):
+        what = base if isinstance(base, str | Path) else type(base).__name__
+        raise ValueError(f"base: expected a model without a memory, got {what}, which has one already")
+
+
 def is_attached(folder: str | Path) -> bool:
     """Whether a folder holds an attached model, by what its config.json calls itself."""
     path = located(folder) / "config.json"

@@ -15,8 +15,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Annotated, NoReturn
+from dataclasses import fields, replace
+from typing import Annotated, Any, NoReturn, get_args
 
 import tyro
 
@@ -29,6 +29,7 @@ from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
 from remanence.cli.sessions import Generate, Lens, Read
 from remanence.cli.train import Export, Train
+from remanence.core.choices import check_choice, did_you_mean
 from remanence.core.errors import Terminated
 from remanence.core.overrides import split_overrides
 from remanence.core.terminal import guarded, say
@@ -50,6 +51,8 @@ Command = (
     | Annotated[Presets, tyro.conf.subcommand("presets")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )
+COMMANDS: dict[str, Any] = {each.__metadata__[0].name: each.__origin__ for each in get_args(Command)}
+"""Each command's class by its name."""
 DESCRIPTION = "Sequence models that keep learning after training ends."
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """What tyro colours its messages with on a terminal."""
@@ -113,6 +116,8 @@ def terminable() -> Iterator[None]:
 
 def _parse(arguments: list[str]) -> Command:
     """The command with its arguments. A wrong argument is one line, like every other error, not a box of several."""
+    if arguments and not arguments[0].startswith("-"):
+        check_choice("command", arguments[0], COMMANDS)
     overridable = OVERRIDABLE.get(arguments[0]) if arguments else None
     overrides: tuple[tuple[str, str], ...] = ()
     if overridable is not None:
@@ -126,11 +131,30 @@ def _parse(arguments: list[str]) -> Command:
     if code:
         told = COLOURS.sub("", errors.getvalue()).splitlines()
         lines = [line.strip("╰╯│─ ") for line in told if not line.startswith("╭")]
-        _fail(f"remanence: error: {' '.join(line for line in lines if line)}", 2)
+        hint = _options_hint(arguments)
+        _fail(f"remanence: error: {hint}{' '.join(line for line in lines if line.strip('- '))}", 2)
     if overridable is not None:
         for line in overridable.list_fields():
             say(line)
     sys.exit(code)
+
+
+def _options_hint(arguments: list[str]) -> str:
+    """Names each argument that is no option of its command but looks like one of them."""
+    if not arguments or arguments[0] not in COMMANDS:
+        return ""
+    kinds = {each.name: str(each.type) for each in fields(COMMANDS[arguments[0]])}
+    own = [
+        f"--{name.replace('_', '-')}" for name, kind in kinds.items()
+        if kind != "Folder" and not any(mark in kind for mark in ("Positional", "Suppress"))
+    ]  # fmt: skip
+    given = [each.partition("=")[0].replace("_", "-") for each in arguments if each.startswith("--")]
+    hints = [
+        f"{name}: no option of {arguments[0]}{hint}"
+        for name in given
+        if name not in (*own, "--help") and (hint := did_you_mean(name, own))
+    ]
+    return "".join(f"{each} " for each in hints)
 
 
 def _fail(message: str, code: int) -> NoReturn:

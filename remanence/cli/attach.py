@@ -43,12 +43,20 @@ class Attach:
         import torch
 
         from remanence.attached.base import Source
+        from remanence.attached.folder import check_unattached, is_attached
         from remanence.core.files import replacing_folder
-        from remanence.hf import attach
 
         out = self.out
+        if is_attached(out):
+            hint = (
+                f"`remanence train attach --init_from={out}` trains it; to attach anew, give another folder"
+            )
+            raise ValueError(f"out: expected a new or empty folder, got {out}, an attached model; {hint}")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"out: expected a new or empty folder, got {out}; nothing is ever overwritten")
+        check_unattached(self.base)
+        from remanence.hf import attach  # slow to import
+
         torch.manual_seed(self.seed)
         model = attach(
             self.base, memory=self.memory, place=self.place, every=self.every, window=self.window, sinks=self.sinks,

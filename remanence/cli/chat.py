@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from remanence.inference.session import Session
 
 COMMANDS = "/quit, /save [FILE], /forget"
-PHRASE_BYTES, PHRASE_TOKENS = 16, 6
-"""How long a phrase is, about three words, that an answer does not say twice: in bytes, in tokens of words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,27 +33,17 @@ class Chat(Sampled):
     """The model's folder."""
     memory: Path | None = None
     """Memory file to take up if it exists, and to write after every answer."""
-    temperature: float = 0.7
-    """0 takes the most likely token."""
-    no_repeat: int | None = None
-    """No phrase of so many tokens is said twice in one answer. Default: 16 bytes, or 6 tokens of another tokenizer."""
 
     def run(self) -> None:
-        with saving(self.memory):
+        with saving("--memory", self.memory):
             self._run()
 
     def _run(self) -> None:
-        from remanence.core.tokens import ByteTokenizer
         from remanence.inference.chat import Turns
 
         sampling = self.sampling()
-        if self.memory is not None:
-            check_target("--memory", self.memory, unless=self.memory, hint="")
         existing = self.memory if self.memory is not None and self.memory.exists() else None
         session = open_session(self.model, self.device, existing, "on", self.write, self.force)
-        if self.no_repeat is None:
-            of_bytes = isinstance(session.tokenizer, ByteTokenizer)
-            sampling = replace(sampling, no_repeat=PHRASE_BYTES if of_bytes else PHRASE_TOKENS)
         turns, interactive = Turns(session.tokenizer), sys.stdin.isatty()
         if interactive:
             say(f"{session.tokens:,} tokens remembered. {COMMANDS}; Ctrl-D ends, Ctrl-C ends an answer.")
@@ -91,7 +79,7 @@ class Chat(Sampled):
             if path is None:
                 raise ValueError("/save: expected a file, as there is no --memory: /save FILE, got none")
             check_target("/save", path, unless=self.memory, hint="only the --memory in use is overwritten")
-            with saving(path if path != self.memory else None):
+            with saving("/save", path if path != self.memory else None):
                 session.save(path)
             say(f"{path}: {session.tokens:,} tokens, {path.stat().st_size:,} bytes")
         elif line.strip() == "/forget":

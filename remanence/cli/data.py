@@ -8,6 +8,7 @@ from typing import Literal
 
 import tyro
 
+from remanence.cli.train import warn_of_binary
 from remanence.core.progress import Progress
 from remanence.core.terminal import say
 
@@ -69,6 +70,7 @@ class Data:
             raise ValueError("sources: expected at least one file or folder, or hf:NAME, got none")
         if self.out is None:
             raise ValueError("--out: expected a folder for the shards, got none")
+        warn_of_binary(self.sources)
         with Progress(every=30) as progress:
             bar = progress.add("preparing")
 

@@ -53,7 +53,7 @@ RECIPES = {
 @dataclass(frozen=True)
 class Demo:
     """Read a book with the model that comes with the package, and ask it for facts in it; then train a sliding-window
-    Transformer, an LMM and a MAC to recall pairs, and ask them from afar. A minute or two in all.
+    Transformer, an LMM and a MAC to recall pairs, and ask them from afar. About a minute on two idle cores.
 
     Prints and plots right answers against distance; then a memory is saved, restored in a fresh model, and asked.
     """
@@ -66,8 +66,8 @@ class Demo:
     """Of the models and of the texts."""
     steps: int | None = None
     """Training steps of each model, for a quick look. Default: as many as each needs."""
-    tokens: int = 131_072
-    """Bytes of the book between the facts and their questions."""
+    tokens: int = 32_768
+    """Bytes of the book between the facts and their questions, up to about 430,000."""
 
     def run(self) -> None:
         import torch

@@ -24,6 +24,13 @@ RECIPE = "recipe."
 """What an override of the recipe's config begins with, instead of a task's name."""
 HIDDEN = ("memory", "digest", "stories", "seed")
 """Parts of a setting that the table leaves out: the JSON file has them."""
+QUICK: dict[str, dict[str, str]] = {
+    "lm": {"max_tokens": "32K"},
+    "niah": {"lengths": "1K,4K", "depths": "0,0.5,1", "samples": "1", "batch": "3"},
+}
+"""Settings of a quick look, about a minute with a model of preset `tiny` on two cores, unless --full is given."""
+OWN = {"lm": ("max_tokens", "every"), "niah": ("kinds", "lengths", "depths", "samples")}
+"""Settings of a task that say how much to measure: with one of them given, nothing else is limited."""
 LENGTHS = ("length", "window", "from", "before", "max_tokens")
 """Parts of a setting that are lengths in tokens."""
 
@@ -39,7 +46,7 @@ class Eval:
     on when started again.
     """
 
-    OPTIONS: ClassVar = ("memory", "json", "device", "seed", "help")
+    OPTIONS: ClassVar = ("memory", "json", "device", "seed", "full", "help")
     OWNER: ClassVar = "a task"
 
     model: Folder
@@ -54,6 +61,10 @@ class Eval:
     """Where to run."""
     seed: int = 0
     """Of all that is drawn."""
+    full: bool = False
+    """Measure lm and niah in full. Without it, and without settings that say how much to measure, lm reads the first
+    32K tokens of each file, and niah asks for 18 needles in up to 4K tokens.
+    """
     overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
 
     @staticmethod
@@ -73,7 +84,8 @@ class Eval:
         self._check()
         recipe, others = split_prefix(self.overrides, RECIPE)
         names = {name: TASKS[name].Settings.__dataclass_fields__ for name in self.tasks}
-        settings = {name: configured(TASKS[name], own) for name, own in by_owner(others, names).items()}
+        own = {name: self._limited(name, given) for name, given in by_owner(others, names).items()}
+        settings = {name: configured(TASKS[name], given) for name, given in own.items()}
         subject = self._subject(recipe)
         tasks = [TASKS[name](subject, settings[name]) for name in self.tasks]
         rows = self._measure(subject, tasks)
@@ -84,6 +96,15 @@ class Eval:
             write_rows(self.json, rows, origin)
             plots = _plots(tasks, rows, self.memory, self.json)
             say(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
+
+    def _limited(self, name: str, given: Mapping[str, str]) -> Mapping[str, str]:
+        """A task's settings, limited to a quick look unless it was said how much to measure."""
+        if self.full or name not in QUICK or any(setting in given for setting in OWN[name]):
+            return given
+        limits = QUICK[name] | dict(given)
+        said = ", ".join(f"{setting}={limits[setting]}" for setting in QUICK[name])
+        say(f"{name}: a quick look with {said}; --full measures all", error=True)
+        return limits
 
     def _check(self) -> None:
         """Refuse wrong arguments before anything is loaded."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from remanence.cli.arguments import Device, Folder
+from remanence.cli.arguments import Device, Folder, naming
 from remanence.core.shipped import located
 from remanence.core.terminal import say, say_json
 
@@ -57,9 +57,10 @@ class New:
             raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; {hint}")
         own = None if self.tokenizer is None else read_tokenizer(tokenizer_file(self.tokenizer))
         tokenizer = own or ByteTokenizer()
-        config = preset(self.preset, self.variant, vocabulary=tokenizer.vocabulary)
         torch.manual_seed(self.seed)
-        model = Model(matched(config) if self.match else config)
+        with naming("pattern", "--variant"):
+            config = preset(self.preset, self.variant, vocabulary=tokenizer.vocabulary)
+            model = Model(matched(config) if self.match else config)
         is_new = not out.exists()
         try:
             model.save(out)

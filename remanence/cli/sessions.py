@@ -16,7 +16,9 @@ import tyro
 
 from remanence.cli.arguments import Device, Folder, Mode
 from remanence.core.files import locked_target
+from remanence.core.outputs import make_folder
 from remanence.core.progress import Bar, Progress
+from remanence.core.sampling import MAX_TOKENS, TEMPERATURE
 from remanence.core.terminal import say, say_generated
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ Write = Literal["all", "prompt", "none"]
 class Read:
     """Read files of any size into a memory, in constant space, and save it. Interrupted (Ctrl-C, SIGTERM), it saves
     what it has read.
+
+    Surprise is the memory's loss on a token before it is written: half of the squared error between its answer to the
+    token's key and the token's value, summed over the value's dimensions, as a mean over heads, layers and tokens.
     """
 
     model: Folder
@@ -50,11 +55,12 @@ class Read:
     """Where to run."""
 
     def run(self) -> None:
-        with saving(self.save):
+        with saving("--save", self.save):
             self._run()
 
     def _run(self) -> None:
         from remanence.inference import memfile
+        from remanence.lens.look import surprise_unit
 
         save = self.save
         if not self.files:
@@ -82,7 +88,8 @@ class Read:
         except KeyboardInterrupt:  # all has been read: it is not lost
             memfile.save(save, session.model, session.state, notes)
             raise
-        mean = f", mean surprise {surprise:.4f}" if surprise is not None else ""
+        unit = surprise_unit(session.model)
+        mean = f", mean surprise {surprise:.4f} ({unit})" if surprise is not None else ""
         counts = f"{session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}"
         say(f"{save}: {counts}, {save.stat().st_size:,} bytes")
 
@@ -113,16 +120,18 @@ class Read:
 class Sampled:
     """Options of sampling, which `generate` and `chat` share."""
 
-    max_tokens: int = 128
+    max_tokens: int = MAX_TOKENS
     """How many tokens at most."""
-    temperature: float = 0.0
-    """0 takes the most likely token."""
+    temperature: float = TEMPERATURE
+    """0 takes the most likely token every time."""
     top_k: int | None = None
     """Only among so many of the most likely."""
     top_p: float | None = None
     """Only among the most likely whose probabilities add up to this."""
     no_repeat: int | None = None
-    """No phrase of so many tokens is said twice in one answer."""
+    """No phrase of so many tokens occurs twice in one answer; 0 allows it. Default: 16 bytes, or 6 tokens of another
+    tokenizer; 0 at temperature 0.
+    """
     stop: tuple[str, ...] = ()
     """Texts that end the output."""
     seed: int | None = None
@@ -165,7 +174,7 @@ class Generate(Sampled):
 
     def run(self) -> None:
         """Print the answer to one prompt as it is generated, or to several when all are done."""
-        with saving(self.save):
+        with saving("--save", self.save):
             self._run()
 
     def _run(self) -> None:
@@ -203,7 +212,8 @@ class Generate(Sampled):
 class Lens:
     """Show a text as the model's memories saw it, as one HTML page.
 
-    The page has surprise, gates and norms, and for each token what the memories answer.
+    The page has surprise (the memory's loss on a token before it is written: half of the squared error, summed over
+    the dimensions of a value), gates and norms, and for each token what the memories answer.
     """
 
     model: Folder
@@ -216,6 +226,8 @@ class Lens:
     """Memory file to start from."""
     layers: tuple[int, ...] = ()
     """Show only the memories of these layers, from 1 on. Default: all."""
+    tokens: int = 20_000
+    """Show so many tokens from the beginning; 0 shows all."""
     reach: int = 8_192
     """How many tokens back to look for what an answer resembles, at most 65,535."""
     device: Device = "auto"
@@ -233,25 +245,35 @@ class Lens:
             raise ValueError(f"--text: expected a text, got {text}, which is empty")
         if out.resolve() == text.resolve():
             raise ValueError(f"--out: expected another file than --text, got {out}")
+        if self.tokens < 0:
+            raise ValueError(f"--tokens: expected at least 0, got {self.tokens}")
         session = open_session(self.model, self.device, self.memory)
+        make_folder("--out", out)
         model, before, source = session.model, session.tokens, ByteStream([text])
         only = [number - 1 for number in self.layers]
         shown_layers = watched(model, only)
         several = len(set(model.config.pattern)) > 1
         names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in shown_layers]
         start = norms(shown_layers, session.state).tolist()
-        say(f"{out}: about {page_bytes(list(shown_layers.values()), source.size) / 1e6:,.1f} MB")
+        most = self.tokens or None
+        size = source.size if most is None else min(source.size, most)
+        say(f"{out}: about {page_bytes(list(shown_layers.values()), size) / 1e6:,.1f} MB")
         with (
             replacing(out) as temporary,
             open(temporary, "w", encoding="utf-8", newline="\n") as file,
             Progress() as progress,
         ):
-            bar = progress.add("reading", source.size)
+            bar = progress.add("reading", size)
             page = Page(file, session.tokenizer, f"{text.name} as {display_name(self.model)} saw it")
-            for piece in look(session, source, stride(model, source.size), self.reach, only):
+            for piece in look(session, source, stride(model, size), self.reach, only, most):
                 page.add(piece)
                 surprise = float(piece.signals[..., 0].mean())
-                show_tokens(bar, source.position, session.tokens - before, surprise)
+                done = session.tokens - before
+                show_tokens(bar, done if most and size == most else source.position, done, surprise)
+            if most and session.tokens - before == most < source.size:
+                say(
+                    f"{text.name}: only the first {most:,} tokens are shown; --tokens 0 shows all", error=True
+                )
             if not page.ends:
                 raise ValueError(f"--text: expected at least one token, got none in {text}")
             after = f" after {before:,} in {self.memory.name}" if self.memory else ""
@@ -309,31 +331,32 @@ def warn_of_reach(folder: Path, session: Session, size: int) -> None:
 
 
 @contextmanager
-def saving(path: Path | None) -> Iterator[None]:
-    """A memory file for this process alone until the block ends: of two commands that save the same file, the second
-    is refused.
+def saving(what: str, path: Path | None) -> Iterator[None]:
+    """Lock the memory file that a command will save, and make its folder: of two commands that save the same file, the
+    second is refused. `what` is the argument that an error names.
     """
-    if (
-        path is None or not path.parent.is_dir()
-    ):  # nothing to save, or an error that `check_target` words better
+    if path is None:
         yield
         return
+    make_folder(what, path)
     with locked_target(path, "another command"):
         yield
 
 
 def check_text(what: str, path: Path) -> None:
-    """Refuse what is no file to read."""
+    """Refuse what is no file to read, and warn of one that does not look like text."""
     if path.is_dir():
         raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
     if not path.is_file():
         raise ValueError(f"{what}: {path}: no such file")
+    from remanence.data.sources import binary_warning
+
+    if warning := binary_warning(path, unpack=False):
+        say(warning, error=True)
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:
-    """Check, before any work, that a memory can be written to `path` and overwrites none but `unless`."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{what}: expected a folder that exists, got {path.parent}")
+    """Check, before any work, that a memory overwrites none but `unless`."""
     if path.exists() and (unless is None or path.resolve() != unless.resolve()):
         raise ValueError(f"{what}: {path} exists; {hint}")
 

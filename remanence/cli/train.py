@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from remanence.cli.arguments import Folder
+from remanence.cli.arguments import Folder, naming
 from remanence.core.progress import Progress
 from remanence.core.terminal import say
 from remanence.recipes import NAMES
@@ -63,12 +64,13 @@ class Train:
             if self.recipe != Path("text"):
                 raise ValueError(f"--text: expected the recipe text, or none, got {self.recipe}")
             overrides["data.path"] = self.text
-        if self.dry_run:
-            print_plan(self.recipe, overrides, self.gpus, self.gpu)
-        elif self.out is None:
-            raise ValueError("--out: expected a folder for the run, got none")
-        else:
-            train(self.recipe, self.out, overrides, self.resume)
+        with naming("data.path", "--text") if self.text is not None else nullcontext():
+            if self.dry_run:
+                print_plan(self.recipe, overrides, self.gpus, self.gpu)
+            elif self.out is None:
+                raise ValueError("--out: expected a folder for the run, got none")
+            else:
+                train(self.recipe, self.out, overrides, self.resume)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Export:
         from remanence.series.network import is_network
         from remanence.train import export
 
-        checkpoint = export(self.run_folder, self.out, self.memory, self.row)
+        with naming("out", "run") if not (self.run_folder / "config.json").is_file() else nullcontext():
+            checkpoint = export(self.run_folder, self.out, self.memory, self.row)
         others = "" if is_network(self.out) else " and Hugging Face"
         say(f"{self.out}: the model of {checkpoint}, for remanence{others}")
         if self.memory is not None:
@@ -98,11 +101,14 @@ class Export:
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
     """Train by a recipe and show progress. Of several processes, only the first prints."""
     from remanence.train import fit, run_config
+    from remanence.train.text import choose_threads
 
     if resume and overrides:
         name = next(iter(overrides))
         raise ValueError(f"--{name}: expected no changes beside --resume, as the run's own config counts")
     config = run_config(out) if resume else made_config(recipe, overrides)
+    if config.data.kind == "text" and (resume or "steps" in overrides):  # else `sized` has done it
+        choose_threads(config)
     first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started, if it did
     with Progress(steps=True, every=0, visible=first) as progress:
         bar = progress.add("training", config.steps)
@@ -140,7 +146,19 @@ def made_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
     from remanence.train.text import sized
 
     config = resolve_config(override(load_recipe(recipe), overrides))
+    if config.data.kind == "text" and config.data.path is not None:
+        warn_of_binary([config.data.path])
     return sized(config) if config.data.kind == "text" and "steps" not in overrides else config
+
+
+def warn_of_binary(sources: Sequence[str]) -> None:
+    """Say which local files do not look like text. Those that are missing are refused elsewhere, by name."""
+    from remanence.data.sources import binary_warning, files
+
+    here = [Path(source) for source in sources if Path(source).exists()]
+    for path in files(here):
+        if warning := binary_warning(path):
+            say(warning, error=True)
 
 
 def measure_held_out(out: Path, path: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from reprlib import Repr
 
@@ -18,11 +18,25 @@ def brief(value: object) -> str:
     return _short.repr(value)
 
 
-def check_choice(what: str, name: object, names: Iterable[str]) -> None:
-    """Refuse a name that is not among the known ones, and say which one was probably meant."""
+def check_choice(
+    what: str, name: object, names: Iterable[str], families: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Refuse a name that is not among the known ones, and say which one was probably meant.
+
+    `families` are names that stand for several of the known ones, which are then suggested together.
+    """
     names = list(names)
     if name not in names:
-        short = isinstance(name, str) and len(name) <= LONGEST
-        near = get_close_matches(str(name), names, n=1, cutoff=0.5) if short else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, names, families)
         raise ValueError(f"{what}: expected one of {', '.join(names)}, got {brief(name)}{hint}")
+
+
+def did_you_mean(
+    name: object, names: Iterable[str], families: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """The end of an error about a wrong name: the nearest known one, or nothing if none is near."""
+    families = families or {}
+    short = isinstance(name, str) and len(name) <= LONGEST
+    near = get_close_matches(str(name).lower(), [*names, *families], n=1, cutoff=0.5) if short else []
+    meant = families.get(near[0], near) if near else []
+    return f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from remanence.core.choices import check_choice
+from remanence.core.choices import check_choice, did_you_mean
 
 Override = tuple[str, str]
 """A dotted name and the text of its new value: ``("optimizer.lr", "3e-4")``."""
@@ -35,7 +35,8 @@ def split_overrides(args: Sequence[str], options: Iterable[str], owner: str) -> 
         elif name.startswith("--") and equals:
             overrides.append((name[2:], value))
         else:
-            raise ValueError(f"{argument}: expected --field=value for a field of {owner}")
+            hint = did_you_mean(name, sorted(own))
+            raise ValueError(f"{argument}: expected --field=value for a field of {owner}{hint}")
     return rest, tuple(overrides)
 
 

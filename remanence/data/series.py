@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,9 @@ from remanence.data.sources import OPENERS, PIECE, read_pieces
 
 DATES = ("date", "time", "datetime", "timestamp", "ds")
 """Names of columns that say when a row was measured, in any case. They are left out."""
+INDEX = re.compile(r"|unnamed: \d+|index|level_0", re.IGNORECASE)
+"""Names of a table's index in a CSV file, as pandas writes it; an index is left out if it counts rows or labels them.
+"""
 MISSING = ("", "nan", "na", "n/a", "null", "none")
 """What a cell without a value says, in any case."""
 FILLS = ("refuse", "previous")
@@ -38,7 +43,8 @@ def read_series(
     """A series from a CSV file (`.gz`, `.xz`, `.bz2`, `.zst`, or in a `.zip`), from numbers ``[rows]`` or
     ``[rows channels]``, or from a table that has `columns`, as a DataFrame does.
 
-    `columns` chooses some by name. A column named as in `DATES` is left out; every other one must hold numbers.
+    `columns` chooses some by name. A column named as in `DATES` is left out, and so is a table's index in the first
+    columns (`INDEX`); every other one must hold numbers.
     ``file.zip/inner.csv`` names a file inside an archive; an archive with a single CSV needs no more than its own name.
     Errors begin with `name`, or with the file.
     """
@@ -106,8 +112,12 @@ def _from_array(source: Any, name: str) -> Series:
 
 def _from_table(source: Any, columns: Sequence[str], name: str) -> Series:
     """A DataFrame of any library: it has `columns`, and gives each of them by its name."""
-    names = [column for column in source.columns if columns or str(column).strip().lower() not in DATES]
-    names = [column for column in names if not columns or str(column) in columns]
+    first = _index_columns([str(column) for column in source.columns], lambda at: source[source.columns[at]])
+    names = [
+        column
+        for column in source.columns[first if not columns else 0 :]
+        if (str(column) in columns if columns else str(column).strip().lower() not in DATES)
+    ]
     for column in columns:
         check_choice(f"{name}: column", column, [str(each) for each in source.columns])
     found = []
@@ -137,17 +147,33 @@ def _from_file(path: Path, columns: Sequence[str]) -> Series:
         raise ValueError(
             f"{path}: line 1: expected the columns' names, got numbers: {brief(','.join(header))}"
         )
-    names = [each for each in header if (each in columns if columns else each.lower() not in DATES)]
     for column in columns:
         check_choice(f"{path}: column", column, header)
     rows = [row for row in lines if row]
     for number, row in enumerate(rows, 2):
         if len(row) != len(header):
             raise ValueError(f"{path}: line {number}: expected {len(header)} cells, got {len(row)}")
+    first = 0 if columns else _index_columns(header, lambda at: [row[at] for row in rows])
+    names = [each for each in header[first:] if (each in columns if columns else each.lower() not in DATES)]
     if not rows or not names:
         raise ValueError(f"{path}: expected at least one column and one row of numbers, got none")
     found = [_column(path, name, [row[header.index(name)] for row in rows]) for name in names]
     return Series(np.stack(found, 1), tuple(names))
+
+
+def _index_columns(names: Sequence[str], column: Callable[[int], Iterable[Any]]) -> int:
+    """How many of the first columns are a table's index: named as one, and rising whole numbers or no numbers at all.
+    The last column is never one.
+    """
+    count = 0
+    while count < len(names) - 1 and INDEX.fullmatch(names[count].strip()):
+        values = [_number(str(cell)) for cell in column(count)]
+        numbers = [value for value in values if value is not None]
+        rising = all(b > a for a, b in pairwise(numbers)) and all(value.is_integer() for value in numbers)
+        if not (rising if len(numbers) == len(values) else not numbers):
+            break
+        count += 1
+    return count
 
 
 def _column(path: Path, name: str, cells: list[str]) -> np.ndarray:

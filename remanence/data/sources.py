@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import json
@@ -78,6 +79,8 @@ def _parquet(path: Path) -> Any:
     return pyarrow
 
 
+SAMPLE, FOREIGN = 1 << 16, 0.2
+"""Bytes of a file that are looked at, and the share of them that makes it no text. Languages in Latin-1 have less."""
 OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".xz": lzma.open,
@@ -154,6 +157,25 @@ def documents(path: Path, field: str = "text") -> Iterator[Document | None]:
             yield from _lines(path, read_pieces(path, file.readline), field)
         else:
             yield read_pieces(path, lambda: file.read(PIECE))
+
+
+def foreign_share(data: bytes) -> float:
+    """The share of bytes that are no text in UTF-8: parts of no character, and control characters."""
+    text = codecs.getincrementaldecoder("utf-8")("ignore").decode(data)  # a character may be cut at the end
+    control = sum(character < " " and character not in "\t\n\r\f\x1b" for character in text)
+    return (len(data) - len(text.encode()) + control) / max(1, len(data))
+
+
+def binary_warning(path: Path, *, unpack: bool = True) -> str | None:
+    """One line about a file whose beginning does not look like text; None if it does. Tables are not looked at."""
+    if unpack and kind(path) in (TABLE, *LINES, *FASTA):
+        return None
+    opener = OPENERS.get(path.suffix) if unpack else None
+    with (opener or (lambda each: open(each, "rb")))(path) as file:
+        share = foreign_share(next(read_pieces(path, lambda: file.read(SAMPLE)), b""))
+    if share < FOREIGN:
+        return None
+    return f"{path} does not look like text: {100 * share:.0f} % of its bytes are not UTF-8"
 
 
 def read_pieces(path: Path, read: Callable[[], bytes]) -> Iterator[bytes]:

@@ -23,7 +23,8 @@ class Texts:
 
     def __init__(self, what: str, source: str | None, hint: str) -> None:
         if source is None:
-            raise ValueError(f"{what}: expected {hint}, got none; --{what}=PATH gives one")
+            option = f"--{what.removeprefix('--')}"
+            raise ValueError(f"{what}: expected {hint}, got none; {option}=PATH gives one")
         self.source = source
         self.paths: list[Path] = []
         if not source.startswith(PREFIX):

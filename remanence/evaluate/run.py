@@ -32,11 +32,14 @@ from remanence.core.files import (
     write_json,
 )
 from remanence.core.migrations import first_fields
+from remanence.core.outputs import make_folder
 from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 from remanence.evaluate.bookmark import Bookmark
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task
 from remanence.inference.memfile import fingerprint
+from remanence.inference.threads import threads_for
+from remanence.model import Model
 
 MADE_BY = "remanence eval"
 ORIGIN = ("date", "commit", "hardware", "torch", "remanence")
@@ -116,7 +119,11 @@ def evaluate(
         check_choice("memory", mode, MODES)
         if subject.network is not None:
             subject.network.memory = mode  # refuses one that the model cannot have
-    with locked_file(journal, "another evaluation") if journal else nullcontext():
+    model = subject.network
+    with (
+        locked_file(journal, "another evaluation") if journal else nullcontext(),
+        threads_for(model) if isinstance(model, Model) else nullcontext(),
+    ):
         return _evaluate(subject, tasks, modes, journal, show)
 
 
@@ -325,13 +332,15 @@ def _finite(data: Any) -> Any:
 
 
 def check_target(path: Path) -> None:
-    """Before any work: that rows can be written there, and that nothing but an earlier evaluation's is overwritten."""
-    if not path.parent.is_dir():
-        raise ValueError(f"--json: expected a folder that exists, got {path.parent}")
+    """Before any work: that nothing but an earlier evaluation's is overwritten, and that rows can be written there.
+
+    Their folder is made.
+    """
     if path.exists() and not _earlier(path):
         raise ValueError(
             f"--json: expected a new file, or an earlier evaluation's, got {path}; give another name, or remove it"
         )
+    make_folder("--json", path)
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass

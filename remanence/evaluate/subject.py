@@ -153,7 +153,7 @@ class Subject:
         self, prompts: Sequence[str], state: State | None, max_tokens: int, stop: tuple[str, ...] = ()
     ) -> list[str]:
         """The most likely answer to each prompt after what its row of the state has read; "" if its memory diverges."""
-        sampling = Sampling(max_tokens=max_tokens, stop=stop)
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0, stop=stop)
         try:
             return (
                 Generation(self.model, prompts, sampling, tokenizer=self.tokenizer, state=state).run().texts

@@ -144,13 +144,14 @@ def attach(
         fields: of the memory: those of `MemoryConfig` (heads, head_dim, chunk, ...) or of `KnnConfig` (k, size, ...).
     """
     source = None
+    attached_folder.check_unattached(model)
     if isinstance(model, str | Path):
         source = pretrained.Source.of(model)
         model = source.model()
     pretrained.check_model(model)
     attention, modules = pretrained.attention_modules(model, attention)
     if any(hasattr(module, "remanence_site") for module in modules):
-        raise ValueError("model: expected one without a memory, got one that has been attached to already")
+        raise ValueError("base: expected a model without a memory, got one that has been attached to already")
     depth = len(modules)
     every = min(8, depth) if every is None else every
     if type(every) is not int or not 1 <= every <= depth:

@@ -14,10 +14,12 @@ from torch import Tensor
 from remanence.attached.folder import own_tokenizer
 from remanence.config import Mode
 from remanence.core.errors import DivergedError
+from remanence.core.sampling import MAX_TOKENS, PHRASE_BYTES, PHRASE_TOKENS, TEMPERATURE
 from remanence.core.tokens import ByteTokenizer, Tokenizer
 from remanence.core.vocabulary import BYTES
 from remanence.inference.decoder import Decoder, unsupported
 from remanence.inference.reader import read
+from remanence.inference.threads import threads_for
 from remanence.model import Model, State
 
 IN_PLACE = {"cuda"}
@@ -37,17 +39,18 @@ class Sampling:
 
     Attributes:
         max_tokens: how many at most, for each prompt.
-        temperature: 0 takes the most likely token; above, logits are divided by it.
+        temperature: logits are divided by it; 0 takes the most likely token every time (greedy decoding).
         top_k: only among so many of the most likely.
         top_p: only among the most likely whose probabilities add up to this.
-        no_repeat: no phrase of so many tokens is said twice in one answer; None for no such rule.
+        no_repeat: no phrase of so many tokens occurs twice in one answer. 0 allows repetition; None, the default, is 16
+            bytes (6 tokens of other tokenizers) when sampling, and 0 at temperature 0.
         stop: texts that end the output (and are not part of it).
         seed: of the first prompt's random numbers; the next one has the next seed, so no text depends on its
             neighbours. None draws another one for every call.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
+    max_tokens: int = MAX_TOKENS
+    temperature: float = TEMPERATURE
     top_k: int | None = None
     top_p: float | None = None
     no_repeat: int | None = None
@@ -63,13 +66,19 @@ class Sampling:
             raise ValueError(f"top_k: expected a whole number of at least 1, got {self.top_k!r}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number above 0 and up to 1, got {self.top_p!r}")
-        if self.no_repeat is not None and (type(self.no_repeat) is not int or self.no_repeat < 1):
-            raise ValueError(f"no_repeat: expected a whole number of at least 1, got {self.no_repeat!r}")
+        if self.no_repeat is not None and (type(self.no_repeat) is not int or self.no_repeat < 0):
+            raise ValueError(f"no_repeat: expected an integer of at least 0, or None, got {self.no_repeat!r}")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**62):
             raise ValueError(f"seed: expected a whole number from 0 to 2^62, or None, got {self.seed!r}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop: expected texts of at least one character, got {list(self.stop)!r}")
+
+    def phrase(self, tokenizer: Tokenizer) -> int | None:
+        """The length of a phrase that an answer does not repeat; None if it may repeat any."""
+        if self.no_repeat is not None or not self.temperature:
+            return self.no_repeat or None
+        return PHRASE_BYTES if isinstance(tokenizer, ByteTokenizer) else PHRASE_TOKENS
 
 
 class SamplingFields(TypedDict, total=False):
@@ -188,7 +197,7 @@ class Generation:
             )
         self.begun = True
         writers = [_Writer(self.tokenizer, self.sampling.stop) for _ in self.prompts]
-        phrases = [_Phrases(self.sampling.no_repeat) for _ in self.prompts]
+        phrases = [_Phrases(self.sampling.phrase(self.tokenizer)) for _ in self.prompts]
         seed = secrets.randbits(61) if self.sampling.seed is None else self.sampling.seed
         chance = [torch.Generator().manual_seed(seed + row) for row in range(len(self.prompts))]
         logits = self._read_prompts()
@@ -256,9 +265,11 @@ class Generation:
             self._state = None
             return self._finite(self._decoder.step(tokens, rows), self._decoder.diverged, said)
         mask = None if all(said) else rows.unsqueeze(-1)
-        seen = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory=self.modes[1])
+        with threads_for(self.model):
+            seen = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory=self.modes[1])
+            logits = self.model.logits(seen.hidden[:, -1])
         self._state = seen.state
-        return self._finite(self.model.logits(seen.hidden[:, -1]), seen.state.diverged, said)
+        return self._finite(logits, seen.state.diverged, said)
 
     def _finite(self, logits: Tensor, diverged: Tensor, said: list[bool]) -> Tensor:
         """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token

@@ -17,6 +17,7 @@ from remanence.config import Mode
 from remanence.core.graphs import capture, copy_all
 from remanence.core.state import positions_of
 from remanence.inference.graphs import longest_window, unsupported
+from remanence.inference.threads import threads_for
 from remanence.model import Model, State, Trace
 
 PIECE = 2048
@@ -53,7 +54,8 @@ def traces(
     for start in range(0, tokens.shape[1], size):
         part = slice(start, min(start + size, tokens.shape[1]))
         here = None if mask is None else mask[:, part]
-        trace = model.trace(tokens[:, part], state, mask=here, offsets=offsets, memory=memory)
+        with threads_for(model):  # and not while the caller works on what is yielded
+            trace = model.trace(tokens[:, part], state, mask=here, offsets=offsets, memory=memory)
         state = trace.state
         yield part, trace
 
@@ -80,6 +82,13 @@ def read(
     memory: Mode | None = None,
 ) -> Read:
     """Read tokens ``[b t]`` of any length in pieces, without computing logits. The device is asked once, at the end."""
+    with threads_for(model):
+        return _read(model, tokens, state, mask, memory)
+
+
+def _read(
+    model: Model, tokens: Tensor, state: State | None, mask: Tensor | None, memory: Mode | None
+) -> Read:
     state = model.start(tokens.shape[0]) if state is None else state
     last = model.embed.weight.new_zeros(tokens.shape[0], model.config.dim)
     size, start, count = piece_of(model), 0, 0

@@ -116,8 +116,10 @@ class Session:
         return piece
 
     def generate(self, prompt: str, **sampling: Unpack[SamplingFields]) -> str:
-        """Read the prompt and go on from it. The arguments are those of `Sampling`: max_tokens, temperature,
-        stop, ...
+        """Read the prompt and continue it. The arguments are those of `Sampling`: max_tokens, temperature, stop, ...
+
+        By default tokens are sampled at temperature 0.7 and no phrase of 16 bytes (6 tokens of other tokenizers)
+        occurs twice; ``temperature=0`` takes the most likely token every time.
         """
         return "".join(self.stream(prompt, **sampling))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import nan
+from math import inf, nan
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from remanence.core.errors import DivergedError
 from remanence.inference.reader import PIECE
 from remanence.inference.session import Session
+from remanence.inference.threads import threads_for
 from remanence.layers import unit
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers import MemoryTrace
@@ -88,6 +89,19 @@ def stride(model: Model, tokens: int) -> int:
     return min(max(1, PIECE // chunk), -(-tokens // (POINTS * chunk)) or 1) * chunk
 
 
+def surprise_unit(model: Model) -> str:
+    """What surprise is, for who reads its mean: the loss of the memory's rule, and over how many numbers it sums."""
+    found = {
+        (layer.rule.loss, layer.head_dim) for layer in model.modules() if isinstance(layer, NeuralMemory)
+    }
+    loss, dim = found.pop() if len(found) == 1 else (None, 0)
+    if loss == "squared":
+        return (
+            f"half of the squared error of the memory's answer, summed over the {dim} dimensions of a value"
+        )
+    return "the loss of the memory's rule on each token, before it is written"
+
+
 @torch.no_grad()
 def norms(layers: Mapping[int, NeuralMemory], state: State) -> Float[Tensor, " l"]:
     """The norm of each memory's weights, of all its heads together, after all that was read."""
@@ -100,24 +114,38 @@ def norms(layers: Mapping[int, NeuralMemory], state: State) -> Float[Tensor, " l
 
 @torch.no_grad()
 def look(
-    session: Session, source: Iterable[str | bytes], step: int, reach: int = REACH, only: Sequence[int] = ()
+    session: Session,
+    source: Iterable[str | bytes],
+    step: int,
+    reach: int = REACH,
+    only: Sequence[int] = (),
+    most: int | None = None,
 ) -> Iterator[Look]:
-    """Read a text into the session, `step` tokens at a time, and record the memories of all layers, or `only` of some.
+    """Read a text, or its first `most` tokens, into the session, `step` tokens at a time, and record the memories of
+    all layers, or `only` of some.
 
-    The session is then at the end of the text.
+    The session is then at the end of what was read.
     """
     if not 1 <= reach <= FARTHEST:
         raise ValueError(f"--reach: expected from 1 to {FARTHEST:,} tokens, got {reach}")
     layers = watched(session.model, only)
     past = [Past(layer.heads, layer.head_dim, reach, session.model.embed.weight) for layer in layers.values()]
     pending: list[int] = []
+    left = inf if most is None else most
     for tokens in session.tokenizer.stream(_plain(source)):
-        pending += tokens
+        taken = tokens[: int(min(left, len(tokens)))]
+        pending, left = pending + taken, left - len(taken)
         while len(pending) >= step:
-            yield _look(session, layers, past, pending[:step])
+            with threads_for(session.model):
+                seen = _look(session, layers, past, pending[:step])
+            yield seen
             pending = pending[step:]
+        if not left:
+            break
     if pending:
-        yield _look(session, layers, past, pending)
+        with threads_for(session.model):
+            seen = _look(session, layers, past, pending)
+        yield seen
 
 
 def _plain(source: Iterable[str | bytes]) -> Iterator[str | bytes]:

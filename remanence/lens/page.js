@@ -70,7 +70,7 @@ function matchesOf(t) {
 
 // ---- signals as columns: one number a token, of one memory or the mean of all that have it.
 const SIGNALS = [
-  { name: "surprise", hue: 18, told: "how far the memory was from what it should have known, before it wrote the token" },
+  { name: "surprise", hue: 18, told: "the memory's loss on the token before it was written: half of the squared error of its answer, summed over the dimensions of a value" },
   { name: "step θ", hue: 212, told: "how strongly the token was written" },
   { name: "momentum η", hue: 150, told: "how much of the surprise before it went on into the token's writing" },
   { name: "forget α", hue: 280, told: "how much of all it knew the memory let go at the token" },

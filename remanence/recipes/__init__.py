@@ -9,6 +9,8 @@ import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from remanence.core.choices import did_you_mean
+
 if TYPE_CHECKING:
     from remanence.train import TrainConfig
 
@@ -30,7 +32,8 @@ def find_recipe(name: str | Path) -> Path:
     own = path.with_suffix("").as_posix().removeprefix("recipes/")
     if own in NAMES and path.suffix in ("", ".py"):
         return FOLDER / f"{own}.py"
-    raise ValueError(f"recipe: expected a Python file or one of {', '.join(NAMES)}, got {name}")
+    hint = did_you_mean(own, NAMES)
+    raise ValueError(f"recipe: expected a Python file or one of {', '.join(NAMES)}, got {name}{hint}")
 
 
 def load_recipe(name: str | Path) -> TrainConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from remanence.core.files import replacing
+from remanence.core.outputs import make_folder
 from remanence.report import plots
 from remanence.report.comparisons import Compared, Measured, compare, short
 from remanence.report.document import MARK, Heading, Part, Picture, Table, Text, markdown, page
@@ -30,8 +31,6 @@ def write(paths: Sequence[Path], out: Path, *, force: bool = False) -> list[Path
     """
     if out.suffix != ".md":
         raise ValueError(f"--out: expected a file that ends with .md, got {out}")
-    if not out.parent.is_dir():
-        raise ValueError(f"--out: expected a folder that exists, got {out.parent}")
     for path in (out, out.with_suffix(".html")):
         if path.exists() and not force and not _earlier(path):
             raise ValueError(f"--out: expected a new file, or an earlier report's, got {path}")
@@ -42,6 +41,7 @@ def write(paths: Sequence[Path], out: Path, *, force: bool = False) -> list[Path
     contents[out.with_suffix(".html")] = page(parts, TITLE).encode()
     # Written last, when all the files that it names exist.
     contents[out] = markdown(parts, folder.name).encode()
+    make_folder("--out", out)
     if pictures:
         folder.mkdir(exist_ok=True)
     for path, content in contents.items():

@@ -322,12 +322,17 @@ class TrainConfig:
             raise ValueError("prompt: expected at least one character, got an empty text")
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch={self.batch}, got {self.accumulate}")
-        if self.carry and (self.accumulate > 1 or self.data.kind not in CARRIED):
+        if self.carry and self.data.kind not in CARRIED:
             kinds = " or ".join(map(repr, CARRIED))
             raise ValueError(
-                f"carry: expected data.kind={kinds} and accumulate=1, whose rows go on from step to step, got "
-                f"{self.data.kind!r} and {self.accumulate}; --data.kind=documents reads documents in order, "
+                f"carry: expected data.kind={kinds}, whose rows continue from step to step, got {self.data.kind!r}; "
                 "--carry=false carries nothing"
+            )
+        if self.carry and self.accumulate > 1:
+            raise ValueError(
+                f"accumulate: expected 1 with carry=true, as each row carries its memory to the next step, got "
+                f"{self.accumulate}; --batch={max(1, self.batch // self.accumulate)} --accumulate=1 reads as few rows "
+                "at once"
             )
         if self.carry and "attention" in self.model.blocks:
             raise ValueError(

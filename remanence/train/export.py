@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from remanence.core.files import read_json, replacing_folder, sealed, write_json
+from remanence.core.outputs import make_folder
 from remanence.core.state import positions_of
 from remanence.core.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.inference import memfile
-from remanence.model import Model, State
+from remanence.model import State
 from remanence.tasks.dna import STRETCH
 from remanence.tasks.facts import PIECES
 from remanence.train import checkpoint
@@ -72,6 +73,8 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     found = [run / "model"] if finished else checkpoint.checkpoints(run / "checkpoints")[-1:]
     if not found:
         raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
+    if memory is not None:
+        make_folder("--memory", Path(memory))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(
             f"out: expected a new or empty folder, got {out}, which is not; nothing is ever overwritten"
@@ -81,8 +84,7 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     with replacing_folder(out) as temporary:
         trained = _trained(found[0], config)
         save_model(model, run, temporary, trained)
-        if isinstance(model, Model):
-            write_card(model, temporary, out.resolve().name, trained)
+        write_card(model, temporary, out.resolve().name, trained, config.data)
         if carried is not None and memory is not None:
             memfile.save(memory, model, carried)
     return found[0]

@@ -5,6 +5,7 @@ such.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ from remanence.config import ModelConfig
 from remanence.core.choices import check_choice
 from remanence.core.device import memory_of, resolve
 from remanence.model import Model
-from remanence.train.config import TrainConfig
+from remanence.model import parameters as count_parameters
+from remanence.train.config import TrainConfig, override
 from remanence.train.speeds import reached, table
 
 PEAKS = {
@@ -92,24 +94,10 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
     shares = config.accumulate * devices
     if config.batch % shares:
         raise ValueError(f"batch: expected a multiple of accumulate x GPUs = {shares}, got {config.batch}")
-    with torch.device("meta"):
-        model = Model(config.model)
-        state = model.start(1).nbytes
-    copies = 2.0 if config.carry or any(mixer.stride is not None for mixer in model.mixers) else 1.0
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
-    here = config.batch // shares * config.data.length
-    memory = {
-        "weights, gradients, moments": 16.0 * parameters / devices,
-        "gathered weights and gradients": 8.0 * (2 * max(blocks) + parameters - sum(blocks))
-        if devices > 1
-        else 0.0,
-        "activations": here * activations(config),
-        "logits": here * config.model.vocabulary * 10.0,
-        "states, before and after a step": copies * config.batch // shares * state,
-    }
+    memory = memory_of_run(config, devices)
     available = GPUS[gpu] * 1e9 if gpus else memory_of(resolve(config.device))
-    _refuse(memory, available, config)  # before anything is tried out
+    _refuse(memory, available, config, devices)  # before anything is tried out
+    parameters = count_parameters(config.model)
     tokens = config.steps * config.batch * config.data.length
     per_token = flops_per_token(config.model, config.data.length)
     if gpus is None:
@@ -175,17 +163,68 @@ def activations(config: TrainConfig) -> float:
     return residual + max(layers) if config.checkpointing else float(sum(layers))
 
 
-def _refuse(memory: dict[str, float], available: float, config: TrainConfig) -> None:
-    """What cannot fit, and what would help."""
+def memory_of_run(config: TrainConfig, devices: int = 1) -> dict[str, float]:
+    """Bytes of one device that a run needs, by what they are for."""
+    shares = config.accumulate * devices
+    with torch.device("meta"):
+        model = Model(config.model)
+        state = model.start(1).nbytes
+    copies = 2.0 if config.carry or any(mixer.stride is not None for mixer in model.mixers) else 1.0
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
+    here = config.batch // shares * config.data.length
+    return {
+        "weights, gradients, moments": 16.0 * parameters / devices,
+        "gathered weights and gradients": 8.0 * (2 * max(blocks) + parameters - sum(blocks))
+        if devices > 1
+        else 0.0,
+        "activations": here * activations(config),
+        "logits": here * config.model.vocabulary * 10.0,
+        "states, before and after a step": copies * config.batch // shares * state,
+    }
+
+
+def _refuse(memory: dict[str, float], available: float, config: TrainConfig, devices: int) -> None:
+    """What cannot fit, and options with which it does."""
     if sum(memory.values()) <= available:
         return
     largest = max(memory, key=lambda part: memory[part])
-    if largest.startswith(("activations", "logits")):
-        helps = f"--accumulate={2 * config.accumulate} reads fewer rows at once"
-        helps = helps if config.checkpointing else f"--checkpointing=true keeps less, {helps}"
-    else:
-        helps = "more GPUs share it"
+    helps = "no smaller batch fits; more GPUs share it, a smaller model or data.length needs less"
+    for options, changed in smaller(config):
+        rows, rest = divmod(changed.batch, changed.accumulate * devices)
+        if not rest and not (config.begin == "passed" and rows % 2):
+            needed = sum(memory_of_run(changed, devices).values())
+            if needed <= available:
+                helps = f"{options} needs about {needed / 1e9:.1f}"
+                break
     raise ValueError(
         f"memory: expected at most {available / 1e9:.1f} GB on a device, needs about {sum(memory.values()) / 1e9:.1f}, "
         f"most of it for {largest}; {helps}"
     )
+
+
+def smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """Options with which a run needs less memory, the mildest first, and its config with them: activations computed
+    again, a step's rows read in parts where the run allows it, then fewer rows.
+
+    Every option is accepted by the command that it is an advice for.
+    """
+    kept = [{}] if config.checkpointing else [{}, {"checkpointing": "true"}]
+    halves = [2**power for power in range(config.batch.bit_length())]
+    parts = [{"accumulate": f"{config.accumulate * many}"} if many > 1 else {} for many in halves]
+    fewer = [_fewer_rows(config, config.batch // many) for many in halves[1:]]
+    for changes in [{**keep, **less} for less in (*parts, *fewer) for keep in kept]:
+        try:
+            changed = override(config, changes)
+        except ValueError:  # a run that carries its memory cannot be read in parts, ...
+            continue
+        if changes:
+            yield " ".join(f"--{name}={value}" for name, value in changes.items()), changed
+
+
+def _fewer_rows(config: TrainConfig, batch: int) -> dict[str, str]:
+    """Fewer rows; those of a curriculum are no longer than a step then."""
+    tokens, lengths = batch * config.data.length, config.data.curriculum
+    fitting = tuple(length for length in lengths if not length or tokens % length == 0)
+    changes = {"batch": f"{batch}"}
+    return changes if fitting == lengths else changes | {"data.curriculum": ",".join(map(str, fitting))}

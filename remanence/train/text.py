@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from remanence.core.device import resolve
+from remanence.core.device import fastest_threads, resolve
 from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Documents, Packed
 from remanence.data.own import OwnText, OwnTokens, read_text
@@ -27,6 +27,8 @@ READINGS = 4
 """How often a text is read at most. A short one would be learned by heart."""
 FEWEST = 20
 """Steps at least."""
+PROBE = 16
+"""Tokens of a short trial that finds out whether other processes use the cores."""
 BEFORE = 1 << 14
 """Tokens that a model reads before the held-out part, if a document goes on there."""
 XZ = 1 << 23
@@ -59,27 +61,27 @@ def sized(config: TrainConfig) -> TrainConfig:
         raise ValueError("steps: expected --steps=N with several processes, which would each time their own")
     text = read_text("data.path", config.data.path)
     step = config.batch * config.data.length
-    seconds = step / _fastest(config)
+    choose_threads(config)
+    seconds = step / _rate(config)
     readings = READINGS * text.size // step
     steps = max(FEWEST, min(int(SECONDS / seconds), readings))
     carry = config.carry and text.size >= 2 * config.data.length * len(text.train)
     return replace(config, steps=steps, carry=carry)
 
 
-def _fastest(config: TrainConfig) -> float:
-    """Tokens per second of one row, as the middle of three timings, for other work comes and goes. On a CPU also with
-    one thread, which is left set if it is faster: threads that wait for each other on busy cores take many times as
-    long.
-    """
+def choose_threads(config: TrainConfig) -> None:
+    """Train with as many threads as are fastest on this machine now (`core/device.py: fastest_threads`)."""
     device, alone = resolve(config.device), replace(config, batch=1, accumulate=1)
-    threads = torch.get_num_threads()
-    found: dict[int, float] = {}
-    for number in sorted({1, threads}) if device.type == "cpu" else [threads]:
-        torch.set_num_threads(number)
-        found[number] = median(measured(alone, device) for _ in range(3))
-    best = max(found, key=lambda number: found[number])
-    torch.set_num_threads(best)
-    return found[best]
+    short = replace(alone, data=replace(alone.data, length=min(PROBE, alone.data.length)))
+    if device.type == "cpu":
+        fastest = fastest_threads(lambda: measured(alone, device), lambda: measured(short, device))
+        torch.set_num_threads(fastest)
+
+
+def _rate(config: TrainConfig) -> float:
+    """Tokens per second of one row, as the median of three timings, as other work comes and goes."""
+    device, alone = resolve(config.device), replace(config, batch=1, accumulate=1)
+    return median(measured(alone, device) for _ in range(3))
 
 
 class HeldOut(NamedTuple):

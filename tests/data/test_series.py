@@ -22,6 +22,39 @@ class Table:
         return self.own[name]
 
 
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "index", ",Unnamed: 0"])
+@pytest.mark.parametrize(
+    "labels", [range(30), range(7, 67, 2), [f"2020-01-{day:02d}" for day in range(1, 31)]]
+)
+def test_an_index_as_pandas_writes_it_is_no_channel(tmp_path, name, labels):
+    values = waves(30)
+    twice = name.count(",")
+    lines = [f"{name},date,a,b,c"]
+    for label, row in zip(labels, values, strict=True):
+        lines.append(",".join([str(label)] * (1 + twice) + ["2020-01-01", *map(repr, row.tolist())]))
+    (tmp_path / "s.csv").write_text("\n".join(lines))
+    found = read_series(tmp_path / "s.csv")
+    assert found.names == ("a", "b", "c") and np.array_equal(found.values, values)
+    table = Table({name: list(labels), "date": ["x"] * 30} | dict(zip("abc", values.T, strict=True)))
+    if not twice:
+        assert read_series(table).names == ("a", "b", "c")
+
+
+def test_a_first_column_that_is_no_index_stays(tmp_path):
+    for name, cells in (
+        ("", [0.5, 1.5, 2.5]),
+        ("Unnamed: 0", [3, 1, 2]),
+        ("a", [0, 1, 2]),
+        ("index2", [0, 1, 2]),
+    ):
+        (tmp_path / "s.csv").write_text(f"{name},b\n" + "".join(f"{cell},7\n" for cell in cells))
+        assert read_series(tmp_path / "s.csv").names == (name, "b")
+    (tmp_path / "s.csv").write_text(",b\n0,7\n1,8\n")
+    assert read_series(tmp_path / "s.csv", columns=("",)).names == ("",), "chosen by name"
+    (tmp_path / "s.csv").write_text("index\n0\n1\n")
+    assert read_series(tmp_path / "s.csv").names == ("index",), "all that there is"
+
+
 def test_every_source_gives_the_same_numbers(tmp_path):
     values = waves(30)
     path = written(tmp_path / "s.csv", values)

@@ -258,7 +258,7 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
             ["m", "lm", "--data=t", "--views=side"],
             "lm.views: expected one or more of window, stream and markov, got side",
         ),
-        (["m", "lm", "--data=t", "--json", "no/r.json"], "--json: expected a folder that exists"),
+        (["m", "lm", "--data=t", "--json", "t/r.json"], "--json: expected a folder that can be made"),
         (["m", "lm", "--data=t", "--memory", "on", "on"], "--memory: expected one or more modes, each once"),
         (["m", "lm", "--data=t", "--memory", "of"], "of"),
         (["m", "lm", "lm", "--data=t"], "tasks: expected each task once, got lm twice"),
@@ -443,3 +443,47 @@ def test_a_bookmark_of_another_text_is_not_taken_up(home, monkeypatch):
     counted = len(seen)
     read.read([other])
     assert seen[counted] == 0 and sum(seen[counted:]) == len(other)
+
+
+class TestQuickLook:
+    """By default lm and niah take about a minute with a small model, and say that and how more is measured."""
+
+    @pytest.fixture
+    def asked(self, home, monkeypatch, capsys):
+        def ask(*arguments):
+            """The settings with which tasks are made, and what is said."""
+            found = {}
+
+            def measured(self, subject, tasks):
+                found.update({task.name: task.settings for task in tasks})
+                raise ValueError("enough")
+
+            monkeypatch.setattr("remanence.cli.evaluate.Eval._measure", measured)
+            (home / "long.txt").write_text(TEXT * 20)
+            with pytest.raises(SystemExit):
+                cli.main(["eval", "m", *arguments, "--data=long.txt", "--device", "cpu"])
+            return found, capsys.readouterr().err
+
+        return ask
+
+    def test_a_quick_look_is_the_default_and_says_so(self, asked):
+        found, said = asked("lm", "niah")
+        assert found["lm"].max_tokens == 32 * 1024
+        units = len(found["niah"].kinds) * len(found["niah"].lengths) * len(found["niah"].depths)
+        assert units * found["niah"].samples == 18 and max(found["niah"].lengths) == 4096
+        assert "lm: a quick look with max_tokens=32K; --full measures all" in said
+        assert "niah: a quick look with lengths=1K,4K" in said
+
+    def test_full_is_what_the_settings_are_by_themselves(self, asked):
+        found, said = asked("lm", "niah", "--full")
+        assert found["lm"] == TASKS["lm"].Settings(data="long.txt")
+        assert found["niah"] == TASKS["niah"].Settings(data="long.txt")
+        assert "quick" not in said
+
+    def test_a_setting_that_says_how_much_takes_the_limits_away(self, asked):
+        found, said = asked("lm", "niah", "--lm.max_tokens=none", "--niah.samples=2")
+        assert found["lm"].max_tokens is None and "quick" not in said
+        assert found["niah"] == TASKS["niah"].Settings(data="long.txt", samples=2)
+        found, said = asked("lm", "niah", "--batch=2", "--window=64")
+        assert (found["niah"].batch, found["niah"].samples) == (2, 1)
+        assert (found["lm"].window, found["lm"].max_tokens) == (64, 32 * 1024)

@@ -351,7 +351,7 @@ class TestConfigs:
             (
                 "carry",
                 "yes",
-                r"carry: expected data\.kind='documents' or 'text' or 'facts' or 'told' or 'genome' and accumulate=1",
+                r"carry: expected data\.kind='documents' or 'text' or 'facts' or 'told' or 'genome', whose rows",
             ),
         ],
     )

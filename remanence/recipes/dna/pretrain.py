@@ -1,7 +1,7 @@
 """A small LMM on a genome, base by base: what `dna/classify` begins from, as in HyenaDNA's protocol.
 
 remanence train dna/pretrain --out out/genome --data.path=genome.fna.gz
-remanence eval out/genome/model lm --lm.data=held-out.fna --lm.views=stream --memory on off --json out/genome.json
+remanence eval out/genome/model lm --lm.data=held-out.fna --lm.views=stream --full --memory on off
 """
 
 from remanence.config import ModelConfig
