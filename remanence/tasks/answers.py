@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -23,3 +24,9 @@ class Answer(NamedTuple):
         """The options' indices, the likeliest first. Of equal ones the last comes first: it is never the right one."""
         order = range(len(self.options) - 1, -1, -1)
         return sorted(order, key=lambda index: -self.options[index].log)
+
+
+def states(said: str, value: str) -> bool:
+    """Whether a text states a value that also ends there: "13608", "136.5" and "136,000" do not state 136."""
+    pattern = rf"(?<!\w)(?<!\d[.,]){re.escape(value)}(?!\w)(?![.,:-]\d)"
+    return re.search(pattern, said, re.IGNORECASE) is not None
