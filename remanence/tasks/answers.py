@@ -7,10 +7,17 @@ from typing import NamedTuple
 
 
 class Likelihood(NamedTuple):
-    """Of a text after another: the log of its probability, and whether each of its tokens was the likeliest."""
+    """Of a text after another: the log of its probability, whether each of its tokens was the likeliest, and if so the
+    text of the likeliest token after it.
+    """
 
     log: float
     greedy: bool
+    after: str = ""
+
+    def states(self, value: str) -> bool:
+        """Whether the likeliest text is the one that was scored, and `value`, which it ends with, ends there."""
+        return self.greedy and states(value + self.after, value)
 
 
 class Answer(NamedTuple):
