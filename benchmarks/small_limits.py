@@ -95,7 +95,7 @@ class Asker:
         cut = hay.find(" ", NEAR // 2)
         session = self.session.fork()
         session.read(hay[:cut] + stated + hay[cut : cut + length])
-        return session.generate(question, max_tokens=ANSWER).removeprefix(" ")
+        return session.generate(question, max_tokens=ANSWER, temperature=0).removeprefix(" ")
 
 
 def scored(answers: list[tuple[str, str]]) -> Row:
