@@ -44,10 +44,11 @@ COLUMNS = 84
 
 def narrow(found):
     """A block of code whose long lines are broken: comments go above their lines, a command's options below it."""
-    lines = []
-    for line in found[3].splitlines():
+    lines, given = [], found[3].splitlines()
+    long = found[2] == "bash" and any(len(line) > COLUMNS for line in given)  # then all comments look alike
+    for line in given:
         indent = re.match(" *", line)[0]
-        code, _, comment = line.partition("  # ") if len(line) > COLUMNS else (line, "", "")
+        code, _, comment = line.partition("  # ") if long or len(line) > COLUMNS else (line, "", "")
         if comment and code.strip():
             lines.append(f"{indent}# {comment.strip()}")
         line = code.rstrip()

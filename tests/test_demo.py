@@ -82,7 +82,10 @@ def test_it_writes_what_it_says(tmp_path):
     assert not {*book["off"], *book["frozen"]} & {*book["told"]}
     memory = Session(book["model"]).load(folder / "book.mem")
     assert memory.tokens == book["tokens"]
-    assert memory.generate(f" {book['asked'][0]}", max_tokens=12, temperature=0, stop=(".",)).strip() == book["on"][0]
+    assert (
+        memory.generate(f" {book['asked'][0]}", max_tokens=12, temperature=0, stop=(".",)).strip()
+        == book["on"][0]
+    )
     told = dict(pair.split("=") for pair in facts["memory_file"]["read"])
     assert [told[key] for key in facts["memory_file"]["asked"]] == facts["memory_file"]["told"]
 

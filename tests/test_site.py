@@ -83,7 +83,7 @@ def test_long_lines_of_code_are_broken_and_say_the_same():
     page = f"```bash\n{line}          # a long command\nremanence presets  # short\n```\n\n```text\n{line}\n```\n"
     made = hooks.on_page_markdown(page, None, None, None)
     first, text = made.split("```text")
-    assert text == f"\n{line}\n```\n" and "remanence presets  # short\n" in first
+    assert text == f"\n{line}\n```\n" and "\n# short\nremanence presets\n" in first
     assert max(map(len, first.splitlines())) <= hooks.COLUMNS and first.startswith(
         "```bash\n# a long command\n"
     )

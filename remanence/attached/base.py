@@ -76,7 +76,9 @@ def check_model(model: Any) -> None:
     try:
         from transformers import PreTrainedModel
     except ImportError as error:
-        raise ValueError(f"attach needs the extra 'attach': pip install 'remanence[attach]' ({error})") from None
+        raise ValueError(
+            f"attach needs the extra 'attach': pip install 'remanence[attach]' ({error})"
+        ) from None
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"model: expected a causal language model of transformers, got {brief(type(model).__name__)}"
