@@ -42,6 +42,7 @@ from remanence.core.tokens import JsonTokenizer
 from remanence.inference.generate import Generation, Sampling
 from remanence.inference.reader import read
 from remanence.recipes import load_recipe
+from remanence.tasks.answers import states
 from remanence.tasks.told import KINDS, Kind, Turns, draw_facts
 from remanence.train import fit
 from remanence.train.config import override
@@ -237,7 +238,7 @@ def facts(
             state=state.rows([row for row, _ in facts]),
         ).run().texts  # fmt: skip
         for (_, fact), answer in zip(facts, answers, strict=True):
-            right.append(fact.value.lower() in answer.lower())
+            right.append(states(answer, fact.value))
             shown.append([fact.statement, answer])
     model.memory = "on"
     return {

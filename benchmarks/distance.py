@@ -7,7 +7,8 @@ of 2K.
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. Every run is `recipes/facts.py`
 with another architecture and as many parameters: the same steps on the same texts. The models then read held-out books
 (--split). Each text is read once, and its state is asked at every distance, so that a text that was asked goes on as if
-it had not been. An answer is right if every token of it is the likeliest one.
+it had not been. An answer is right if every token of it is the likeliest one, and the likeliest token after it is no
+digit. Rows of earlier versions, without ``ended`` in their settings, were scored without that token.
 
 - *single*: one fact at the text's beginning; *keys4*, *keys16*, *keys64*: as many, of which one is asked for.
 - *late*: a fact stated after so many tokens of the book, and asked for 4,096 tokens later.
@@ -82,6 +83,7 @@ TITLES = {
 """Of the runs in a plot, which has those without changes."""
 KEYS = {"single": 1, "keys4": 4, "keys16": 16, "keys64": 64}
 LATE, AROUND = 4096, 24
+UNENDED = ", ends not scored"
 BRIEF = {2**10 * n: f"{n}K" for n in (1, 4, 16, 64, 256)} | {2**20 * n: f"{n}M" for n in (1, 4, 10)}
 TINY = {"steps": 2, "distances": [1024], "texts": 2, "runs": ["mag-context", "window"], "changes": [
     "model.dim=64", "model.depth=2", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
@@ -187,12 +189,14 @@ class Facts:
         return self.wording(adjective, noun, value)
 
     def right(self, subject: Subject, state: State) -> list[bool]:
-        """Which rows answer: every token of the value is the likeliest."""
-        contexts, answers = [], []
+        """Which rows answer: every token of the value is the likeliest, and the value ends there."""
+        contexts, answers, wanted = [], [], []
         for names, values, asked in zip(self.names, self.values, self.asked, strict=True):
             contexts.append(subject.tokenizer.encode(self.worded(names[asked], values[asked])[1]))
             answers.append(subject.tokenizer.encode(f" {values[asked]}"))
-        return [each.greedy for each in subject.likelihoods(contexts, answers, state)]
+            wanted.append(values[asked])
+        found = subject.likelihoods(contexts, answers, state)
+        return [each.states(value) for each, value in zip(found, wanted, strict=True)]
 
 
 @torch.no_grad()
@@ -247,12 +251,16 @@ Shares = dict[int, tuple[int, int]]
 
 
 def shares(rows: list[Row]) -> dict[tuple[str, ...], Shares]:
-    """Right answers and questions by distance, of all seeds together, by run with its changes, kind, wording, mode."""
+    """Right answers and questions by distance, of all seeds together, by run with its changes, kind, wording, mode.
+
+    Rows whose answers were scored without their ends are kept apart.
+    """
     found: dict[tuple[str, ...], Shares] = {}
     order = {name: place for place, name in enumerate(RUNS)}
     for row in sorted(rows, key=lambda row: order.get(row["what"]["run"], len(order))):
         what = row["what"]
-        key = " ".join([what["run"], *what["changes"]]), what["kind"], what["wording"], what["mode"]
+        wording = what["wording"] + ("" if what.get("ended") else UNENDED)
+        key = " ".join([what["run"], *what["changes"]]), what["kind"], wording, what["mode"]
         own = found.setdefault(key, {})
         for each in row["answers"]:
             before = own.get(each["distance"], (0, 0))
@@ -290,14 +298,15 @@ def plot(rows: list[Row], path: Path) -> None:
     axis = figure.subplots()
     every = shares(rows)
     shown = {run for run, *_ in every} & set(TITLES) or {run for run, *_ in every}
-    found = {key: own for key, own in every.items() if key[0] in shown and key[1:3] == ("single", "ruler")}
-    for color, ((run, *_, mode), own) in enumerate(found.items()):
+    asked = ("single", "ruler"), ("single", "ruler" + UNENDED)
+    found = {key: own for key, own in every.items() if key[0] in shown and key[1:3] in asked}
+    for color, ((run, _, wording, mode), own) in enumerate(found.items()):
         middle = [100 * right / count for right, count in own.values()]
         bounds = [[100 * bound for bound in wilson(*each)] for each in own.values()]
         around = [[m - low for m, (low, _) in zip(middle, bounds, strict=True)],
                   [high - m for m, (_, high) in zip(middle, bounds, strict=True)]]  # fmt: skip
         places = [distance * 1.03 ** (color - len(found) / 2) for distance in own]  # beside each other
-        label = TITLES.get(run, run) + ("" if mode == "on" else f", memory {mode}")
+        label = TITLES.get(run, run) + wording.removeprefix("ruler") + f", memory {mode}" * (mode != "on")
         axis.errorbar(
             places,
             middle,
@@ -395,6 +404,7 @@ def main() -> None:
     settings = {
         name: getattr(args, name) for name in ("steps", "changes", "wording", "distances", "texts", "split")
     }
+    settings["ended"] = True
     for seed in args.seeds:
         for run in args.runs:
             asked = [

@@ -1,5 +1,6 @@
 """A memory for a pretrained model: attach, train what is new, read a text, ask, save.
 
+pip install '.[attach]'                             # in a clone; transformers, accelerate and gguf
 python examples/attach_memory.py                    # a tiny random Llama, to see the steps
 python examples/attach_memory.py path/or/hub-name   # a model of yours
 """

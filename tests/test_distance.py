@@ -14,6 +14,7 @@ import torch
 
 from remanence import Model, preset
 from remanence.model import parameters
+from remanence.tasks.answers import Likelihood
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ARGS = Namespace(work=Path("nowhere"), steps=None, changes=[])
@@ -61,6 +62,16 @@ def test_numbers_are_all_that_stands_around_the_digits_of_books(bench):
     found = bench.around_digits([torch.frombuffer(bytearray(book), dtype=torch.uint8)])
     expected = b"a" * 24 + b"12" + b"b" * 10 + b"3" + b"c" * 48 + b"7"
     assert bytes(found.tolist()) == expected
+
+
+def test_an_answer_with_more_digits_is_wrong(bench, books, monkeypatch):
+    """The same greedy value, once ended by a period and once by another digit."""
+    texts = bench.Texts(books, 2, 0)
+    facts = bench.Facts(texts, 2, 1)
+    subject = bench.Subject(torch.device("cpu"), tokens=bench.ByteTokenizer())
+    found = [Likelihood(-1.0, True, "."), Likelihood(-1.0, True, "8")]
+    monkeypatch.setattr(subject, "likelihoods", lambda *_: found)
+    assert facts.right(subject, None) == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["single", "late"])

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -23,6 +24,12 @@ WIDE = """[...document.querySelectorAll('.md-content *')].filter(element => {
     if (getComputedStyle(outer).overflowX !== 'visible') return false;
   return true;
 }).map(element => element.outerHTML.slice(0, 200))"""
+
+
+# Blocks of code whose lines are longer than they are wide, or whose letters are small.
+CUT = """[...document.querySelectorAll('.md-content pre > code')].filter(code =>
+  code.scrollWidth > code.clientWidth + 1 || parseFloat(getComputedStyle(code).fontSize) < 11
+).map(code => code.textContent.slice(0, 100))"""
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +73,58 @@ def test_the_site_fetches_nothing(site):
         assert not fetched, f"{path.name}: {fetched}"
 
 
+def test_long_lines_of_code_are_broken_and_say_the_same():
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    line = (
+        f"remanence train recall --out out/a --prompt 'x --y' {' '.join(f'--field{n}=1' for n in range(8))}"
+    )
+    page = f"```bash\n{line}          # a long command\nremanence presets  # short\n```\n\n```text\n{line}\n```\n"
+    made = hooks.on_page_markdown(page, None, None, None)
+    first, text = made.split("```text")
+    assert text == f"\n{line}\n```\n" and "\n# short\nremanence presets\n" in first
+    assert max(map(len, first.splitlines())) <= hooks.COLUMNS and first.startswith(
+        "```bash\n# a long command\n"
+    )
+    assert first.replace(" \\\n    ", " ").splitlines()[2] == line
+    code = f"```python\nif True:\n    call({'1, ' * 20})  # {'why ' * 10}\n```"
+    assert hooks.on_page_markdown(code, None, None, None).splitlines()[2].startswith("    # why why")
+
+
 @pytest.mark.skipif(executable() is None, reason="no Chromium")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_pages_fit_the_screen(site, width):
-    pages = ("index", "concepts", "reference/models", "reference/commands", "results/index", "training")
+    """Every page: nothing leaves the screen, no line of code is cut, and code is large enough to read."""
     with Browser(width) as browser:
-        for page in pages:
-            browser.open(site / f"{page}.html")
+        for path in sorted(site.rglob("*.html")):
+            page = path.relative_to(site).as_posix()
+            browser.open(path)
             assert browser("document.documentElement.scrollWidth") <= width, page
             assert not browser(WIDE), page
+            assert not browser(CUT), page
             assert browser("[...document.images].every(image => image.naturalWidth > 0)"), page
         assert not browser.errors
+
+
+@pytest.mark.skipif(executable() is None, reason="no Chromium")
+@pytest.mark.parametrize("page", ["index.html", "results/facts.html"])
+def test_search_works_in_a_page_opened_from_the_disk(site, page):
+    with Browser() as browser:
+        browser.open(site / page)
+        browser("document.querySelector('.md-search__input').focus()")
+        browser.send("Input.insertText", text="perplexity")
+        found = []
+        for _ in range(100):
+            found = browser(
+                "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+            )
+            if found:
+                break
+            time.sleep(0.1)
+        assert any("evaluation.html" in link for link in found), found
+        assert not browser.errors
+        assert all(url.startswith(("file:", "data:", "about:")) for url in browser.requests)
 
 
 def plain(text):

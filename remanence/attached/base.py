@@ -1,6 +1,6 @@
 """A Hugging Face model that is to get a memory: whether it can have one, where its attention is, and what it is called.
 
-transformers is the extra `hf`; nothing of it is imported before a model is there.
+transformers comes with the extra `attach`; nothing of it is imported before a model is there.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Source(NamedTuple):
         try:
             return auto.from_pretrained(self.name, **options)
         except ImportError as error:
-            extra = "attach" if self.gguf is not None else "hf"
+            hint = "pip install 'remanence[attach]'"
             raise ValueError(
-                f"base: reading {self.name} needs the extra '{extra}' ({first_line(error)})"
+                f"base: reading {self.name} needs the extra 'attach': {hint} ({first_line(error)})"
             ) from None
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
@@ -92,7 +92,9 @@ def check_model(model: Any) -> None:
     try:
         from transformers import PreTrainedModel
     except ImportError as error:
-        raise ValueError(f"attach needs the extra 'hf': pip install 'remanence[hf]' ({error})") from None
+        raise ValueError(
+            f"attach needs the extra 'attach': pip install 'remanence[attach]' ({error})"
+        ) from None
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"model: expected a causal language model of transformers, got {brief(type(model).__name__)}"

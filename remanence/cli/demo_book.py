@@ -95,4 +95,4 @@ def _session(device: torch.device) -> Session:
 
 def _answer(session: Session, question: str) -> str:
     """What follows a question, each asked by itself from the same memory."""
-    return session.fork().generate(question, max_tokens=8, temperature=0, stop=(".", "\n")).strip()
+    return session.fork().generate(question, max_tokens=12, temperature=0, stop=(".", "\n")).strip()

@@ -79,6 +79,7 @@ class Niah(Task):
         return {
             **super().identity,
             "choices": self.settings.choices,
+            "ends": "scored",  # answers in journals of earlier versions were right without their ends
             **(self.texts.identity if self.texts else {}),
         }
 

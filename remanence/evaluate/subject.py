@@ -180,20 +180,23 @@ class Subject:
     ) -> list[Likelihood]:
         """How likely each end is after its context, which continues its row of the state. Lengths may differ."""
         rows = [[*context, *end] for context, end in zip(contexts, ends, strict=True)]
-        longest = max(len(row) for row in rows) - 1
-        tokens = torch.tensor([row[:-1] + [0] * (longest + 1 - len(row)) for row in rows], device=self.device)
-        lengths = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+        longest = max(len(row) for row in rows)
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
+        lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = torch.arange(longest, device=self.device) < lengths[:, None]
         hidden = [trace.hidden for _, trace in traces(self.model, tokens, state, mask=mask)]
         self.passed(int(lengths.sum()))
         features, found = torch.cat(hidden, 1), []
         for row, (context, end) in enumerate(zip(contexts, ends, strict=True)):
-            logits = self.model.logits(features[row, len(context) - 1 : len(context) + len(end) - 1]).float()
+            logits = self.model.logits(features[row, len(context) - 1 : len(context) + len(end)]).float()
             targets = torch.tensor(list(end), device=self.device)
-            log = -float(F.cross_entropy(logits, targets, reduction="sum"))
-            found.append(
-                Likelihood(log if np.isfinite(log) else -np.inf, bool((logits.argmax(-1) == targets).all()))
-            )
+            log = -float(F.cross_entropy(logits[:-1], targets, reduction="sum"))
+            *likeliest, following = logits.argmax(-1).tolist()
+            greedy, after = likeliest == [*end], ""
+            if greedy and self.tokens is not None:
+                shown = self.tokens.decode([*end, following])
+                after = shown.removeprefix(self.tokens.decode(list(end)))
+            found.append(Likelihood(log if np.isfinite(log) else -np.inf, greedy, after))
         return found
 
     @torch.no_grad()

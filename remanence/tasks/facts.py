@@ -62,7 +62,9 @@ class Stretch(NamedTuple):
 class Facts:
     """Pieces of streams, ``[batch, length]``: a function of the step, on any number of processes.
 
-    Every token is a target; one that is no answer's counts `weight` times as much as one that is. Over the first `ramp`
+    Every token is a target; one that is no answer's counts `weight` times as much as one that is. The period after a
+    number is part of the answer: numbers have one to seven digits, and a model has to learn where each ends. With
+    `ends=False` it counts as text, as in runs of earlier versions, which are resumed with it. Over the first `ramp`
     steps, streams grow from facts and questions with hardly a text between them, and the text's weight from 0: few
     models learn to look up a fact if they meet it only in a long text.
     """
@@ -77,8 +79,10 @@ class Facts:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        ends: bool = True,
     ) -> None:
         self.data, self.length, self.batch, self.weight, self.ramp = data, length, batch, weight, ramp
+        self.counted_ends = ends
         self.seed, self.rank, self.world = seed, rank, world
         self.tokenizer: Tokenizer = data.tokenizer
         if length < (least := 512):
@@ -158,7 +162,7 @@ class Facts:
         texts = (*_worded(rng, key, known), ".")
         parts = [np.array(self.tokenizer.encode(text), np.int64) for text in texts]
         stated, question, answer, stop = parts
-        marks = np.repeat([False, True, False], [len(question), len(answer), len(stop)])
+        marks = np.repeat([False, True, self.counted_ends], [len(question), len(answer), len(stop)])
         return (
             Event(place, stated, np.zeros(len(stated), bool)),
             Event(asked, np.concatenate([question, answer, stop]), marks),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from remanence.data import Batch
-from remanence.tasks.answers import Answer
+from remanence.tasks.answers import Answer, states
 from remanence.tasks.draw import answer_batch, rank_rows, step_rng
 from remanence.tasks.haystack import Haystack, hide, max_tokens
 
@@ -195,12 +195,15 @@ def options(sample: Sample) -> list[str]:
 
 
 def score(sample: Sample, answer: Answer) -> dict[str, Any]:
-    """Shares of the right values: in the generated text; as the likeliest text; among the likeliest of the choices."""
+    """Shares of the right values: in the generated text; as the likeliest text; among the likeliest of the choices.
+
+    In the first two, a value has to end where it should: "41702835" does not state 4170283.
+    """
     joined, *single = answer.options
     best = Answer(answer.said, single).ranked[: len(sample.right)]
     return {
-        "said": sum(value.lower() in answer.said.lower() for value in sample.right) / len(sample.right),
-        "likeliest": float(joined.greedy),
+        "said": sum(states(answer.said, value) for value in sample.right) / len(sample.right),
+        "likeliest": float(joined.states(sample.right[-1])),
         "chosen": sum(index < len(sample.right) for index in best) / len(sample.right),
         "answer": answer.said,
         "right": sample.right,

@@ -125,7 +125,7 @@ KIND_FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("path",),
     "recall": ("pairs", "rounds", "keys", "noise"),
     "needle": ("pairs",),
-    "facts": ("path", "weight", "ramp"),
+    "facts": ("path", "weight", "ramp", "ends"),
     "told": ("path", "pairs", "share", "weight", "curriculum", "ramp"),
     "babilong": ("path", "books", "tasks", "curriculum"),
     "genome": ("path", "reverse_complement"),
@@ -155,6 +155,8 @@ class DataConfig:
         weight: facts, told, dna: how much a token of the text counts in the loss, beside one of an answer; 0: only
             answers do.
         ramp: facts, told: steps over which the text between facts grows from nothing, and the distances with it.
+        ends: facts: whether the token that ends an answer counts as much as the answer. Runs of earlier
+            versions, in which it counted as text, are resumed with False.
         books, tasks: babilong: the text around the facts (a file, a folder or hf:NAME), and which of qa1 to qa20.
         curriculum: babilong, told: the lengths of texts, from short to long, each for an equal part of the steps (one
             given twice, for two), 0 for stories alone. Steps then have batch x length tokens, in rows of the part's
@@ -176,6 +178,7 @@ class DataConfig:
     share: float = 0.5
     weight: float = 0.1
     ramp: int = 0
+    ends: bool = True
     books: str | None = None
     tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
     curriculum: tuple[int, ...] = ()
@@ -211,6 +214,8 @@ class DataConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> DataConfig:
         """From a file. Fields of other kinds, which earlier versions saved as well, are dropped."""
         kind = data.get("kind", cls.kind)
+        if kind == "facts":
+            data = {"ends": False, **data}  # saved before the field existed
         foreign = {name for names in KIND_FIELDS.values() for name in names if not cls.has_field(kind, name)}
         return _build(cls, {name: value for name, value in data.items() if name not in foreign})
 
@@ -369,7 +374,10 @@ class TrainConfig:
         return self.windows[part] if part < len(self.windows) else own
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "model": self.model.to_dict()}
+        plain = {**asdict(self), "model": self.model.to_dict()}
+        if self.data.kind != "facts" or not self.data.ends:
+            del plain["data"]["ends"]  # the config of a run of an earlier version stays as it was
+        return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
@@ -380,6 +388,7 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
     """A copy with dotted fields changed, given as text: ``{"optimizer.lr": "3e-4", "model.memory.chunk": "64"}``."""
     changes = current_fields("train", changes)
     data = apply_overrides(config, changes)
+    data["data"].setdefault("ends", config.data.ends)  # to_dict leaves it out for other kinds
     for dotted in changes:
         if dotted.startswith("data."):
             # Refuse a given field of another kind; what the recipe has for another kind is dropped by from_dict.

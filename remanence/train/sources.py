@@ -120,7 +120,7 @@ def _text(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     ramp = data.ramp * config.accumulate  # a source's steps are parts of the run's
-    return Facts(_shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world)
+    return Facts(_shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world, data.ends)
 
 
 def _told(config: TrainConfig, batch: int, rank: int, world: int) -> Source:

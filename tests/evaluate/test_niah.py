@@ -195,6 +195,33 @@ def test_an_answer_may_be_as_long_as_in_ruler_whatever_is_asked_beside_it(home, 
     assert set(asked) == {128}
 
 
+def test_a_value_with_more_digits_behind_it_is_wrong(home):
+    """Said, and as the likeliest text: the number has to end where the right one does."""
+
+    def longer(text, options):
+        return f" I think {options[0]}08, and 5{options[0].strip()}.", 0
+
+    rows = measured(
+        home, "niah", subject=telling(home, longer), **{**SMALL(home), "kinds": "pk,n,w,multikey"}
+    )
+    assert {row.value for row in rows if row.metric == "said"} == {0.0}
+    sample = Sample(np.zeros(1), "", ["123"], ["456"])
+    others = [Likelihood(-1.0, True), Likelihood(-2.0, False)]
+    for after, right in (("", 1), (".", 1), (" and", 1), ("4", 0), ("45", 0), ("th", 0)):
+        found = score(sample, Answer("123.", [Likelihood(-1.0, True, after), *others]))
+        assert (found["said"], found["likeliest"]) == (1.0, right), after
+    assert score(sample, Answer("", [Likelihood(-1.0, False, "."), *others]))["likeliest"] == 0
+
+
+def test_what_a_model_says_after_a_value_is_looked_at(home):
+    """`Likelihood.after` is the token that greedy generation gives next."""
+    subject = niah(home, data=str(home / "hay.txt")).subject
+    prompt = subject.tokenizer.encode("The number is")
+    says = subject.say(["The number is"], None, 4)[0]
+    (found,) = subject.likelihoods([prompt], [subject.tokenizer.encode(says[:3])])
+    assert found.greedy and found.after == says[3:4]
+
+
 def test_scores_by_hand():
     likely = [
         Likelihood(log, greedy)

@@ -1,7 +1,10 @@
 """Facts planted in books: every question follows its fact, and steps are made again on any number of processes."""
 
+import json
 import random
 import re
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from remanence.recipes.facts import recipe
 from remanence.tasks.facts import BARE, FIRST, Facts
 from remanence.tasks.needle import ADJECTIVES, NOUNS
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
+from remanence.train.config import override
 from remanence.train.engine import make_optimizer, take_step
 
 NAME = rf"({'|'.join(ADJECTIVES)})[- ]({'|'.join(NOUNS)})"
@@ -49,7 +53,7 @@ def answers_in(text, marks):
         if marks[begin] and not marks[begin - 1]:
             end = marks.index(False, begin) if False in marks[begin:] else len(marks)
             if end < len(marks):  # the stream's last answer may be cut
-                yield begin, text[begin:end].strip()
+                yield begin, text[begin:end].strip(" .")
 
 
 @pytest.mark.parametrize(("ramp", "least"), [(0, 10), (100, 100)])
@@ -75,10 +79,55 @@ def test_only_answers_count_in_full(books):
     assert set(weights.unique().tolist()) == {0.25, 1.0}
     for row in range(4):
         answers = bytes(batch.targets[row][weights[row] == 1].tolist()).decode()
-        assert re.fullmatch(r"( \d{1,7})*", answers)
+        assert re.fullmatch(r"( \d{1,7}\.)*", answers)
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
     alone = Facts(books, 2048, 4, 0.0, seed=1).step(0)
     assert torch.equal(alone.targets >= 0, weights == 1), "with weight 0, nothing but answers is a target"
+
+
+def test_where_a_number_ends_has_to_be_known(books):
+    """Answers have one to seven digits, and the token after the last counts as much as the digits. Only the weights
+    differ from those of earlier versions: the texts are the same.
+    """
+    source, before = (
+        Facts(books, 1024, 8, 0.1, 50, seed=1),
+        Facts(books, 1024, 8, 0.1, 50, seed=1, ends=False),
+    )
+    lengths = set()
+    for step in range(4):
+        now, then = source.step(step), before.step(step)
+        assert torch.equal(now.tokens, then.tokens)
+        more = (now.weights == 1) & (then.weights < 1)
+        assert more.any() and bytes(now.targets[more].tolist()) == b"." * int(more.sum())
+        answers = bytes(now.targets[now.weights == 1].tolist()).decode()
+        assert answers.count(".") == answers.count(" ")
+        lengths |= {len(value) for value in re.findall(r"\d+", answers)}
+    assert lengths == set(range(1, 8))
+
+
+def test_a_run_of_an_earlier_version_is_resumed_as_it_was(books, tmp_path, recwarn):
+    """Its config has no `data.ends`: the end of an answer goes on counting as text, and nothing is reported as
+    changed.
+    """
+    model = preset("tiny", "lmm", dim=32, depth=1, memory={"heads": 1})
+    data = DataConfig(kind="facts", path=str(books.folder), length=512, weight=0.5, ends=False)
+    config = TrainConfig(
+        model=model, data=data, steps=4, batch=2, carry=True, device="cpu", save_every=2, log_every=1
+    )
+    assert "ends" not in config.to_dict()["data"] and TrainConfig.from_dict(config.to_dict()) == config
+    whole, half = [], []
+    fit(config, tmp_path / "whole", log=whole.append)
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "model")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "00000004")
+    run = TrainConfig.from_dict(json.loads((tmp_path / "half" / "config.json").read_text()))
+    fit(run, tmp_path / "half", resume=True, log=half.append)
+    assert [line["loss"] for line in half] == [line["loss"] for line in whole[2:]]
+    assert not [each for each in recwarn if "changed" in str(each.message)]
+    now = replace(config, data=replace(data, ends=True))
+    assert now.to_dict()["data"]["ends"] is True and TrainConfig.from_dict(now.to_dict()) == now
+    assert override(TrainConfig(), {"data.kind": "facts", "data.path": "x"}).data.ends
+    assert "ends" not in TrainConfig().to_dict()["data"]
 
 
 def test_steps_are_made_again_and_dealt_to_processes(books):
