@@ -84,27 +84,29 @@ class Eval:
         self._check()
         recipe, others = split_prefix(self.overrides, RECIPE)
         names = {name: TASKS[name].Settings.__dataclass_fields__ for name in self.tasks}
-        own = {name: self._limited(name, given) for name, given in by_owner(others, names).items()}
-        settings = {name: configured(TASKS[name], given) for name, given in own.items()}
+        given = by_owner(others, names)
+        limits = {name: self._limits(name, own) for name, own in given.items()}
+        settings = {name: configured(TASKS[name], limits[name] | own) for name, own in given.items()}
         subject = self._subject(recipe)
         tasks = [TASKS[name](subject, settings[name]) for name in self.tasks]
         rows = self._measure(subject, tasks)
         origin = provenance(subject)
         for task in tasks:
             _print(table([row for row in rows if row.task == task.name and not row.detail], self.memory))
+        for name, own in limits.items():
+            if own:
+                said = ", ".join(f"{setting}={value}" for setting, value in own.items())
+                say(f"{name}: a quick look with {said}; --full measures all", error=True)
         if self.json is not None:
             write_rows(self.json, rows, origin)
             plots = _plots(tasks, rows, self.memory, self.json)
             say(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
 
-    def _limited(self, name: str, given: Mapping[str, str]) -> Mapping[str, str]:
-        """A task's settings, limited to a quick look unless it was said how much to measure."""
+    def _limits(self, name: str, given: Mapping[str, str]) -> dict[str, str]:
+        """The settings of a quick look at a task, none if it was said how much to measure."""
         if self.full or name not in QUICK or any(setting in given for setting in OWN[name]):
-            return given
-        limits = QUICK[name] | dict(given)
-        said = ", ".join(f"{setting}={limits[setting]}" for setting in QUICK[name])
-        say(f"{name}: a quick look with {said}; --full measures all", error=True)
-        return limits
+            return {}
+        return {setting: value for setting, value in QUICK[name].items() if setting not in given}
 
     def _check(self) -> None:
         """Refuse wrong arguments before anything is loaded."""
