@@ -298,7 +298,7 @@ def test_generating_in_place_says_the_same(variant, write, monkeypatch):
             if count == 7:
                 break
         session = Session(subject, write=write)
-        stream = session.stream("abc", max_tokens=9)
+        stream = session.stream("abc", max_tokens=9, temperature=0)
         states = [session.state.position for _ in zip(range(4), stream, strict=False)]
         stream.close()
         found.append((made.texts, made.tokens, left.tokens, [made.state, left.state, session.state, states]))

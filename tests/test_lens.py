@@ -242,7 +242,7 @@ def test_reading_begins_from_a_memory(run, tmp_path):
             "--text: expected a plain text, got one packed as bzip2; unpack it first",
         ),
         (["m", "--text", "t.txt", "--out", "t.txt"], "--out: expected another file than --text"),
-        (["m", "--text", "t.txt", "--out", "no/p.html"], "expected its folder to exist"),
+        (["m", "--text", "t.txt", "--out", "t.txt/p.html"], "--out: expected a folder that can be made"),
         (["m", "--text", "t.txt", "--layers", "3"], "--layers: expected layers with a memory (1, 2), got 3"),
         (["m", "--text", "t.txt", "--reach", "0"], "--reach: expected from 1 to 65,535 tokens, got 0"),
         (["missing", "--text", "t.txt"], "missing"),

@@ -82,6 +82,8 @@ class Read:
                 raise ValueError(f"--resume: expected the files that {save} was reading, got others")
         before = session.tokens
         warn_of_reach(self.model, session, source.size)
+        for path in self.files:
+            warn_of_binary(path)
         surprise = self._read(session, source, notes)
         try:
             memfile.save(save, session.model, session.state, notes)
@@ -284,6 +286,7 @@ class Lens:
                 f"weights {memfile.fingerprint(model).weights[:12]}",
             ]
             page.finish(" · ".join(facts), names, start, self.reach, model.config.memory.conv)
+        warn_of_binary(text)
         say(f"{out}: {session.tokens - before:,} tokens, {out.stat().st_size:,} bytes")
 
 
@@ -344,11 +347,15 @@ def saving(what: str, path: Path | None) -> Iterator[None]:
 
 
 def check_text(what: str, path: Path) -> None:
-    """Refuse what is no file to read, and warn of one that does not look like text."""
+    """Refuse what is no file to read."""
     if path.is_dir():
         raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
     if not path.is_file():
         raise ValueError(f"{what}: {path}: no such file")
+
+
+def warn_of_binary(path: Path) -> None:
+    """Print a line about a file that does not look like text."""
     from remanence.data.sources import binary_warning
 
     if warning := binary_warning(path, unpack=False):
