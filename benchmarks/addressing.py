@@ -24,11 +24,11 @@ from books import Row, Rows, load, machine, table_row, table_rule
 from distance import Facts, Texts
 
 from remanence.config import change
-from remanence.core.tokens import ByteTokenizer
 from remanence.data.prepare import prepare
 from remanence.evaluate.subject import Subject
 from remanence.inference.reader import read
 from remanence.recipes.facts import recipe
+from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train.config import TrainConfig
 from remanence.train.run import Run
 

@@ -38,12 +38,12 @@ from remanence import attach
 from remanence.attached.base import Source
 from remanence.attached.folder import load as load_attached
 from remanence.attached.model import Attached
-from remanence.core.tokens import JsonTokenizer
 from remanence.inference.generate import Generation, Sampling
 from remanence.inference.reader import read
 from remanence.recipes import load_recipe
 from remanence.tasks.answers import states
 from remanence.tasks.told import KINDS, Kind, Turns, draw_facts
+from remanence.tokenizers.tokens import JsonTokenizer
 from remanence.train import fit
 from remanence.train.config import override
 

@@ -31,16 +31,15 @@ from typing import Any
 import torch
 
 from remanence import ModelConfig
-from remanence.core import published
-from remanence.core.files import write_json
-from remanence.core.overrides import format_length, parse_length
-from remanence.core.tokens import ByteTokenizer
-from remanence.evaluate import TASKS, Subject, configured, evaluate
+from remanence.evaluate import TASKS, Subject, configured, evaluate, published
 from remanence.evaluate.plots import curves
 from remanence.evaluate.run import commit, hardware
 from remanence.evaluate.task import wilson
+from remanence.io.files import write_json
 from remanence.model import matched, parameters
+from remanence.runtime.overrides import format_length, parse_length
 from remanence.tasks.babilong import ALL, PROMPT, find_file, read_stories
+from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
 from remanence.train.config import PLAIN
 

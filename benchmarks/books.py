@@ -23,10 +23,10 @@ from torch import Tensor
 
 from remanence import Model
 from remanence.config import Mode
-from remanence.core.files import replacing
-from remanence.core.graphs import capture
-from remanence.core.state import where
 from remanence.inference.graphs import unsupported
+from remanence.io.files import replacing
+from remanence.runtime.graphs import capture
+from remanence.runtime.state import where
 from remanence.train.config import OptimizerConfig, TrainConfig
 from remanence.train.engine import make_optimizer
 from remanence.train.graphed import Graphed

@@ -37,16 +37,16 @@ import torch
 from books import Row, Rows, add_arguments, load, machine
 
 from remanence.config import MODES, change, memorizing
-from remanence.core.files import write_json
-from remanence.core.tokens import ByteTokenizer
 from remanence.data.prepare import prepare
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import wilson
 from remanence.inference.reader import read
+from remanence.io.files import write_json
 from remanence.model import Model, State, matched, parameters
 from remanence.recipes.facts import recipe
 from remanence.tasks.facts import WORDINGS
 from remanence.tasks.needle import unused
+from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import TrainConfig, fit
 from remanence.train.config import PLAIN, override
 

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from books import captured, load, octaves, plan_of, streams
 
 from remanence import Model, ModelConfig
-from remanence.core.state import where
 from remanence.model import matched
 from remanence.ops import leashed, reset_leashed
+from remanence.runtime.state import where
 
 RUNS: dict[
     str, dict[str, Any]

@@ -38,10 +38,10 @@ from books import Rows, add_arguments, machine
 from forecast_rows import MODES, plot, table
 
 from remanence.config import change
-from remanence.core.device import resolve
 from remanence.data.series import Series, read_series
 from remanence.model import matched, parameters
 from remanence.recipes import load_recipe
+from remanence.runtime.device import resolve
 from remanence.series.network import Network
 from remanence.series.online import SHIFTS, roll
 from remanence.tasks.forecast import HORIZONS, errors_of

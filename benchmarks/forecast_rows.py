@@ -10,7 +10,7 @@ from typing import Any
 
 from books import comparable, table_row, table_rule
 
-from remanence.core.published import TABLE3, TABLE3_COLUMNS
+from remanence.evaluate.published import TABLE3, TABLE3_COLUMNS
 from remanence.series.online import SHIFTS
 from remanence.tasks.forecast import HORIZONS
 
@@ -126,7 +126,7 @@ def plot(rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from remanence.core.files import replacing
+    from remanence.io.files import replacing
 
     rows = [row for row in rows if "recipe" not in row["what"]]
     online = [row for row in rows if "rolling" in row]

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from remanence import Model, ModelConfig
 from remanence.config import change
-from remanence.core.files import write_json
 from remanence.data import Batch
+from remanence.io.files import write_json
 from remanence.memory.policies import unigrams
 from remanence.tasks.recall import Recall
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from remanence import Model, preset
-from remanence.core.tokens import ByteTokenizer
 from remanence.evaluate import TASKS, Subject, configured
 from remanence.inference.reader import PIECE
+from remanence.tokenizers.tokens import ByteTokenizer
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from remanence import Model, ModelConfig
-from remanence.core.device import resolve
+from remanence.runtime.device import resolve
 
 PAIRS, KEYS, NOISE = 8, 32, 16
 

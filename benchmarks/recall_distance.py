@@ -27,10 +27,10 @@ from torch import Tensor
 
 from remanence import Model, ModelConfig
 from remanence.config import Mode, change
-from remanence.core.state import where
 from remanence.evaluate.task import wilson
 from remanence.inference.reader import read
 from remanence.model import State, Trace, matched, parameters
+from remanence.runtime.state import where
 from remanence.tasks.recall import Recall, vocabulary
 from remanence.train.config import OptimizerConfig, TrainConfig
 from remanence.train.engine import make_optimizer

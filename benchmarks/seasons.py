@@ -28,8 +28,8 @@ import torch
 from books import Rows, add_arguments, machine, table_row, table_rule
 
 from remanence.config import change
-from remanence.core.device import resolve
 from remanence.data.series import Series
+from remanence.runtime.device import resolve
 from remanence.series.config import ForecastConfig
 from remanence.series.network import Network
 from remanence.series.online import roll
@@ -111,7 +111,7 @@ def plot(rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from remanence.core.files import replacing
+    from remanence.io.files import replacing
 
     figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
     colours = {"on": "#1b6ca8", "frozen": "#e07a1f", "fresh": "#3a8f5c", "off": "#8a8a8a"}

@@ -32,8 +32,8 @@ import torch
 from books import Row, Rows, add_arguments, machine, table_row, table_rule
 
 from remanence import Session
-from remanence.core.shipped import FOLDER
 from remanence.evaluate.task import wilson
+from remanence.io.shipped import FOLDER
 from remanence.tasks.answers import states
 from remanence.tasks.facts import WORDINGS
 from remanence.tasks.needle import ADJECTIVES, NOUNS

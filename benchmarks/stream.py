@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from remanence.core.device import resolve
 from remanence.layers import unit
 from remanence.memory.neural import NeuralMemory
 from remanence.ops import MemoryState, recall
+from remanence.runtime.device import resolve
 
 RULES = {
     "both": "titans",

@@ -20,7 +20,7 @@ from torch import nn
 
 from remanence import Model
 from remanence.config import preset
-from remanence.core.device import resolve
+from remanence.runtime.device import resolve
 from remanence.train import DataConfig, TrainConfig, fit
 from remanence.train.engine import make_optimizer
 from remanence.train.sources import SOURCES

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from remanence import MIXERS, Backbone, Mixer, Model, ModelConfig, Session, preset
-from remanence.core.state import TensorTuple
 from remanence.layers import Linear, assign
 from remanence.mixers import Context, MixerOutput
 from remanence.ops.layout import from_rows, to_rows
+from remanence.runtime.state import TensorTuple
 
 
 class _EMAState(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from remanence import Model, Session, preset
-from remanence.core.tokens import ByteTokenizer
 from remanence.model import matched
+from remanence.tokenizers.tokens import ByteTokenizer
 
 STEPS, BATCH, LENGTH = 60, 4, 256
 

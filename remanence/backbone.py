@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from remanence.config import MODES, Mode, ModelConfig, ModelFields, change
-from remanence.core.choices import check_choice
-from remanence.core.ragged import SegmentSplit
-from remanence.core.state import TensorTuple, advanced, note_positions, positions_of
 from remanence.layers import Module, RMSNorm, SwiGLU, operand
 from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import pick, repad
 from remanence.ops.state import memories
+from remanence.runtime.choices import check_choice
+from remanence.runtime.ragged import SegmentSplit
+from remanence.runtime.state import TensorTuple, advanced, note_positions, positions_of
 
 Schedule = Literal["wavefront", "layers"]
 

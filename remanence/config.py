@@ -7,9 +7,9 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import gcd, isqrt, nextafter
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
-from remanence.core.choices import brief, check_choice
-from remanence.core.keywords import KnnFields, MemoryFields
-from remanence.core.vocabulary import BYTES
+from remanence.runtime.choices import brief, check_choice
+from remanence.runtime.keywords import KnnFields, MemoryFields
+from remanence.tokenizers.vocabulary import BYTES
 
 Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
 

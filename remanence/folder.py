@@ -16,13 +16,10 @@ import torch
 from torch import nn
 
 from remanence.config import ModelConfig
-from remanence.core.choices import brief
-from remanence.core.device import memory_of
-from remanence.core.errors import first_line
-from remanence.core.files import DIGEST, read_json, replacing, sealed, unsealed, write_json
-from remanence.core.migrations import current_name
-from remanence.core.shipped import located, shipped_models
-from remanence.core.tensors import (
+from remanence.io.files import DIGEST, read_json, replacing, sealed, unsealed, write_json
+from remanence.io.migrations import current_name
+from remanence.io.shipped import located, shipped_models
+from remanence.io.tensors import (
     FLOATS,
     Entry,
     Opened,
@@ -33,6 +30,9 @@ from remanence.core.tensors import (
     write_tensors,
 )
 from remanence.model import Model
+from remanence.runtime.choices import brief
+from remanence.runtime.device import memory_of
+from remanence.runtime.errors import first_line
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = "backbone.blocks."

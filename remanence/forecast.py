@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from remanence.config import Mode, change
-from remanence.core.choices import check_choice
-from remanence.core.device import resolve
-from remanence.core.files import replacing_folder
 from remanence.data.series import FILLS, Series, read_series
+from remanence.io.files import replacing_folder
+from remanence.runtime.choices import check_choice
+from remanence.runtime.device import resolve
 from remanence.series.network import Network, load_network
 from remanence.series.online import Rolled, roll
 from remanence.tasks.forecast import SPLITS, Errors, Protocol, Scaler, errors_of

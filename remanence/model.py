@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from remanence.backbone import Backbone, Schedule, State, Trace, memories
 from remanence.config import Mode, ModelConfig, ModelFields, change
-from remanence.core.migrations import current_name
-from remanence.core.module import Module, check_transforms
+from remanence.io.migrations import current_name
 from remanence.mixers import Mixer, Text
+from remanence.runtime.module import Module, check_transforms
 
 __all__ = ["Model", "Schedule", "State", "Trace", "matched", "memories", "parameters"]
 
@@ -189,7 +189,7 @@ class Model(Module):
         return describe(self.config, self.embed.weight.dtype)
 
     def save(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``; a tokenizer is saved by itself, `remanence.core.tokens`."""
+        """Write ``config.json`` and ``model.safetensors``, without the tokenizer."""
         from remanence.folder import save_model
 
         save_model(self, folder)

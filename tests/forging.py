@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from remanence.core.tensors import Stored, describe, read_tensors
 from remanence.inference import memfile
+from remanence.io.tensors import Stored, describe, read_tensors
 
 INTEGERS = (-(2**63), -(2**40), -2, -1, 0, 1, 3, 7, 1000, 2**31, 2**40, 2**62, 2**63 - 1)
 FLOATS = (float("nan"), float("inf"), -float("inf"), 1e38, -1e38, 3e38, 1e-45, 0.0, -1.0, 1e6)

@@ -232,8 +232,8 @@ def setup(folder: Path) -> None:
     """What the commands are given: two texts, a corpus of them, a model."""
     from models import model
 
-    from remanence.core.tokens import ByteTokenizer
     from remanence.data import prepare as prepared
+    from remanence.tokenizers.tokens import ByteTokenizer
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -5,8 +5,8 @@ import json
 import torch
 
 from remanence import Model, ModelConfig
-from remanence.core.tokens import JsonTokenizer, byte_level_json
 from remanence.mixers import BLOCKS
+from remanence.tokenizers.tokens import JsonTokenizer, byte_level_json
 
 VARIANTS = {name: (name,) for name in BLOCKS} | {
     "hybrid": ("lmm", "window", "mac"),

@@ -4,7 +4,7 @@ show.
 
 import torch
 
-from remanence.core.tensors import ALIGNMENT
+from remanence.io.tensors import ALIGNMENT
 
 
 def unaligned(tensor, by=8):

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from remanence.core.tokens import ByteTokenizer
 from remanence.data.prepare import prepare
+from remanence.tokenizers.tokens import ByteTokenizer
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -36,11 +36,11 @@ from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
 from remanence.attached.base import digest
 from remanence.cli import main
-from remanence.core.tokens import ByteTokenizer
 from remanence.data import Tokens
 from remanence.hf import AttachedForCausalLM
 from remanence.tasks.told import Told, Turns, draw_facts
 from remanence.testing import assert_close
+from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, export, fit
 
 SHAPE = {
@@ -251,7 +251,7 @@ def test_a_folder_holds_what_is_new_and_names_the_rest(tmp_path):
     model = remanence.attach(tmp_path / "base", every=2, window=24, **SMALL)
     own = trained(model)
     model.save_pretrained(tmp_path / "own")
-    stored = remanence.core.tensors.read_header(tmp_path / "own" / "model.safetensors").entries
+    stored = remanence.io.tensors.read_header(tmp_path / "own" / "model.safetensors").entries
     assert all(".memories." in name for name in stored)
     x = tokens()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "own").eval()

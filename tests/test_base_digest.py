@@ -12,8 +12,8 @@ import remanence
 from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
 from remanence.attached.base import digest
-from remanence.core.files import read_json, sealed, unsealed, write_json
 from remanence.inference import memfile
+from remanence.io.files import read_json, sealed, unsealed, write_json
 
 OTHERS = {
     "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},

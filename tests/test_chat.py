@@ -10,11 +10,11 @@ from models import pairs_tokenizer
 from remanence import Sampling, Session, cli
 from remanence.cli.chat import Chat
 from remanence.cli.sessions import Generate
-from remanence.core.files import read_json, write_json
-from remanence.core.tokens import load_tokenizer
 from remanence.inference import memfile
 from remanence.inference.chat import Turns
+from remanence.io.files import read_json, write_json
 from remanence.testing import assert_close
+from remanence.tokenizers.tokens import load_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}</>\n{% endfor %}"

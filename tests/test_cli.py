@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from remanence import Model, Session, cli
-from remanence.cli import sessions
+from remanence.cli import progress, sessions
 from remanence.config import PRESETS, preset
-from remanence.core import progress
-from remanence.core.tokens import load_tokenizer
 from remanence.inference import memfile
 from remanence.mixers import BLOCKS
 from remanence.model import matched, parameters
 from remanence.recipes import NAMES, find_recipe, load_recipe
 from remanence.testing import assert_close
+from remanence.tokenizers.tokens import load_tokenizer
 from remanence.train import TrainConfig
 
 ROOT = Path(__file__).parent.parent

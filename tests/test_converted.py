@@ -14,8 +14,8 @@ from models import pairs_tokenizer
 from tiktoken._educational import bpe_train
 
 from remanence import Session
-from remanence.core.converted import CL100K, GPT2
-from remanence.core.tokens import load_tokenizer, read_tokenizer, tokenizer_file
+from remanence.tokenizers.converted import CL100K, GPT2
+from remanence.tokenizers.tokens import load_tokenizer, read_tokenizer, tokenizer_file
 
 ROOT = Path(__file__).parent.parent
 TEXT = (

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from remanence import ModelConfig, preset
+from remanence.cli.fields import Field, all_fields, described, shown
 from remanence.config import KnnConfig, MemoryConfig, ModelFields
-from remanence.core.fields import Field, all_fields, described, shown
-from remanence.core.keywords import KnnFields, MemoryFields
-from remanence.core.overrides import parse_value
 from remanence.evaluate import TASKS
 from remanence.inference.generate import Sampling, SamplingFields
+from remanence.runtime.keywords import KnnFields, MemoryFields
+from remanence.runtime.overrides import parse_value
 from remanence.train import TrainConfig, override
 
 ROOT = Path(__file__).parent.parent

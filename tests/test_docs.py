@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from remanence.core.shapes import AXES, ROOM_AXES
+from remanence.runtime.shapes import AXES, ROOM_AXES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "remanence"
@@ -273,7 +273,7 @@ class TestReferences:
     def test_the_test_finds_what_is_wrong(self):
         """What is right passes, and each kind of mistake is found and named."""
         page = ROOT / "docs" / "page.md"
-        right = "`ops/rules.py: RULES, Rule.forget`, core/shapes.py and `remanence.ops.memorize`"
+        right = "`ops/rules.py: RULES, Rule.forget`, runtime/shapes.py and `remanence.ops.memorize`"
         assert not [*wrong_references(page, right), *wrong_modules(page, right)]
         mistakes = {
             "first\n`ops/nowhere.py: x`": "docs/page.md:2: ops/nowhere.py: there is no such file",
@@ -323,7 +323,7 @@ class TestAxes:
         assert len(used) > 500
         known = {room: AXES | ROOM_AXES.get(room, {}) for room, _, _ in used}
         wrong = [f"{where}: {letter!r}" for room, letter, where in used if letter not in known[room]]
-        assert not wrong, "not in remanence/core/shapes.py:\n" + "\n".join(wrong)
+        assert not wrong, "not in remanence/runtime/shapes.py:\n" + "\n".join(wrong)
 
     def test_the_legend_has_no_more(self):
         used = {(room, letter) for room, letter, _ in self.used()}

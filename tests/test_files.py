@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from remanence.core.files import (
+from remanence.io.files import (
     _workshop,
     locked,
     read_json,
@@ -19,7 +19,7 @@ from remanence.core.files import (
     sealed,
     write_json,
 )
-from remanence.core.tensors import read_header, read_tensors, write_tensors
+from remanence.io.tensors import read_header, read_tensors, write_tensors
 
 
 def hidden(folder: Path) -> list[str]:
@@ -51,7 +51,7 @@ def test_nothing_is_there_until_all_of_it_is(tmp_path):
 
 def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path):
     program = (
-        "import os, pathlib, sys; from remanence.core.files import replacing\n"
+        "import os, pathlib, sys; from remanence.io.files import replacing\n"
         "with replacing(pathlib.Path(sys.argv[1])) as temporary:\n"
         "    temporary.write_text('half'); os.kill(os.getpid(), 9)"
     )
@@ -83,7 +83,7 @@ def test_a_folder_is_for_one_process(tmp_path):
 
 def test_a_lock_dies_with_its_process(tmp_path):
     program = (
-        "import os, pathlib, sys; from remanence.core.files import locked\n"
+        "import os, pathlib, sys; from remanence.io.files import locked\n"
         "with locked(pathlib.Path(sys.argv[1]), 'a run'):\n"
         "    print('in', flush=True); sys.stdin.read()"
     )

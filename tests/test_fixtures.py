@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from remanence import Model, Session
-from remanence.core.files import read_json, write_json
-from remanence.core.tensors import read_tensors
 from remanence.data import Documents, Packed, Tokens
 from remanence.inference import memfile
+from remanence.io.files import read_json, write_json
+from remanence.io.tensors import read_tensors
 from remanence.train import export, fit
 
 pytestmark = pytest.mark.skipif(

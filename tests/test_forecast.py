@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from series import MODEL, network, shape, waves, written
 
 from remanence.backbone import Backbone
-from remanence.core.files import sealed, unsealed
 from remanence.forecast import Forecaster
+from remanence.io.files import sealed, unsealed
 from remanence.series.network import NETWORKS, WindowBatch, load_network, make_network
 from remanence.series.online import SHIFTS, roll
 from remanence.train import OptimizerConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from series import waves, written
 
-from remanence.core.published import TABLE3, TABLE3_COLUMNS
+from remanence.evaluate.published import TABLE3, TABLE3_COLUMNS
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "forecast.py"
 

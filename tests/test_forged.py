@@ -10,16 +10,14 @@ from models import VARIANTS
 from test_memfile import saved
 
 from remanence import Session
-from remanence.core.errors import DivergedError
-from remanence.core.tensors import describe, read_tensors
+from remanence.io.tensors import describe, read_tensors
+from remanence.runtime.errors import DivergedError
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_any_forgery(tmp_path, monkeypatch, variant, count):
-    monkeypatch.setattr(
-        "remanence.core.files.flush", lambda path: None
-    )  # the disk's part takes the most time
+    monkeypatch.setattr("remanence.io.files.flush", lambda path: None)  # the disk's part takes the most time
     subject, path = saved(tmp_path, variant)
     found = list(forgeries(path))
     refused = 0

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from remanence import Model, preset
-from remanence.core.state import advanced, aligned, note_positions, noted_positions, positions_of, where
 from remanence.inference import reader
 from remanence.inference.graphs import border_of, longest_window, unsupported
 from remanence.model import memories
 from remanence.ops.triton import dispatch
+from remanence.runtime.state import advanced, aligned, note_positions, noted_positions, positions_of, where
 from remanence.train.graphed import Graphed
 
 on_gpu = pytest.mark.skipif(

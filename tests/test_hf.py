@@ -13,9 +13,9 @@ from models import config, model, tokens
 from safetensors.torch import load_file, save_file
 
 from remanence import Model
-from remanence.core.tokens import ByteTokenizer, load_tokenizer
 from remanence.hf import RemanenceCache, RemanenceConfig, RemanenceForCausalLM
 from remanence.testing import assert_close
+from remanence.tokenizers.tokens import ByteTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"

@@ -12,12 +12,12 @@ from hf_models import greedy, transformers, wrapped
 from models import model, tokens
 
 from remanence import Model, Session, cli
-from remanence.core.shipped import FOLDER
-from remanence.core.tokens import ByteTokenizer
 from remanence.folder import AUTO
 from remanence.hf import RemanenceCache, RemanenceConfig
 from remanence.inference import memfile
+from remanence.io.shipped import FOLDER
 from remanence.testing import assert_close
+from remanence.tokenizers.tokens import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"

@@ -16,10 +16,10 @@ from models import MEMORIES, model
 
 from remanence import Session, cli
 from remanence.cli.sessions import Lens
-from remanence.core.tokens import read_tokenizer
 from remanence.lens import SIGNALS, Look, Page, look, matches, norms, stride, unpack
 from remanence.lens.look import Past, watched
 from remanence.testing import assert_close
+from remanence.tokenizers.tokens import read_tokenizer
 
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. "
 ODD = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import model
 
-from remanence.core.tokens import ByteTokenizer
+from remanence.tokenizers.tokens import ByteTokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("remanence.hf")

@@ -18,8 +18,8 @@ from models import VARIANTS, model
 from safetensors.torch import load_file, save_file
 
 from remanence import Model, Session
-from remanence.core.tensors import Stored, describe, read_header, read_tensors
 from remanence.inference import memfile
+from remanence.io.tensors import Stored, describe, read_header, read_tensors
 from remanence.testing import assert_close
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from remanence.core.overrides import (
+from remanence.runtime.overrides import (
     apply_overrides,
     by_owner,
     format_length,

@@ -14,8 +14,8 @@ from places import misaligned, misplace, unaligned
 from runs import config, losses, weights
 
 from remanence import Model, Session
-from remanence.core.tensors import aligned, read_tensors, write_tensors
 from remanence.inference import memfile
+from remanence.io.tensors import aligned, read_tensors, write_tensors
 from remanence.testing import assert_close
 from remanence.train import DataConfig, fit
 from remanence.train.checkpoint import checkpoints

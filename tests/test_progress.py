@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from remanence.cli import progress
+from remanence.cli.progress import Progress
 from remanence.cli.sessions import show_tokens
-from remanence.core import progress
-from remanence.core.progress import Progress
 
 
 @pytest.fixture

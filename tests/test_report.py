@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from remanence.config import preset
-from remanence.core import published
+from remanence.evaluate import published
 from remanence.evaluate.grid import PARTS
 from remanence.model import parameters
 from remanence.report import plots, write

@@ -7,11 +7,11 @@ import torch
 from models import VARIANTS, model, pairs_tokenizer
 
 from remanence import Generation, Model, Sampling, Session, preset
-from remanence.core.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
 from remanence.inference import generate as generating
 from remanence.inference.generate import choose
 from remanence.model import memories
 from remanence.testing import assert_close
+from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
 
 TEXT = "Call me Ishmael. Some years ago - never mind how long précisément - having little or no money in my purse. "
 
@@ -443,7 +443,7 @@ class TestTokenizers:
     def test_a_json_tokenizer_streams_what_it_encodes_at_once(self, tmp_path, monkeypatch):
         from tokenizers import Tokenizer, models, pre_tokenizers
 
-        monkeypatch.setattr("remanence.core.tokens.PIECE", 16)
+        monkeypatch.setattr("remanence.tokenizers.tokens.PIECE", 16)
         inner = Tokenizer(
             models.WordLevel({"[UNK]": 0, "Call": 1, "me": 2, "Ishmael": 3, "ago": 4}, unk_token="[UNK]")
         )

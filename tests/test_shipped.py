@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from remanence import Model, Session, cli
-from remanence.core import shipped
-from remanence.core.tokens import load_tokenizer
+from remanence.io import shipped
+from remanence.tokenizers.tokens import load_tokenizer
 from remanence.train import TrainConfig
 from remanence.train.run import resolve_config
 

@@ -12,7 +12,7 @@ from models import model
 
 from remanence import Session
 from remanence.cli import main
-from remanence.core.files import locked_target
+from remanence.io.files import locked_target
 
 TEXT = "It was the best of times, it was the worst of times. " * 200
 

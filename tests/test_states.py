@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from remanence import NeuralMemory
-from remanence.core.state import TensorTuple
+from remanence.runtime.state import TensorTuple
 from tests.models import VARIANTS, model
 
 

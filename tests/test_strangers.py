@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from remanence import MemoryConfig, Model, Session
 from remanence.config import change
-from remanence.core.files import read_json, write_json
 from remanence.evaluate.run import _trained
 from remanence.evaluate.subject import Subject
+from remanence.io.files import read_json, write_json
 
 TEXT = "a memory"
 TOKENS = torch.tensor([[1, 2, 3, 4]], device="cpu")

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from remanence import Session
 from remanence.cli import main
-from remanence.core.dna import DnaTokenizer
-from remanence.core.tensors import read_header
-from remanence.core.tokens import ByteTokenizer
 from remanence.inference.chat import Turns
+from remanence.io.tensors import read_header
+from remanence.tokenizers.dna import DnaTokenizer
+from remanence.tokenizers.tokens import ByteTokenizer
 
 HALF, PAIR, BYTE = "\ud800", "\ud83d\ude00", "\udcff"
 

@@ -19,14 +19,14 @@ import torch
 
 from remanence import cli
 from remanence.cli import models
+from remanence.cli.console import Console
 from remanence.cli.evaluate import table
-from remanence.core.console import Console
-from remanence.core.progress import Progress
-from remanence.core.tensors import describe, write_tensors
-from remanence.core.terminal import shown
-from remanence.core.tokens import byte_level_json
+from remanence.cli.progress import Progress
 from remanence.evaluate.task import Row
 from remanence.inference import generate, memfile
+from remanence.io.tensors import describe, write_tensors
+from remanence.runtime.terminal import shown
+from remanence.tokenizers.tokens import byte_level_json
 
 ROOT = Path(__file__).parent.parent
 SEQUENCES = "\x1b]0;owned\x07\x1b[2J\x9b2J\b\r\n\x7f\u202e"

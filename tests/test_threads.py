@@ -8,8 +8,8 @@ from models import model
 
 from remanence import Session
 from remanence.cli import main
-from remanence.core import device
 from remanence.inference import threads
+from remanence.runtime import device
 
 MOST = 4
 

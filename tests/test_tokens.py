@@ -3,8 +3,8 @@
 import pytest
 from models import pairs_tokenizer
 
-from remanence.core.files import read_json, write_json
-from remanence.core.tokens import ByteTokenizer, load_tokenizer
+from remanence.io.files import read_json, write_json
+from remanence.tokenizers.tokens import ByteTokenizer, load_tokenizer
 
 
 @pytest.fixture

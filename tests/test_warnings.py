@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from remanence import Model, ModelConfig, cli
-from remanence.core import progress
+from remanence.cli import progress
 from remanence.evaluate import TASKS, Subject, evaluate
 from remanence.evaluate.grid import NOTE, Ablate, GridSettings
 from remanence.train import fit
@@ -62,7 +62,7 @@ class TestReach:
         assert "trained" not in warned("read", tmp_path / "w", tmp_path / "a", "--save", tmp_path / "w.mem")
 
     def test_the_model_that_comes_with_the_package_says_how_far(self):
-        from remanence.core.shipped import located
+        from remanence.io.shipped import located
 
         assert json.loads((located("remanence-small") / "trained.json").read_text())["reach"] == 512 * 2048
 

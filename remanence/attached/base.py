@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from remanence.core.choices import brief
-from remanence.core.errors import first_line
-from remanence.core.files import canonical
-from remanence.core.tokens import Tokenizer, load_tokenizer
+from remanence.io.files import canonical
+from remanence.runtime.choices import brief
+from remanence.runtime.errors import first_line
+from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Model types whose layers are known: attention modules named `self_attn`, rotary positions, keys and values that a

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from remanence.config import KnnConfig, MemoryConfig, ModelConfig, build
-from remanence.core.choices import brief, check_choice
+from remanence.runtime.choices import brief, check_choice
 
 Kind = Literal["neural", "knn"]
 Place = Literal["beside", "front"]

@@ -17,13 +17,13 @@ import torch
 from remanence.attached.base import Source, check_model, digest, is_earlier, same_base
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
-from remanence.core.choices import brief
-from remanence.core.files import read_json, sealed, unsealed, write_json
-from remanence.core.shipped import located
-from remanence.core.tensors import aligned, read_tensors, write_tensors
-from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.folder import Auto
+from remanence.io.files import read_json, sealed, unsealed, write_json
+from remanence.io.shipped import located
+from remanence.io.tensors import aligned, read_tensors, write_tensors
 from remanence.model import Model
+from remanence.runtime.choices import brief
+from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
 KIND = "remanence_attached"
 """The model type, as transformers calls it."""

@@ -21,13 +21,13 @@ from remanence.attached.site import Site, SiteState
 from remanence.attached.window import Reach, relative_turn
 from remanence.backbone import State, Trace
 from remanence.config import MODES, Mode, change
-from remanence.core.choices import check_choice
-from remanence.core.state import advanced, note_positions, positions_of
 from remanence.layers.attention import AttentionState
 from remanence.mixers import MemoryTrace, Shared, Text
 from remanence.model import Model
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad, to_rows
+from remanence.runtime.choices import check_choice
+from remanence.runtime.state import advanced, note_positions, positions_of
 
 ATTENTION = "remanence"
 """What transformers calls the attention of a narrowed model."""

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from remanence.attached.store import StoreBeside
 from remanence.attached.window import WindowState, attend, to_base
-from remanence.core.state import TensorTuple
 from remanence.layers.attention import AttentionState
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers.memory import Memory
 from remanence.ops.layout import repad
+from remanence.runtime.state import TensorTuple
 
 if TYPE_CHECKING:
     from remanence.attached.model import Attached

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from remanence.attached import window
 from remanence.attached.config import AttachConfig
 from remanence.config import Mode
-from remanence.core.choices import check_choice
 from remanence.layers.attention import Attended, AttentionState
 from remanence.memory.search import SEARCHES
 from remanence.memory.store import Store
 from remanence.mixers.base import Context
 from remanence.mixers.knn import Knn, KnnState
 from remanence.ops.layout import to_rows
+from remanence.runtime.choices import check_choice
 
 POLICIES = ("all", "random")
 """What may be written. Others ask for frequencies of tokens, or for what all layers have made of them."""

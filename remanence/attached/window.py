@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.core.state import TensorTuple, note_positions, noted_positions
 from remanence.layers.attention import AttentionState, carried
 from remanence.layers.softmax import sliding_attention
 from remanence.ops.layout import from_rows, to_rows
+from remanence.runtime.state import TensorTuple, note_positions, noted_positions
 
 UNSEEN = -1e30
 """The score of a first token that the window itself still sees. Finite, so that where all are, gradients are too."""

@@ -29,10 +29,10 @@ from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
 from remanence.cli.sessions import Generate, Lens, Read
 from remanence.cli.train import Export, Train
-from remanence.core.choices import check_choice, did_you_mean
-from remanence.core.errors import Terminated
-from remanence.core.overrides import split_overrides
-from remanence.core.terminal import guarded, say
+from remanence.runtime.choices import check_choice, did_you_mean
+from remanence.runtime.errors import Terminated
+from remanence.runtime.overrides import split_overrides
+from remanence.runtime.terminal import guarded, say
 
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]

@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from remanence.cli.arguments import Folder
-from remanence.core.terminal import say
+from remanence.runtime.terminal import say
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Attach:
 
         from remanence.attached.base import Source
         from remanence.attached.folder import check_unattached, is_attached
-        from remanence.core.files import replacing_folder
+        from remanence.io.files import replacing_folder
 
         out = self.out
         if is_attached(out):

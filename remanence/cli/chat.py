@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from remanence.cli.arguments import Folder
 from remanence.cli.sessions import Sampled, check_target, open_session, saving
-from remanence.core.errors import Terminated
-from remanence.core.terminal import say, say_generated
+from remanence.runtime.errors import Terminated
+from remanence.runtime.terminal import say, say_generated
 
 if TYPE_CHECKING:
     from remanence.inference.chat import Turns

@@ -8,9 +8,9 @@ from typing import Literal
 
 import tyro
 
+from remanence.cli.progress import Progress
 from remanence.cli.train import warn_of_binary
-from remanence.core.progress import Progress
-from remanence.core.terminal import say
+from remanence.runtime.terminal import say
 
 
 @dataclass(frozen=True)

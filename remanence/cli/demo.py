@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remanence.cli.arguments import Device
-from remanence.core.files import read_json, write_json
-from remanence.core.terminal import say
+from remanence.io.files import read_json, write_json
+from remanence.runtime.terminal import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,9 +73,9 @@ class Demo:
         import torch
 
         from remanence.cli import demo_book, demo_models
-        from remanence.core.console import Console
-        from remanence.core.device import resolve
+        from remanence.cli.console import Console
         from remanence.model import Model, parameters
+        from remanence.runtime.device import resolve
 
         out, device, seed = self.out, resolve(self.device), self.seed
         if seed < 0:
@@ -204,7 +204,7 @@ def answers_table(recalled: dict[str, Any], titles: dict[str, str]) -> Table:
     """Questions, and the answers to each that `recalled` has under the names that are given titles here."""
     from rich.table import Table
 
-    from remanence.core.console import coloured
+    from remanence.cli.console import coloured
 
     table = Table("asked", *titles.values())
     for key, value, *answers in zip(*(recalled[name] for name in ("asked", "told", *titles)), strict=True):

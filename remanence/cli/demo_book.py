@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from remanence.core.progress import Progress
-from remanence.core.shipped import FOLDER
-from remanence.core.tokens import load_tokenizer
+from remanence.cli.progress import Progress
 from remanence.inference.session import Session
+from remanence.io.shipped import FOLDER
 from remanence.model import Model
 from remanence.tasks.facts import WORDINGS
 from remanence.tasks.needle import unused
+from remanence.tokenizers.tokens import load_tokenizer
 
 MODEL, BOOK = "remanence-small", FOLDER / "frankenstein.txt.xz"
 TITLE = "Mary Shelley's Frankenstein"

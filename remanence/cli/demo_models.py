@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from remanence.cli.demo import KEYS, NOISE, PAIRS, RECIPES, SEGMENT, WINDOW
+from remanence.cli.progress import Progress
 from remanence.config import ModelConfig, change
-from remanence.core.progress import Progress
 from remanence.inference import memfile
 from remanence.model import Model, matched, parameters
 from remanence.tasks.recall import Recall

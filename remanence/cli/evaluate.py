@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import tyro
 
 from remanence.cli.arguments import Device, Folder, Mode
-from remanence.core.overrides import by_owner, format_length, split_prefix
-from remanence.core.progress import Progress
-from remanence.core.terminal import say
+from remanence.cli.progress import Progress
+from remanence.runtime.overrides import by_owner, format_length, split_prefix
+from remanence.runtime.terminal import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,7 +70,7 @@ class Eval:
     @staticmethod
     def list_fields() -> Iterator[str]:
         """Every setting of every task, for --help."""
-        from remanence.core.fields import all_fields, described
+        from remanence.cli.fields import all_fields, described
         from remanence.evaluate import TASKS
 
         for name, task in TASKS.items():
@@ -110,9 +110,9 @@ class Eval:
 
     def _check(self) -> None:
         """Refuse wrong arguments before anything is loaded."""
-        from remanence.core.choices import check_choice
         from remanence.evaluate import TASKS
         from remanence.evaluate.run import check_target
+        from remanence.runtime.choices import check_choice
 
         if not self.tasks:
             raise ValueError(f"tasks: expected at least one of {', '.join(TASKS)}, got none")
@@ -130,9 +130,9 @@ class Eval:
 
     def _subject(self, overrides: Mapping[str, str]) -> Subject:
         """What is evaluated: the model of a folder, or a recipe with some fields changed."""
-        from remanence.core.device import resolve
         from remanence.evaluate import TASKS, Subject
         from remanence.recipes import find_recipe, load_recipe
+        from remanence.runtime.device import resolve
         from remanence.train import override
 
         source, json = self.model, self.json
@@ -193,7 +193,7 @@ def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], js
 
 def _print(table: Table) -> None:
     """As wide as the terminal; where there is none, wide enough that no number is cut."""
-    from remanence.core.console import Console
+    from remanence.cli.console import Console
 
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table)

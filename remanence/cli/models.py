@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from remanence.cli.arguments import Device, Folder, naming
-from remanence.core.shipped import located
-from remanence.core.terminal import say, say_json
+from remanence.io.shipped import located
+from remanence.runtime.terminal import say, say_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +48,8 @@ class New:
         import torch
 
         from remanence.config import preset
-        from remanence.core.tokens import ByteTokenizer, read_tokenizer, tokenizer_file
         from remanence.model import Model, matched
+        from remanence.tokenizers.tokens import ByteTokenizer, read_tokenizer, tokenizer_file
 
         out = self.out
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -113,8 +113,8 @@ class Info:
         import torch
 
         import remanence
-        from remanence.core.device import resolve
         from remanence.ops import BACKENDS
+        from remanence.runtime.device import resolve
 
         python = f"Python {platform.python_version()}, {platform.platform()}"
         say(f"remanence {remanence.__version__}, torch {torch.__version__}, {python}")
@@ -125,7 +125,7 @@ def inspect(path: Path, as_json: bool) -> None:
     """Print what a memory file or a model's folder holds."""
     from rich.table import Table
 
-    from remanence.core.console import Console
+    from remanence.cli.console import Console
 
     path = located(path)
     facts = _model_facts(path) if path.is_dir() else _memory_facts(path)
@@ -233,8 +233,8 @@ def print_presets(as_json: bool, match: bool) -> None:
     """Every preset and variant: parameters at a vocabulary of 32,000, and the size of one sequence's state."""
     from rich.table import Table
 
+    from remanence.cli.console import Console
     from remanence.config import PRESETS, preset
-    from remanence.core.console import Console
     from remanence.mixers import BLOCKS
     from remanence.model import matched
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from remanence.core.terminal import say
+from remanence.runtime.terminal import say
 
 
 @dataclass(frozen=True)

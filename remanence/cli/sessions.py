@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from remanence.cli.arguments import Device, Folder, Mode
-from remanence.core.files import locked_target
-from remanence.core.outputs import make_folder
-from remanence.core.progress import Bar, Progress
-from remanence.core.sampling import MAX_TOKENS, TEMPERATURE
-from remanence.core.terminal import say, say_generated
+from remanence.cli.progress import Bar, Progress
+from remanence.io.files import locked_target
+from remanence.io.outputs import make_folder
+from remanence.runtime.sampling import MAX_TOKENS, TEMPERATURE
+from remanence.runtime.terminal import say, say_generated
 
 if TYPE_CHECKING:
     from remanence.inference.generate import Sampling
@@ -237,8 +237,8 @@ class Lens:
 
     def run(self) -> None:
         """Write the page while the text is read."""
-        from remanence.core.files import display_name, replacing
         from remanence.inference import memfile
+        from remanence.io.files import display_name, replacing
         from remanence.lens import Page, look, norms, page_bytes, stride, watched
 
         text, out = self.text, self.out
@@ -300,8 +300,8 @@ def open_session(
 ) -> Session:
     """A session with the model of a folder, continued from a memory file if one is given."""
     from remanence.attached.folder import load_model
-    from remanence.core.device import resolve
     from remanence.inference.session import Session
+    from remanence.runtime.device import resolve
 
     model = load_model(folder, device=resolve(device)).eval()
     if mode != "on":
@@ -312,9 +312,9 @@ def open_session(
 
 def warn_of_reach(folder: Path, session: Session, size: int) -> None:
     """Say, before so many bytes are read, if the model's memory was never trained over as many tokens."""
-    from remanence.core.files import read_json
-    from remanence.core.shipped import located
-    from remanence.core.tokens import REACH, TRAINED
+    from remanence.io.files import read_json
+    from remanence.io.shipped import located
+    from remanence.tokenizers.tokens import REACH, TRAINED
 
     if not session.model.has_memory:
         return

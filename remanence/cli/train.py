@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from remanence.cli.arguments import Folder, naming
-from remanence.core.progress import Progress
-from remanence.core.terminal import say
+from remanence.cli.progress import Progress
 from remanence.recipes import NAMES
+from remanence.runtime.terminal import say
 
 if TYPE_CHECKING:
     from remanence.train import TrainConfig
@@ -52,7 +52,7 @@ class Train:
     @staticmethod
     def list_fields() -> Iterator[str]:
         """Every field of a run's config, for --help."""
-        from remanence.core.fields import all_fields, described
+        from remanence.cli.fields import all_fields, described
         from remanence.train import TrainConfig
 
         yield "fields of the config:"
@@ -163,10 +163,10 @@ def warn_of_binary(sources: Sequence[str]) -> None:
 
 def measure_held_out(out: Path, path: str | None) -> None:
     """Bits per byte of what a run on a text has held out, beside those of xz: printed, and written beside the model."""
-    from remanence.core.files import write_json
-    from remanence.core.tokens import load_tokenizer
     from remanence.data.own import read_text
+    from remanence.io.files import write_json
     from remanence.model import Model
+    from remanence.tokenizers.tokens import load_tokenizer
     from remanence.train.text import held_out
 
     folder = out / "model"
@@ -195,8 +195,8 @@ def print_plan(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: s
     """What a run would cost; an error if it cannot fit."""
     from rich.table import Table
 
-    from remanence.core.choices import check_choice
-    from remanence.core.console import Console
+    from remanence.cli.console import Console
+    from remanence.runtime.choices import check_choice
     from remanence.train import SOURCES
     from remanence.train.metrics import check_trackers
     from remanence.train.plan import plan

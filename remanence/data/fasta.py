@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from remanence.core.choices import brief
-from remanence.core.dna import AMBIGUOUS, BAD, BASES, BLANK, TOKENS, wrong_letter
 from remanence.data.sources import OPENERS, PIECE, read_pieces
+from remanence.runtime.choices import brief
+from remanence.tokenizers.dna import AMBIGUOUS, BAD, BASES, BLANK, TOKENS, wrong_letter
 
 _CLEANED = bytes(BASES.encode()[token] if token < len(BASES) else 0 for token in TOKENS.tolist())
 _BLANK = bytes(byte for byte, token in enumerate(TOKENS.tolist()) if token == BLANK)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remanence.core.choices import brief
-from remanence.core.dna import base_tokens
 from remanence.data.sources import OPENERS, read_pieces
+from remanence.runtime.choices import brief
+from remanence.tokenizers.dna import base_tokens
 
 TABLES = (".csv", ".tsv")
 SEQUENCE, LABEL = ("sequence", "seq"), ("label", "class")

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remanence.core.overrides import format_length
-from remanence.core.tokens import Tokenizer
 from remanence.data.shards import INDEX, dtype_for
 from remanence.data.texts import Texts
+from remanence.runtime.overrides import format_length
+from remanence.tokenizers.tokens import Tokenizer
 
 SHARE, HELD = 10, 1 << 16
 """The last tenth is held out, but no more than so many bytes: enough to measure, and read in seconds."""

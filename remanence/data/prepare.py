@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from remanence.core.files import locked, read_json, remove_leftovers, sealed, write_json
-from remanence.core.tokens import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 from remanence.data import streams
 from remanence.data.shards import (
     FORMAT,
@@ -41,6 +39,8 @@ from remanence.data.shards import (
     write_shard,
 )
 from remanence.data.sources import File, files
+from remanence.io.files import locked, read_json, remove_leftovers, sealed, write_json
+from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 
 PLAN, PLAN_FORMAT = "prepare.json", "remanence-preparation"
 """What the shards of a folder are made of."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from remanence.core.choices import brief, check_choice
 from remanence.data.sources import OPENERS, PIECE, read_pieces
+from remanence.runtime.choices import brief, check_choice
 
 DATES = ("date", "time", "datetime", "timestamp", "ds")
 """Names of columns that say when a row was measured, in any case. They are left out."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from remanence.core.files import DIGEST, KIND, read_json, replacing, sealed, write_json
-from remanence.core.tokens import Tokenizer, load_tokenizer
+from remanence.io.files import DIGEST, KIND, read_json, replacing, sealed, write_json
+from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
 FORMAT, SCHEMA = "remanence-tokens", 2
 """Folders of schema 1 have no digests and are read without."""

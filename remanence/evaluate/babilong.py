@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from remanence.core import published
-from remanence.core.choices import check_choice
-from remanence.core.files import read_json
-from remanence.core.overrides import format_length
 from remanence.data.streams import PREFIX
 from remanence.data.texts import Texts
+from remanence.evaluate import published
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.io.files import read_json
+from remanence.runtime.choices import check_choice
+from remanence.runtime.overrides import format_length
 from remanence.tasks.babilong import ALL, PROMPT, Questions, Story, read_stories, score
 from remanence.tasks.haystack import Haystack
 

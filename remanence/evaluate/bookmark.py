@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from remanence.core.files import remove_leftovers
 from remanence.inference import memfile
+from remanence.io.files import remove_leftovers
 from remanence.model import Model, State
 
 EVERY = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))

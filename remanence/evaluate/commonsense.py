@@ -15,10 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from remanence.core.choices import check_choice
 from remanence.data.texts import lines
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.runtime.choices import check_choice
 
 Entry = dict[str, Any]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from remanence.core.choices import check_choice
 from remanence.data.series import read_series
 from remanence.evaluate.plots import forecasts, series
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least
+from remanence.runtime.choices import check_choice
 from remanence.series.online import SHIFTS, roll
 from remanence.tasks.forecast import SPLITS, Protocol, errors_of
 

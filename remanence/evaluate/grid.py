@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.config import ModelConfig, change
-from remanence.core import published
-from remanence.core.choices import check_choice
-from remanence.core.overrides import format_length
+from remanence.evaluate import published
 from remanence.evaluate.plots import Points, curves
 from remanence.evaluate.subject import LOGITS, Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity
 from remanence.inference.reader import traces
 from remanence.model import Model, parameters
 from remanence.ops import RULES
+from remanence.runtime.choices import check_choice
+from remanence.runtime.overrides import format_length
 from remanence.tasks.draw import HELD_OUT
 from remanence.train import SOURCES, DataConfig, TrainConfig, fit, run_config
 

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from remanence.core.dna import DnaTokenizer
-from remanence.core.overrides import format_length
-from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, byte_level_json
 from remanence.data.texts import Texts
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity
 from remanence.model import State
+from remanence.runtime.overrides import format_length
 from remanence.tasks.markov import MOST, Mixture
+from remanence.tokenizers.dna import DnaTokenizer
+from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, byte_level_json
 
 EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
 """Positions at which a new mean of losses begins: 1, 2, 3, 4, 6, 8, 11, 16, ..."""

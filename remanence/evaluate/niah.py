@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
-from remanence.core.choices import check_choice
 from remanence.data.texts import Texts
 from remanence.evaluate.plots import heat
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.runtime.choices import check_choice
 from remanence.tasks.draw import unit_rng
 from remanence.tasks.haystack import Haystack
 from remanence.tasks.needle import KINDS, NOISE, Sample, draw_sample, options, score

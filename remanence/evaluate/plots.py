@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from remanence.core.files import replacing
-from remanence.core.overrides import format_length
+from remanence.io.files import replacing
+from remanence.runtime.overrides import format_length
 
 COLOURS = ("#1b6ca8", "#e07a1f", "#3a8f5c", "#8a4f9e", "#8a8a8a", "#b3322e", "#6b675c", "#c9a227", "#4fb0ae")
 PATTERNS = ("-", ":", "--", "-.")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from remanence.core.overrides import format_length
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.runtime.overrides import format_length
 from remanence.tasks.recall import held_out, score, vocabulary
 
 

@@ -20,9 +20,12 @@ import torch
 
 import remanence
 from remanence.config import MODES, Mode
-from remanence.core.choices import check_choice
-from remanence.core.dna import DnaTokenizer, dna_json
-from remanence.core.files import (
+from remanence.evaluate.bookmark import Bookmark
+from remanence.evaluate.subject import Subject
+from remanence.evaluate.task import Result, Row, Setting, Task
+from remanence.inference.memfile import fingerprint
+from remanence.inference.threads import threads_for
+from remanence.io.files import (
     append_line,
     display_name,
     locked_file,
@@ -31,15 +34,12 @@ from remanence.core.files import (
     unsealed,
     write_json,
 )
-from remanence.core.migrations import first_fields
-from remanence.core.outputs import make_folder
-from remanence.core.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
-from remanence.evaluate.bookmark import Bookmark
-from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task
-from remanence.inference.memfile import fingerprint
-from remanence.inference.threads import threads_for
+from remanence.io.migrations import first_fields
+from remanence.io.outputs import make_folder
 from remanence.model import Model
+from remanence.runtime.choices import check_choice
+from remanence.tokenizers.dna import DnaTokenizer, dna_json
+from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 
 MADE_BY = "remanence eval"
 ORIGIN = ("date", "commit", "hardware", "torch", "remanence")

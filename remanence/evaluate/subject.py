@@ -15,17 +15,17 @@ from torch import Tensor
 
 from remanence.attached.folder import load_model
 from remanence.config import Mode
-from remanence.core.errors import DivergedError
-from remanence.core.files import read_json
-from remanence.core.migrations import accepts_old_names
-from remanence.core.shipped import located
-from remanence.core.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.evaluate.bookmark import Bookmark
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
 from remanence.inference.reader import PIECE, piece_of, read, traces
+from remanence.io.files import read_json
+from remanence.io.migrations import accepts_old_names
+from remanence.io.shipped import located
 from remanence.model import Model, State
+from remanence.runtime.errors import DivergedError
 from remanence.series.network import Network, is_network, load_network
 from remanence.tasks.answers import Answer, Likelihood
+from remanence.tokenizers.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.train import TRAINED, TrainConfig
 
 LOGITS = 1 << 23

@@ -10,8 +10,8 @@ from pathlib import Path
 from sys import float_info
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from remanence.core.choices import check_choice
-from remanence.core.overrides import parse_value
+from remanence.runtime.choices import check_choice
+from remanence.runtime.overrides import parse_value
 
 if TYPE_CHECKING:
     from remanence.evaluate.subject import Subject

@@ -10,11 +10,11 @@ from math import log
 
 import torch
 
-from remanence.core.tokens import pair_tokens
 from remanence.data.streams import PREFIX
 from remanence.data.texts import Texts, decoded, lines
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, share
+from remanence.tokenizers.tokens import pair_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

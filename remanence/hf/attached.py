@@ -17,8 +17,8 @@ from remanence.attached.config import AttachConfig, Kind, Place
 from remanence.attached.folder import KIND
 from remanence.attached.model import Attached
 from remanence.config import KnnConfig, MemoryConfig, build
-from remanence.core.files import unsealed
 from remanence.hf.native import FolderConfig, RemanenceForCausalLM
+from remanence.io.files import unsealed
 from remanence.model import State, Trace
 
 

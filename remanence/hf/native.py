@@ -21,11 +21,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from remanence.config import ModelConfig, preset
-from remanence.core.files import unsealed
-from remanence.core.migrations import TENSORS
-from remanence.core.tensors import aligned
 from remanence.folder import AUTO, Auto, describe
 from remanence.inference import memfile
+from remanence.io.files import unsealed
+from remanence.io.migrations import TENSORS
+from remanence.io.tensors import aligned
 from remanence.model import Model, State, Trace
 
 

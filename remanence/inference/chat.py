@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 
-from remanence.core.errors import first_line
-from remanence.core.tokens import TEMPLATE, Tokenizer
+from remanence.runtime.errors import first_line
+from remanence.tokenizers.tokens import TEMPLATE, Tokenizer
 
 ANSWER = "(an answer that is looked for)"
 """Stands for what the model has said, to find what a template writes behind it."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from remanence.backbone import State
 from remanence.config import Mode
-from remanence.core.graphs import capture
 from remanence.layers.decoding import StepContext
 from remanence.mixers import Text
 from remanence.model import Model
+from remanence.runtime.graphs import capture
 
 
 def unsupported(model: Model, memory: Mode | None = None) -> str | None:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from remanence.attached.folder import own_tokenizer
 from remanence.config import Mode
-from remanence.core.errors import DivergedError
-from remanence.core.sampling import MAX_TOKENS, PHRASE_BYTES, PHRASE_TOKENS, TEMPERATURE
-from remanence.core.tokens import ByteTokenizer, Tokenizer
-from remanence.core.vocabulary import BYTES
 from remanence.inference.decoder import Decoder, unsupported
 from remanence.inference.reader import read
 from remanence.inference.threads import threads_for
 from remanence.model import Model, State
+from remanence.runtime.errors import DivergedError
+from remanence.runtime.sampling import MAX_TOKENS, PHRASE_BYTES, PHRASE_TOKENS, TEMPERATURE
+from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer
+from remanence.tokenizers.vocabulary import BYTES
 
 IN_PLACE = {"cuda"}
 """Kinds of devices on which tokens are decoded in place where the model can be: there a step's launches take all the
@@ -334,7 +334,7 @@ def check_tokenizer(model: Model, tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None and model.config.vocabulary > BYTE_VOCABULARY:
         raise ValueError(
             f"tokenizer: expected one for the model's {model.config.vocabulary:,} tokens, got none, neither as an "
-            "argument nor with the model; load_tokenizer(folder) of remanence.core.tokens reads one"
+            "argument nor with the model; load_tokenizer(folder) of remanence.tokenizers.tokens reads one"
         )
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     if tokenizer.vocabulary > model.config.vocabulary:

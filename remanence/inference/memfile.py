@@ -22,13 +22,9 @@ from torch import Tensor
 from remanence.attached.base import is_earlier, same_base
 from remanence.attached.model import Attached
 from remanence.config import ModelConfig
-from remanence.core.device import machine_memory
-from remanence.core.errors import DivergedError, OtherConfigError
-from remanence.core.files import canonical
-from remanence.core.migrations import first_name
-from remanence.core.overrides import differences
-from remanence.core.state import parts
-from remanence.core.tensors import (
+from remanence.io.files import canonical
+from remanence.io.migrations import first_name
+from remanence.io.tensors import (
     FLOATS,
     Entry,
     Opened,
@@ -42,6 +38,10 @@ from remanence.core.tensors import (
     write_tensors,
 )
 from remanence.model import Model, State
+from remanence.runtime.device import machine_memory
+from remanence.runtime.errors import DivergedError, OtherConfigError
+from remanence.runtime.overrides import differences
+from remanence.runtime.state import parts
 
 FORMAT, SCHEMA = "remanence-memory", 1
 LAYER = "blocks."

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from remanence.config import Mode
-from remanence.core.graphs import capture, copy_all
-from remanence.core.state import positions_of
 from remanence.inference.graphs import longest_window, unsupported
 from remanence.inference.threads import threads_for
 from remanence.model import Model, State, Trace
+from remanence.runtime.graphs import capture, copy_all
+from remanence.runtime.state import positions_of
 
 PIECE = 2048
 """Tokens of one call when a long text is read. Cut where the document's position is a multiple of it, so that a text

@@ -9,13 +9,13 @@ from typing import NamedTuple, Unpack
 import torch
 
 from remanence.attached.folder import load_model
-from remanence.core.errors import DivergedError
-from remanence.core.state import positions_of
-from remanence.core.tokens import Tokenizer
 from remanence.inference import memfile
 from remanence.inference.generate import WRITES, Generation, Sampling, SamplingFields, Write, check_tokenizer
 from remanence.inference.reader import Read, piece_of, read
 from remanence.model import Model, State
+from remanence.runtime.errors import DivergedError
+from remanence.runtime.state import positions_of
+from remanence.tokenizers.tokens import Tokenizer
 
 Source = str | bytes | Path | Iterable[str | bytes]
 """What a session reads."""

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from remanence.core.device import fastest_threads, threads_are_set, using_threads
 from remanence.model import Model
+from remanence.runtime.device import fastest_threads, threads_are_set, using_threads
 
 READ = 128
 """Tokens that are read in one call to time it."""
@@ -19,7 +19,7 @@ _FASTEST: WeakKeyDictionary[Model, int] = WeakKeyDictionary()
 def threads_for(model: Model) -> AbstractContextManager[None]:
     """A context in which a model on a CPU runs with the number of threads that is fastest on this machine now.
 
-    The first call times the model for a moment (`core/device.py: fastest_threads`); later calls use the same number,
+    The first call times the model for a moment (`runtime/device.py: fastest_threads`); later calls use the same number,
     so that a text gives the same numbers to the last bit in however many calls it is read. PyTorch's number is restored
     afterwards, and one that the user has set is never changed.
     """

@@ -5,7 +5,6 @@ Every parameter may have one axis more in front: the weights of several layers a
 rows, which stand one behind the other (`remanence.mixers.wavefront`). Attention is in `remanence.layers.attention`.
 """
 
-from remanence.core.module import Module, assign
 from remanence.layers.conv import ShortConv
 from remanence.layers.features import Features, by_heads
 from remanence.layers.feed_forward import SwiGLU
@@ -13,6 +12,7 @@ from remanence.layers.gates import GateProjection
 from remanence.layers.linear import Linear, operand, project
 from remanence.layers.norm import RMSNorm, unit
 from remanence.layers.rotary import Rotary, from_start
+from remanence.runtime.module import Module, assign
 
 __all__ = [
     "Features",

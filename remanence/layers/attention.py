@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from remanence.core.module import Module
-from remanence.core.state import TensorTuple, advanced, carry_on, note_positions, take_back
 from remanence.layers.linear import Linear, project
 from remanence.layers.masks import segment_mask
 from remanence.layers.rotary import Rotary, from_start
@@ -24,6 +22,8 @@ from remanence.layers.softmax import (
     whole_attention,
 )
 from remanence.ops.layout import from_rows, pick, to_rows
+from remanence.runtime.module import Module
+from remanence.runtime.state import TensorTuple, advanced, carry_on, note_positions, take_back
 
 
 class Heads(Module):

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from remanence.core.state import carry_on
 from remanence.layers.norm import unit
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
+from remanence.runtime.state import carry_on
 
 
 class ShortConv(nn.Module):

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from remanence.core.module import assign
 from remanence.layers.norm import unit
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
+from remanence.runtime.module import assign
 
 
 class Features(nn.Module):

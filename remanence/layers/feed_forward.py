@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from remanence.core.module import Module
 from remanence.layers.linear import Linear, project
 from remanence.ops.triton import layer
+from remanence.runtime.module import Module
 
 
 class SwiGLU(Module):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from remanence.core.cache import cached_by_size
+from remanence.runtime.cache import cached_by_size
 
 
 def causal_mask(

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from remanence.core.cache import cached_by_size
 from remanence.ops.triton import layer
+from remanence.runtime.cache import cached_by_size
 
 
 class Rotary:

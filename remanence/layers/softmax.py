@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from remanence.core.state import noted_positions
 from remanence.layers.masks import band_mask, causal_mask, whole_mask
+from remanence.runtime.state import noted_positions
 
 
 def masked_softmax(

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from remanence.core.errors import DivergedError
 from remanence.inference.reader import PIECE
 from remanence.inference.session import Session
 from remanence.inference.threads import threads_for
@@ -21,6 +20,7 @@ from remanence.memory.neural import NeuralMemory
 from remanence.mixers import MemoryTrace
 from remanence.model import Model, State, memories
 from remanence.ops import settle
+from remanence.runtime.errors import DivergedError
 
 SIGNALS = ("surprise", "step", "momentum", "forget")
 """What is recorded of each token and memory, as the mean over heads: inner loss, step size, momentum, forget gate."""

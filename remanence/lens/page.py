@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from torch import Tensor
 
-from remanence.core.tokens import Tokenizer
 from remanence.lens.look import SIGNALS, TOP, Look
 from remanence.memory.neural import NeuralMemory
+from remanence.tokenizers.tokens import Tokenizer
 
 COSINE = 127
 """What a cosine of 1 is written as."""

@@ -12,11 +12,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from remanence.config import MemoryConfig, build, change
-from remanence.core.choices import check_choice
-from remanence.core.keywords import MemoryFields
-from remanence.core.module import check_transforms
-from remanence.core.state import TensorTuple, take_back
-from remanence.core.state import aligned as stands_aligned
 from remanence.layers import (
     Features,
     GateProjection,
@@ -32,6 +27,11 @@ from remanence.ops import MLP, NETS, RULES, Deep, Gates, MemoryState, Net, Rule,
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
 from remanence.ops.state import Weights
+from remanence.runtime.choices import check_choice
+from remanence.runtime.keywords import MemoryFields
+from remanence.runtime.module import check_transforms
+from remanence.runtime.state import TensorTuple, take_back
+from remanence.runtime.state import aligned as stands_aligned
 
 SHUT = -200.0
 """The log of a gate that is shut: its exponential is 0 in float32, and the log is still a number to compute with."""

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from remanence.core.choices import check_choice
-from remanence.core.state import TensorTuple
+from remanence.runtime.choices import check_choice
+from remanence.runtime.state import TensorTuple
 
 Evict = Literal["oldest", "importance"]
 EVICTIONS: tuple[Evict, ...] = ("oldest", "importance")

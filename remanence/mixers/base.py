@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from remanence.config import Mode
-from remanence.core.state import TensorTuple, parts
 from remanence.layers import Module
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory
 from remanence.ops import Gates
 from remanence.ops.decode import keep
 from remanence.ops.state import memories
+from remanence.runtime.state import TensorTuple, parts
 
 
 class MemoryTrace(NamedTuple):

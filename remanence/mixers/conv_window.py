@@ -7,13 +7,13 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from remanence.config import Mode, ModelConfig
-from remanence.core.state import TensorTuple, take_back
 from remanence.layers import ShortConv
 from remanence.layers.attention import AttentionState
 from remanence.layers.decoding import StepContext, WindowDecoder
 from remanence.mixers.attention import keys_seen, sliding_window
 from remanence.mixers.base import Context, Mixer, MixerDecoder, MixerOutput
 from remanence.ops.decode import keep
+from remanence.runtime.state import TensorTuple, take_back
 
 
 class _ConvWindowState(NamedTuple):

@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remanence.config import Mode, ModelConfig
-from remanence.core.choices import check_choice
-from remanence.core.state import TensorTuple
 from remanence.layers.attention import Attended, AttentionState
 from remanence.layers.decoding import StepContext, WindowDecoder
 from remanence.memory.policies import POLICIES, Tokens, keep
@@ -30,6 +28,8 @@ from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerDecoder, Mix
 from remanence.mixers.columns import SegmentColumns
 from remanence.ops import decode
 from remanence.ops.layout import from_rows, to_rows
+from remanence.runtime.choices import check_choice
+from remanence.runtime.state import TensorTuple
 
 SCALE = 10.0
 """The store's softmax begins with scores of unit vectors times this: enough to prefer one entry among thousands."""

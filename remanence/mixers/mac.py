@@ -13,16 +13,6 @@ import torch
 from torch import Tensor
 
 from remanence.config import Mode, ModelConfig
-from remanence.core.ragged import SegmentSplit
-from remanence.core.state import (
-    TensorTuple,
-    aligned,
-    note_positions,
-    noted_positions,
-    positions_of,
-    take_back,
-    where,
-)
 from remanence.layers import RMSNorm
 from remanence.layers.attention import SegmentAttention, SegmentState
 from remanence.layers.decoding import SegmentDecoder, StepContext
@@ -33,6 +23,16 @@ from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.mixers.window_and_memory import Join
 from remanence.ops import decode
 from remanence.ops.state import Weights
+from remanence.runtime.ragged import SegmentSplit
+from remanence.runtime.state import (
+    TensorTuple,
+    aligned,
+    note_positions,
+    noted_positions,
+    positions_of,
+    take_back,
+    where,
+)
 
 
 class _MACState(NamedTuple):

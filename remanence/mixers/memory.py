@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from remanence.config import Mode, ModelConfig
-from remanence.core.ragged import SegmentSplit
-from remanence.core.state import positions_of, where
 from remanence.layers import Module
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.mixers.base import MemoryTrace, Mixer, MixerOutput
 from remanence.ops import ask, decode
 from remanence.ops.state import Weights
+from remanence.runtime.ragged import SegmentSplit
+from remanence.runtime.state import positions_of, where
 
 
 class Memory(Module):

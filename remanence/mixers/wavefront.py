@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from remanence.core.state import trains, where
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, operand
 from remanence.layers.attention import Persistent
 from remanence.memory.neural import InitialMemory
 from remanence.mixers.base import MemoryTrace
+from remanence.runtime.state import trains, where
 
 NARROW = (Linear, Features, InitialMemory, Persistent)
 """Whose parameters are operands of products, which autocast narrows."""

@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from remanence.config import Mode, ModelConfig
-from remanence.core.state import TensorTuple
 from remanence.layers import Module, RMSNorm
 from remanence.layers.attention import AttentionState
 from remanence.layers.decoding import WindowDecoder
@@ -18,6 +17,7 @@ from remanence.mixers.attention import keys_seen, sliding_window
 from remanence.mixers.base import MixerDecoder
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.ops.triton import layer
+from remanence.runtime.state import TensorTuple
 
 
 class _WindowAndMemoryState(NamedTuple):

@@ -13,7 +13,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from remanence.core.state import trains
 from remanence.ops import closed_form as cf
 from remanence.ops.generic import chunk_step
 from remanence.ops.layout import Layout, gates_rows
@@ -22,6 +21,7 @@ from remanence.ops.library import once_differentiable
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Coefficients, Rule, coefficients, coefficients_backward
 from remanence.ops.state import Gates, MemoryState, Weights
+from remanence.runtime.state import trains
 
 INFERENCE_STRETCH = 16
 """Chunks whose answers are computed together when nothing is saved for backward: enough to fill a machine."""

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.core.state import carry_on as carried
 from remanence.ops.library import differentiable
+from remanence.runtime.state import carry_on as carried
 
 _aten = torch.ops.aten
 

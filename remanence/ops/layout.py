@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.core.state import advanced, positions_of
 from remanence.ops.state import LARGEST, Gates, MemoryState, Weights, within
+from remanence.runtime.state import advanced, positions_of
 
 
 class Layout:

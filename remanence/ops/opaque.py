@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.core.state import trains
 from remanence.ops.chunked import (
     Stretch,
     Walk,
@@ -29,6 +28,7 @@ from remanence.ops.library import GATES, operator, raise_on_double_backward
 from remanence.ops.nets import MLP
 from remanence.ops.rules import Rule
 from remanence.ops.state import Gates, MemoryState
+from remanence.runtime.state import trains
 
 STRETCH = 16
 """Chunks from one saved state to the next. Not the root of their number, which the compiler would have to know."""

@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.func import vmap
 
-from remanence.core.state import trains
 from remanence.ops import chunked, opaque, reference
 from remanence.ops.checks import (
     check_call,
@@ -26,6 +25,7 @@ from remanence.ops.nets import MLP, NETS, Net
 from remanence.ops.rules import RULES, Rule
 from remanence.ops.state import Gates, MemoryState, Weights, fresh
 from remanence.ops.triton import dispatch, layer, memory
+from remanence.runtime.state import trains
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor, MemoryState, Tensor]]] = {
     "reference": reference.memorize,

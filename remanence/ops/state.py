@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.core.state import TensorTuple, note_positions
+from remanence.runtime.state import TensorTuple, note_positions
 
 Weights = tuple[Tensor, ...]
 """A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a

@@ -9,7 +9,7 @@ import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from remanence.core.choices import did_you_mean
+from remanence.runtime.choices import did_you_mean
 
 if TYPE_CHECKING:
     from remanence.train import TrainConfig

@@ -12,7 +12,7 @@ bytes of books: docs/results/babilong.md. The archive's folder en-10k has ten ti
 """
 
 from remanence.config import preset
-from remanence.core.keywords import MemoryFields
+from remanence.runtime.keywords import MemoryFields
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 

@@ -17,7 +17,7 @@ This made `remanence-small`: docs/results/facts.md.
 """
 
 from remanence.config import preset
-from remanence.core.keywords import MemoryFields
+from remanence.runtime.keywords import MemoryFields
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 

@@ -21,10 +21,10 @@ from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
-from remanence.core import published
-from remanence.core.overrides import format_length, parse_length
-from remanence.core.published import Number, Trained
+from remanence.evaluate import published
+from remanence.evaluate.published import Number, Trained
 from remanence.report.rows import Row
+from remanence.runtime.overrides import format_length, parse_length
 
 BABI = 20
 """Tasks of bAbI."""

@@ -8,8 +8,8 @@ from math import isfinite, isinf
 from pathlib import Path
 from typing import Any
 
-from remanence.core.files import replacing
-from remanence.core.outputs import make_folder
+from remanence.io.files import replacing
+from remanence.io.outputs import make_folder
 from remanence.report import plots
 from remanence.report.comparisons import Compared, Measured, compare, short
 from remanence.report.document import MARK, Heading, Part, Picture, Table, Text, markdown, page

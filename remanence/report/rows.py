@@ -9,7 +9,7 @@ from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from remanence.core.files import unsealed
+from remanence.io.files import unsealed
 
 UNBOUNDED = ("perplexity", "loss", "bits")
 """Words of metrics that can be infinite."""

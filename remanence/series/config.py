@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from remanence.config import ModelConfig
-from remanence.core.choices import brief, check_choice
+from remanence.runtime.choices import brief, check_choice
 
 LOSSES = ("mse", "mae", "decay")
 MOST = 2**20

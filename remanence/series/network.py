@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from remanence.backbone import Backbone, State, Trace
 from remanence.config import MODES, Mode
-from remanence.core.choices import brief, check_choice
-from remanence.core.files import read_json, sealed, unsealed, write_json
-from remanence.core.tensors import aligned, opened, read_header, read_tensors, write_tensors
+from remanence.io.files import read_json, sealed, unsealed, write_json
+from remanence.io.tensors import aligned, opened, read_header, read_tensors, write_tensors
+from remanence.runtime.choices import brief, check_choice
 from remanence.series.config import Shape
 from remanence.tasks.forecast import Scaler
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from remanence.backbone import State
 from remanence.config import MODES, Mode
-from remanence.core.choices import check_choice
+from remanence.runtime.choices import check_choice
 from remanence.series.network import Network
 
 

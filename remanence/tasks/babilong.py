@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from remanence.core.tokens import Tokenizer, pair_tokens
 from remanence.data import Batch
 from remanence.data.streams import PREFIX, parts
 from remanence.tasks.answers import Answer
 from remanence.tasks.draw import answer_batch, rank_rows, step_rng, unit_rng
 from remanence.tasks.haystack import Encode, Haystack, hide, max_tokens
+from remanence.tokenizers.tokens import Tokenizer, pair_tokens
 
 ALL = tuple(f"qa{number}" for number in range(1, 21))
 ORDERED = ("qa19",)

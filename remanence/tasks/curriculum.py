@@ -7,11 +7,11 @@ from functools import cache
 
 import numpy as np
 
-from remanence.core.tokens import Tokenizer, pair_tokens
 from remanence.data import Batch
 from remanence.tasks.babilong import HAYSTACK_ROWS, PROMPT, Story
 from remanence.tasks.draw import IGNORED, plain_batch
 from remanence.tasks.haystack import Haystack
+from remanence.tokenizers.tokens import Tokenizer, pair_tokens
 
 Needles = list[np.ndarray]
 """What a text tells in order: facts, and questions with their answers. Tokens to be answered are held as ``~token``."""

@@ -10,10 +10,10 @@ from math import sqrt
 import numpy as np
 import torch
 
-from remanence.core.dna import ASKS, BASES, FIRST, DnaTokenizer, reverse_complement
 from remanence.data import Batch
 from remanence.data.labelled import Labelled
 from remanence.tasks.draw import IGNORED, plain_batch, rank_rows, step_rng
+from remanence.tokenizers.dna import ASKS, BASES, FIRST, DnaTokenizer, reverse_complement
 
 STRETCH = 128
 """The most pieces that a row reads on from one place, where rows carry their memory."""

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from remanence.core.tokens import Tokenizer
 from remanence.data import Batch, Tokens
 from remanence.tasks.draw import IGNORED, grown
 from remanence.tasks.needle import ADJECTIVES, KINDS, NOUNS, frame, needle
+from remanence.tokenizers.tokens import Tokenizer
 
 PIECES = 512
 """The longest stream, in steps."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from remanence.core.choices import check_choice
 from remanence.data.series import Series
+from remanence.runtime.choices import check_choice
 
 PARTS = ("train", "val", "test")
 HORIZONS = (96, 192, 336, 720)

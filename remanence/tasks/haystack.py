@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from remanence.core.tokens import Tokenizer
+from remanence.tokenizers.tokens import Tokenizer
 
 SPARE = 16
 """Tokens of hay left behind a stretch. A sentence may have a few less where it comes first."""

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from remanence.core.tokens import Tokenizer, pair_tokens
 from remanence.data import Batch, Tokens
 from remanence.tasks.draw import IGNORED, grown
+from remanence.tokenizers.tokens import Tokenizer, pair_tokens
 
 FIRST = [
     "Ada",

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import remanence
-from remanence.core.dna import DnaTokenizer
-from remanence.core.files import replacing
-from remanence.core.terminal import shown
-from remanence.core.tokens import load_tokenizer
+from remanence.io.files import replacing
 from remanence.model import Model
+from remanence.runtime.terminal import shown
 from remanence.series.network import Network
+from remanence.tokenizers.dna import DnaTokenizer
+from remanence.tokenizers.tokens import load_tokenizer
 from remanence.train.config import DataConfig
 
 CARD = """---

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from remanence.core.state import note_positions, positions_of, where
 from remanence.data import Batch
 from remanence.model import Model, State
+from remanence.runtime.state import note_positions, positions_of, where
 from remanence.train.begin import Begin
 
 

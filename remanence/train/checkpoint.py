@@ -24,14 +24,14 @@ from torch import Tensor
 from remanence.attached import folder as attached
 from remanence.attached.base import is_earlier, same_base
 from remanence.attached.model import Attached
-from remanence.core.errors import OtherConfigError, first_line
-from remanence.core.files import DIGEST, file_digest, flush, read_json, sealed, write_json
-from remanence.core.migrations import current_name
-from remanence.core.overrides import differences
-from remanence.core.tensors import read_header, read_tensors, write_tensors
 from remanence.folder import read_config
 from remanence.inference import memfile
+from remanence.io.files import DIGEST, file_digest, flush, read_json, sealed, write_json
+from remanence.io.migrations import current_name
+from remanence.io.tensors import read_header, read_tensors, write_tensors
 from remanence.model import Model, State
+from remanence.runtime.errors import OtherConfigError, first_line
+from remanence.runtime.overrides import differences
 from remanence.series.network import Network, is_network, load_network, read_shape
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig

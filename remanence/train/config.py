@@ -9,9 +9,9 @@ from math import cos, isfinite, pi
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from remanence.config import FOLLOWS, ModelConfig, preset
-from remanence.core.choices import check_choice
-from remanence.core.migrations import accepts_old_names, current_fields
-from remanence.core.overrides import apply_overrides
+from remanence.io.migrations import accepts_old_names, current_fields
+from remanence.runtime.choices import check_choice
+from remanence.runtime.overrides import apply_overrides
 from remanence.series.config import ForecastConfig
 
 

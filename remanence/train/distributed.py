@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from remanence.attached.model import Attached
-from remanence.core.device import resolve
 from remanence.model import Model
+from remanence.runtime.device import resolve
 
 
 class World(NamedTuple):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from remanence.core.files import read_json, replacing_folder, sealed, write_json
-from remanence.core.outputs import make_folder
-from remanence.core.state import positions_of
-from remanence.core.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.inference import memfile
+from remanence.io.files import read_json, replacing_folder, sealed, write_json
+from remanence.io.outputs import make_folder
 from remanence.model import State
+from remanence.runtime.state import positions_of
 from remanence.tasks.dna import STRETCH
 from remanence.tasks.facts import PIECES
+from remanence.tokenizers.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.train import checkpoint
 from remanence.train.card import write_card
 from remanence.train.checkpoint import Progress

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.core.graphs import capture, copy_all
-from remanence.core.state import positions_of, where
 from remanence.data import Batch
 from remanence.inference.graphs import border_of, longest_window, unsupported
 from remanence.model import Model, State, Trace
+from remanence.runtime.graphs import capture, copy_all
+from remanence.runtime.state import positions_of, where
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
 

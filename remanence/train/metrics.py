@@ -16,11 +16,11 @@ from uuid import uuid4
 
 import torch
 
-from remanence.core.choices import check_choice
-from remanence.core.errors import first_line
-from remanence.core.files import replacing
+from remanence.io.files import replacing
 from remanence.memory.neural import SHUT
 from remanence.model import Trace
+from remanence.runtime.choices import check_choice
+from remanence.runtime.errors import first_line
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
 from remanence.train.engine import Step

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from remanence.config import ModelConfig
-from remanence.core.choices import check_choice
-from remanence.core.device import memory_of, resolve
 from remanence.model import Model
 from remanence.model import parameters as count_parameters
+from remanence.runtime.choices import check_choice
+from remanence.runtime.device import memory_of, resolve
 from remanence.train.config import TrainConfig, override
 from remanence.train.speeds import reached, table
 

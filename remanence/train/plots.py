@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from remanence.core.files import replacing
+from remanence.io.files import replacing
 
 PANELS = {
     "loss": ("loss",),

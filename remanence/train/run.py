@@ -21,20 +21,20 @@ from torch import Tensor
 from remanence.attached import folder as attached
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
-from remanence.core.choices import check_choice
-from remanence.core.errors import DivergedError, OtherConfigError
-from remanence.core.files import locked, remove_leftovers, replacing_folder, write_json
-from remanence.core.overrides import differences
-from remanence.core.tensors import write_tensors
-from remanence.core.tokens import Tokenizer, load_tokenizer
 from remanence.data import Batch
 from remanence.data.streams import PREFIX
 from remanence.folder import read_config
 from remanence.inference.generate import Generation, Sampling
+from remanence.io.files import locked, remove_leftovers, replacing_folder, write_json
+from remanence.io.tensors import write_tensors
 from remanence.memory.policies import unigrams
 from remanence.model import Model, State
 from remanence.ops import leashed
+from remanence.runtime.choices import check_choice
+from remanence.runtime.errors import DivergedError, OtherConfigError
+from remanence.runtime.overrides import differences
 from remanence.series.network import Network
+from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 from remanence.train import checkpoint, engine
 from remanence.train.begin import begin_of
 from remanence.train.carry import carry_in, carry_out

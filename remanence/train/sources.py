@@ -10,16 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from remanence.core.choices import check_choice
-from remanence.core.dna import base_tokens
-from remanence.core.files import read_json, sealed, write_json
-from remanence.core.shipped import located
-from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.fasta import records
 from remanence.data.labelled import read_labelled
 from remanence.data.sources import files
 from remanence.data.texts import Texts
+from remanence.io.files import read_json, sealed, write_json
+from remanence.io.shipped import located
+from remanence.runtime.choices import check_choice
 from remanence.tasks.babilong import ALL, Babilong, read_stories
 from remanence.tasks.curriculum import Curriculum
 from remanence.tasks.dna import STRETCH, Classes, Genome
@@ -27,6 +25,8 @@ from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
 from remanence.tasks.told import Told
+from remanence.tokenizers.dna import base_tokens
+from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.train import text
 from remanence.train.config import TrainConfig
 from remanence.train.windows import Forecasting

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from remanence.config import ModelConfig
-from remanence.core.files import read_json
+from remanence.io.files import read_json
 
 TABLE = Path(__file__).with_name("speeds.json")
 

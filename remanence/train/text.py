@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from remanence.core.device import fastest_threads, resolve
-from remanence.core.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.data import Documents, Packed
 from remanence.data.own import OwnText, OwnTokens, read_text
 from remanence.inference.reader import traces
 from remanence.model import Model
+from remanence.runtime.device import fastest_threads, resolve
+from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.train.config import TrainConfig
 from remanence.train.plan import measured
 
@@ -70,7 +70,7 @@ def sized(config: TrainConfig) -> TrainConfig:
 
 
 def choose_threads(config: TrainConfig) -> None:
-    """Train with as many threads as are fastest on this machine now (`core/device.py: fastest_threads`)."""
+    """Train with as many threads as are fastest on this machine now (`runtime/device.py: fastest_threads`)."""
     device, alone = resolve(config.device), replace(config, batch=1, accumulate=1)
     short = replace(alone, data=replace(alone.data, length=min(PROBE, alone.data.length)))
     if device.type == "cpu":

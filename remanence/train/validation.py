@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from remanence.core.tensors import read_tensors, write_tensors
+from remanence.io.tensors import read_tensors, write_tensors
 
 BEST = "best.safetensors"
 

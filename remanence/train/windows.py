@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from remanence.backbone import Trace
-from remanence.core.device import resolve
-from remanence.core.graphs import capture
 from remanence.data.series import Series, read_series
+from remanence.runtime.device import resolve
+from remanence.runtime.graphs import capture
 from remanence.series.config import Shape
 from remanence.series.network import Network, WindowBatch, make_network
 from remanence.tasks.draw import step_rng

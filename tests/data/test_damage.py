@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from remanence.core.files import locked, read_json, write_json
 from remanence.data import Documents, Packed, Tokens, prepare, shards
 from remanence.data.sources import File
+from remanence.io.files import locked, read_json, write_json
 from remanence.train.sources import corpus
 
 V1 = Path(__file__).parents[1] / "fixtures" / "v1" / "corpus"

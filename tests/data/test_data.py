@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from remanence.core.files import read_json, write_json
-from remanence.core.tokens import ByteTokenizer
 from remanence.data import Documents, Packed, Tokens, prepare
 from remanence.data.sources import File
+from remanence.io.files import read_json, write_json
+from remanence.tokenizers.tokens import ByteTokenizer
 
 TEXTS = [
     "Call me Ishmael.",

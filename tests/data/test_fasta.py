@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remanence.core.dna import BASES, DnaTokenizer, base_tokens, reverse_complement
-from remanence.core.tokens import load_tokenizer
 from remanence.data.fasta import records
 from remanence.data.sources import documents, files
+from remanence.tokenizers.dna import BASES, DnaTokenizer, base_tokens, reverse_complement
+from remanence.tokenizers.tokens import load_tokenizer
 
 
 def written(path, text):

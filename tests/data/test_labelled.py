@@ -5,8 +5,8 @@ import lzma
 
 import pytest
 
-from remanence.core.dna import DnaTokenizer
 from remanence.data.labelled import Labelled, read_labelled
+from remanence.tokenizers.dna import DnaTokenizer
 
 ROWS = [("ACGT", "1"), ("ggtt", "0"), ("ACNNR", "1")]
 

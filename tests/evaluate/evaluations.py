@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from models import model
 
-from remanence.core.tokens import ByteTokenizer
 from remanence.evaluate import TASKS, Subject, configured, evaluate
 from remanence.evaluate.subject import Answer, Likelihood
+from remanence.tokenizers.tokens import ByteTokenizer
 
 
 def saved(folder, variant="mac", **fields):

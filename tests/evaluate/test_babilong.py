@@ -8,9 +8,9 @@ import pytest
 import torch
 from evaluations import measured, saved, telling
 
-from remanence.core.tokens import ByteTokenizer
 from remanence.evaluate import TASKS, Subject, configured
 from remanence.tasks.babilong import Story, find_file, is_right, parse_stories, read_stories
+from remanence.tokenizers.tokens import ByteTokenizer
 
 PLACES = ("hallway", "kitchen", "garden", "office")
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from evaluations import measured, saved
 
-from remanence.core.tokens import ByteTokenizer, JsonTokenizer, byte_level_json
 from remanence.data import sources
 from remanence.evaluate import TASKS, Subject, configured
 from remanence.evaluate import wikitext_lambada as words
 from remanence.evaluate.lm import size_of
 from remanence.evaluate.wikitext_lambada import harness_windows
+from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, byte_level_json
 
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. Grüße! " * 5
 

@@ -11,12 +11,12 @@ import torch
 from evaluations import Told, measured, saved, telling
 
 from remanence import Model
-from remanence.core.tokens import ByteTokenizer
 from remanence.data import sources
 from remanence.data.texts import Texts
 from remanence.evaluate import TASKS, Subject, configured
 from remanence.tasks.answers import Answer, Likelihood
 from remanence.tasks.needle import KINDS, Sample, score
+from remanence.tokenizers.tokens import ByteTokenizer
 
 NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (\S+) is: (\S+)\.")
 
@@ -53,7 +53,7 @@ def home(tmp_path):
 def bpe(tmp_path, home):
     """A small byte-pair tokenizer of its own, whose tokens are not bytes."""
     tokenizers = pytest.importorskip("tokenizers")
-    from remanence.core.tokens import JsonTokenizer
+    from remanence.tokenizers.tokens import JsonTokenizer
 
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -24,14 +24,14 @@ from rich.table import Table
 
 from remanence import Model, cli
 from remanence.cli.evaluate import table
-from remanence.core.files import locked_file
-from remanence.core.overrides import by_owner, format_length, parse_length
-from remanence.core.tokens import byte_level_json
 from remanence.evaluate import TASKS, Subject, bookmark, provenance, subject
 from remanence.evaluate import run as run_module
 from remanence.evaluate.run import Journal, commit, write_rows
 from remanence.evaluate.task import Row, configured, perplexity, share, wilson
 from remanence.inference import memfile
+from remanence.io.files import locked_file
+from remanence.runtime.overrides import by_owner, format_length, parse_length
+from remanence.tokenizers.tokens import byte_level_json
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "It was the best of times, it was the worst of times. " * 6

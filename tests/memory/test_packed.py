@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from remanence import MLP, Gates, NeuralMemory, Rule, memorize, start
-from remanence.core.state import parts
 from remanence.ops import RULES
+from remanence.runtime.state import parts
 
 
 class OwnNet:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from cases import Case, pairwise
 
-from remanence.core.state import where
 from remanence.layers import ShortConv, unit
 from remanence.ops import MLP, NETS, RULES, Gates, Rule, decode, memorize, settle, start
 from remanence.ops.triton import decode as decode_kernels
+from remanence.runtime.state import where
 from remanence.testing import assert_close
 
 inside = pytest.mark.interpreted

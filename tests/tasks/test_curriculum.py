@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from remanence.config import ModelConfig
-from remanence.core.tokens import ByteTokenizer
 from remanence.tasks.babilong import PROMPT, parse_stories
 from remanence.tasks.curriculum import Curriculum
+from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import DataConfig, Run, TrainConfig, fit, override
 from remanence.train.sources import Ahead
 

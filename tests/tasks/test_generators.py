@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from remanence.config import ModelConfig
-from remanence.core.tokens import ByteTokenizer
 from remanence.tasks.babilong import Babilong, Story
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
+from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import DataConfig, TrainConfig
 from remanence.train.sources import SOURCES
 

@@ -11,8 +11,8 @@ from series import config as forecast_config
 from series import waves, written
 
 from remanence import Model
-from remanence.core.files import read_json
 from remanence.data import prepare
+from remanence.io.files import read_json
 from remanence.train import DataConfig, export, fit
 
 

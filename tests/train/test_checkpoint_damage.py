@@ -11,8 +11,8 @@ import torch
 from damage import damage
 from runs import config, losses
 
-from remanence.core.files import read_json, write_json
 from remanence.data import prepare
+from remanence.io.files import read_json, write_json
 from remanence.model import Model
 from remanence.train import DataConfig, Run, fit
 from remanence.train.export import export

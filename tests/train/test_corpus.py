@@ -3,8 +3,8 @@
 import pytest
 from runs import config, losses
 
-from remanence.core.files import read_json
 from remanence.data import Tokens, prepare
+from remanence.io.files import read_json
 from remanence.train import DataConfig, Run, TrainConfig, fit
 
 

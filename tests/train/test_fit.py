@@ -19,8 +19,8 @@ import torch
 from runs import config, losses, weights
 
 from remanence import Model, Session
-from remanence.core.files import read_json, write_json
-from remanence.core.tensors import read_tensors, write_tensors
+from remanence.io.files import read_json, write_json
+from remanence.io.tensors import read_tensors, write_tensors
 from remanence.ops import chunked
 from remanence.testing import assert_close
 from remanence.train import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from runs import config, losses, weights
 
-from remanence.core.errors import DivergedError
+from remanence.runtime.errors import DivergedError
 from remanence.train import Run, TrainingError, fit
 
 

@@ -8,9 +8,9 @@ import torch
 from runs import config, losses, weights
 
 from remanence import Model
-from remanence.core.tokens import ByteTokenizer, load_tokenizer
 from remanence.data import prepare
 from remanence.tasks.babilong import PROMPT, read_stories
+from remanence.tokenizers.tokens import ByteTokenizer, load_tokenizer
 from remanence.train import DataConfig, OptimizerConfig, fit
 from remanence.train.sources import SOURCES
 

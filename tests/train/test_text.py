@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from remanence import Model
-from remanence.core.tokens import ByteTokenizer
 from remanence.data import prepare
 from remanence.data.own import HELD, LEAST, OwnText, OwnTokens, read_text
 from remanence.recipes import load_recipe
+from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import override, resolve_config, text
 from tests.train.runs import losses
 

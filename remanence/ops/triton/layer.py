@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from remanence.core.state import carry_on
 from remanence.ops.library import differentiable, operator, raise_on_double_backward
 from remanence.ops.triton import dispatch, launch
 from remanence.ops.triton.resources import SHARED, Launch, record, recording
+from remanence.runtime.state import carry_on
 
 PARTS = {"short_conv": 128, "gates": 32, "gated_norm": 1024, "rms_norm": 1024}
 """Programs (per head; per block of the input's channels; in all) that backward's sums over tokens are split between."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from remanence.core.state import advanced, trains
 from remanence.ops.layout import DeviceLayout, gates_rows
 from remanence.ops.nets import MLP
 from remanence.ops.rules import Rule
 from remanence.ops.state import LARGEST, Gates, MemoryState
 from remanence.ops.triton import linear, mlp
+from remanence.runtime.state import advanced, trains
 
 PIECE = 256
 """Chunks that are computed at once in a call without gradients."""

@@ -5,7 +5,7 @@ remanence eval out/genome/model lm --lm.data=held-out.fna --lm.views=stream --fu
 """
 
 from remanence.config import ModelConfig
-from remanence.core.dna import VOCABULARY
+from remanence.tokenizers.dna import VOCABULARY
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 

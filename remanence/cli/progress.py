@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from remanence.core.terminal import guarded, say
+from remanence.runtime.terminal import guarded, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -36,7 +36,7 @@ class Progress:
         keep: bool = False,
         visible: bool = True,
     ) -> None:
-        from remanence.core.console import Console
+        from remanence.cli.console import Console
 
         self.steps, self.every, self.last = steps, every, last
         console = Console(error=True)

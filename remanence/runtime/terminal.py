@@ -1,7 +1,7 @@
 """What the command line says. Control characters are shown, not sent: a name or a text in a stranger's file cannot
 move the cursor, clear the screen or rename the window.
 
-`say` is for our own lines, `say_generated` for what a model says, `core/console.py: Console` for tables and bars.
+`say` is for our own lines, `say_generated` for what a model says, `cli/console.py: Console` for tables and bars.
 `guarded` is for all others: warnings, logs and libraries, which write to stdout and stderr as they like.
 """
 

@@ -48,7 +48,7 @@ def meanings(cls: type[Any]) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """A value as an override is written (`core/overrides.py: parse_value` reads it)."""
+    """A value as an override is written (`runtime/overrides.py: parse_value` reads it)."""
     if isinstance(value, tuple):
         return ",".join(map(shown, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from remanence.core.choices import check_choice, did_you_mean
+from remanence.runtime.choices import check_choice, did_you_mean
 
 Override = tuple[str, str]
 """A dotted name and the text of its new value: ``("optimizer.lr", "3e-4")``."""

@@ -17,8 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from remanence.core.errors import first_line
-from remanence.core.files import DIGEST, canonical, replacing
+from remanence.io.files import DIGEST, canonical, replacing
+from remanence.runtime.errors import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from remanence.core.errors import first_line
-from remanence.core.files import LARGEST
+from remanence.io.files import LARGEST
+from remanence.runtime.errors import first_line
 
 Converted = tuple[dict[str, Any], str | None]
 

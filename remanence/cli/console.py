@@ -8,7 +8,7 @@ from typing import Any
 import rich.console
 from rich.text import Text
 
-from remanence.core.terminal import shown, unguarded
+from remanence.runtime.terminal import shown, unguarded
 
 
 class Console(rich.console.Console):

@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from remanence.core.choices import LONGEST, brief
-from remanence.core.converted import converted
-from remanence.core.errors import first_line
-from remanence.core.files import LARGEST, canonical, read_json, replacing, write_json
-from remanence.core.shipped import located
-from remanence.core.vocabulary import BYTES
+from remanence.io.files import LARGEST, canonical, read_json, replacing, write_json
+from remanence.io.shipped import located
+from remanence.runtime.choices import LONGEST, brief
+from remanence.runtime.errors import first_line
+from remanence.tokenizers.converted import converted
+from remanence.tokenizers.vocabulary import BYTES
 
 TRAINED, TOKENIZER, REACH = "trained.json", "tokenizer", "reach"
 """Beside a trained model: the steps and tokens it was trained on, the kind of their data, whether it was saved with a
@@ -310,7 +310,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         )
     if tokenizer == byte_level_json():
         return ByteTokenizer()
-    from remanence.core.dna import read_dna_json  # it is built on this file
+    from remanence.tokenizers.dna import read_dna_json  # it is built on this file
 
     if (bases := read_dna_json(tokenizer)) is not None:
         return bases

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from remanence.core.choices import brief
-from remanence.core.files import write_json
-from remanence.core.tokens import END, PIECE, Decoder, utf8, write_settings
+from remanence.io.files import write_json
+from remanence.runtime.choices import brief
+from remanence.tokenizers.tokens import END, PIECE, Decoder, utf8, write_settings
 
 BASES = "ACGTN"
 """The letters that have a token each, in the tokens' order. N is any base."""

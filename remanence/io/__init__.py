@@ -1,0 +1,1 @@
+"""Files: atomic writes, digests, safetensors, migrations of earlier formats, shipped models."""

@@ -1,0 +1,1 @@
+"""Text and DNA to tokens and back."""
