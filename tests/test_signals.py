@@ -50,12 +50,23 @@ def started(folder, *arguments, lines=b""):
     """A slow command, once it has read or said something."""
     command = [sys.executable, "-c", SLOW, *map(str, arguments)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=folder, **pipes, env={**os.environ, "REMANENCE_AUTOSAVE": "999"})
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        **pipes,
+        env={**os.environ, "REMANENCE_AUTOSAVE": "999"},
+        preexec_fn=interruptible,
+    )
     process.stdin.write(lines)
     process.stdin.flush()
     while b"piece" not in (line := process.stdout.readline()):
         assert line, process.stderr.read().decode()
     return process
+
+
+def interruptible():
+    """Ctrl-C interrupts, also where the tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ended(process, sent):
