@@ -125,7 +125,9 @@ def _parse(arguments: list[str]) -> Command:
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             command = tyro.cli(Command, prog="remanence", description=DESCRIPTION, args=arguments)
-            return replace(command, overrides=overrides) if isinstance(command, New | Train | Eval) else command
+            return (
+                replace(command, overrides=overrides) if isinstance(command, New | Train | Eval) else command
+            )
         except SystemExit as stop:
             code = stop.code
     if code:
