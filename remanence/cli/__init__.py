@@ -56,8 +56,8 @@ COMMANDS: dict[str, Any] = {each.__metadata__[0].name: each.__origin__ for each 
 DESCRIPTION = "Sequence models that keep learning after training ends."
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """What tyro colours its messages with on a terminal."""
-OVERRIDABLE: dict[str, type[Train] | type[Eval]] = {"train": Train, "eval": Eval}
-"""Commands that take --field=value for fields which only a recipe or a task knows."""
+OVERRIDABLE: dict[str, type[New] | type[Train] | type[Eval]] = {"new": New, "train": Train, "eval": Eval}
+"""Commands that take --field=value for fields which only a preset, a recipe or a task knows."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -125,7 +125,9 @@ def _parse(arguments: list[str]) -> Command:
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             command = tyro.cli(Command, prog="remanence", description=DESCRIPTION, args=arguments)
-            return replace(command, overrides=overrides) if isinstance(command, Train | Eval) else command
+            return (
+                replace(command, overrides=overrides) if isinstance(command, New | Train | Eval) else command
+            )
         except SystemExit as stop:
             code = stop.code
     if code:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tyro
 
 from remanence.cli.arguments import Device, Folder, naming
 from remanence.io.shipped import located
+from remanence.runtime.choices import did_you_mean
 from remanence.runtime.terminal import say, say_json
 
 if TYPE_CHECKING:
@@ -25,7 +27,13 @@ VOCABULARY = 32_000
 
 @dataclass(frozen=True)
 class New:
-    """Make an untrained model: a folder with its configuration, weights and tokenizer."""
+    """Make an untrained model: a folder with its configuration, weights and tokenizer.
+
+    --model.field=value changes a field of the preset's config. All of them are listed below, with their defaults.
+    """
+
+    OPTIONS: ClassVar = ("variant", "match", "no-match", "seed", "tokenizer", "help")
+    OWNER: ClassVar = "the model, such as --model.memory.rule=titans"
 
     preset: tyro.conf.Positional[str]
     """tiny, small, 170m, 340m, 760m or 1.3b."""
@@ -43,6 +51,29 @@ class New:
     """A tokenizer.json, .tiktoken or SentencePiece .model, or a model's name on Hugging Face's hub (extra `hf`).
     Default: bytes.
     """
+    overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
+
+    @staticmethod
+    def list_fields() -> Iterator[str]:
+        """Every field of a model's config, for --help."""
+        from remanence.cli.fields import all_fields, described
+        from remanence.train import TrainConfig
+
+        yield "fields of the model:"
+        fields = (each for each in all_fields(TrainConfig()) if each.name.startswith("model."))
+        yield from described(each for each in fields if each.name != "model.vocabulary")
+
+    def _changed(self, config: ModelConfig) -> ModelConfig:
+        """A preset's config with the fields that were given."""
+        from remanence.train.config import TrainConfig, override
+
+        for name, _ in self.overrides:
+            if not name.startswith("model."):
+                hint = did_you_mean(f"--{name}", [f"--{each}" for each in self.OPTIONS])
+                raise ValueError(f"--{name}: expected an option, or a field of {self.OWNER}{hint}")
+            if name == "model.vocabulary":
+                raise ValueError(f"--{name}: expected the tokenizer's (--tokenizer), got another")
+        return override(TrainConfig(model=config), dict(self.overrides)).model if self.overrides else config
 
     def run(self) -> None:
         import torch
@@ -59,7 +90,7 @@ class New:
         tokenizer = own or ByteTokenizer()
         torch.manual_seed(self.seed)
         with naming("pattern", "--variant"):
-            config = preset(self.preset, self.variant, vocabulary=tokenizer.vocabulary)
+            config = self._changed(preset(self.preset, self.variant, vocabulary=tokenizer.vocabulary))
             model = Model(matched(config) if self.match else config)
         is_new = not out.exists()
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from math import log
 from typing import NamedTuple, Unpack
 
@@ -26,6 +26,7 @@ from remanence.layers import (
 from remanence.ops import MLP, NETS, RULES, Deep, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
+from remanence.ops.rules import is_linear
 from remanence.ops.state import Weights
 from remanence.runtime.choices import check_choice
 from remanence.runtime.keywords import MemoryFields
@@ -81,7 +82,7 @@ def net_of(config: MemoryConfig) -> Net | Deep:
     """The entry of NETS that a configuration names, with its changes."""
     check_choice("net", config.net, NETS)
     net = NETS[config.net]
-    own = [field.name for field in fields(net)] if isinstance(net, (MLP, Deep)) else []
+    own = [field.name for field in fields(net)] if is_dataclass(net) else []
     changes = {name: getattr(config, name) for name in ("depth", "expansion", "activation", "bias")}
     changes = {name: value for name, value in changes.items() if value is not None}
     for name, value in changes.items():
@@ -94,6 +95,12 @@ def rule_of(config: MemoryConfig, net: Net) -> Rule:
     """The entry of RULES that a configuration names; token-exact where that costs nothing."""
     check_choice("rule", config.rule, RULES)
     rule = RULES[config.rule]
+    if not is_linear(rule):
+        if config.anchor not in (None, rule.anchor):
+            raise ValueError(
+                f"anchor: expected None, as the rule {config.rule!r} declares its own, got {config.anchor!r}"
+            )
+        return rule
     exact = isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)
     anchor = config.anchor or ("token" if exact else rule.anchor)
     if anchor == "token" and not exact and config.chunk > 1:

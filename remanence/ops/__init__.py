@@ -1,10 +1,11 @@
 """The memory operator: one function, several backends, one signature."""
 
+from remanence.ops import large_chunk as large_chunk  # adds to NETS and RULES
 from remanence.ops.leash import leashed, reset_leashed
 from remanence.ops.nets import MLP, NETS, Deep, Net
 from remanence.ops.operator import BACKENDS, ask, memorize, recall, settle, start
-from remanence.ops.rules import LOSSES, RULES, Rule
-from remanence.ops.state import Gates, MemoryState
+from remanence.ops.rules import LOSSES, RULES, LinearRule, Rule
+from remanence.ops.state import Gates, MemoryState, RuleState
 
 __all__ = [
     "BACKENDS",
@@ -14,9 +15,11 @@ __all__ = [
     "RULES",
     "Deep",
     "Gates",
+    "LinearRule",
     "MemoryState",
     "Net",
     "Rule",
+    "RuleState",
     "ask",
     "leashed",
     "memorize",

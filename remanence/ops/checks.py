@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from remanence.ops.nets import MLP, Deep, Net
-from remanence.ops.rules import Rule
+from remanence.ops.rules import LOSSES, Rule, is_linear
 from remanence.ops.state import Gates, MemoryState
 
 
@@ -74,13 +74,39 @@ def check_kinds(net: object, rule: object) -> None:
         )
     if not isinstance(net, Net):
         raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")
-    if not isinstance(rule, Rule):
-        raise ValueError(f"rule: expected a Rule (or an entry of RULES), got {type(rule).__name__}")
+    check_rule(rule)
 
 
-def check_start(weights: object, momentum: object, rows: object, rule: object) -> None:
+def check_rule(rule: object) -> None:
+    if is_linear(rule):
+        return
     if not isinstance(rule, Rule):
         raise ValueError(f"rule: expected a Rule (or an entry of RULES), got {type(rule).__name__}")
+    for name in ("granularity", "anchor", "read"):
+        if getattr(rule, name) not in ("token", "chunk"):
+            raise ValueError(f"rule.{name}: expected 'token' or 'chunk', got {getattr(rule, name)!r}")
+    if rule.granularity == "chunk" and rule.anchor == "token":
+        raise ValueError("rule.anchor: expected 'chunk' for a rule of granularity 'chunk', got 'token'")
+    if not callable(rule.loss) and rule.loss not in LOSSES:
+        raise ValueError(f"rule.loss: expected a function or one of {', '.join(LOSSES)}, got {rule.loss!r}")
+
+
+def check_buffers(buffers: object) -> None:
+    """What a rule's `init_state` returned."""
+    fine = isinstance(buffers, (tuple, list)) and all(
+        isinstance(buffer, Tensor) and buffer.is_floating_point() for buffer in buffers
+    )
+    if not fine:
+        got = (
+            [str(getattr(x, "dtype", type(x).__name__)) for x in buffers]
+            if isinstance(buffers, (tuple, list))
+            else type(buffers).__name__
+        )
+        raise ValueError(f"rule: expected init_state to return a tuple of floating-point tensors, got {got}")
+
+
+def check_start(weights: object, momentum: object, rows: object, rule: Rule) -> None:
+    check_rule(rule)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
         raise ValueError(f"rows: expected a whole number of at least 0, got {rows!r}")
     if (
@@ -93,6 +119,10 @@ def check_start(weights: object, momentum: object, rows: object, rule: object) -
         )
     if momentum is None:
         return
+    if not is_linear(rule):
+        raise ValueError(
+            "momentum: expected None for a rule that makes its own state (init_state), got weights"
+        )
     if not rule.momentum:
         raise ValueError("momentum: expected None for a rule without momentum, got weights")
     expected = [[rows, *weight.shape] for weight in weights]
@@ -129,7 +159,18 @@ def check_state(
         )
     if state.k.device != q.device:
         raise ValueError(f"state: expected on {q.device} like q, got on {state.k.device}")
-    parts = 2 if rule.momentum else 1
+    if is_linear(rule):
+        parts, buffers = 2 if rule.momentum else 1, []
+    else:
+        parts, buffers = 1, _buffer_shapes(state, rule) if rows and heads else []
+    got_buffers = [list(buffer.shape[2:]) for buffer in state.buffers]
+    if (rows and got_buffers != buffers) or any(
+        buffer.shape[:2] != (rows, heads) for buffer in state.buffers
+    ):
+        raise ValueError(
+            f"state: expected buffers of shapes {buffers} for each row and head, as init_state of "
+            f"{type(rule).__name__} makes them, got {got_buffers}"
+        )
     for tensor in state.layers:
         if tensor.dtype != state.k.dtype or tuple(tensor.shape[:2]) != (rows, heads):
             got = f"{list(tensor.shape)} of {tensor.dtype}"
@@ -151,6 +192,12 @@ def check_state(
     return check_offsets(offsets, q.shape[0], q.shape[1], rows)
 
 
+def _buffer_shapes(state: MemoryState, rule: Rule) -> list[list[int]]:
+    """The shapes of the buffers that a rule makes for one head."""
+    with torch.no_grad():
+        return [list(x.shape) for x in rule.init_state(tuple(layer[0, 0, 0] for layer in state.layers))]
+
+
 def check_call(
     q: Tensor,
     k: Tensor,
@@ -166,7 +213,8 @@ def check_call(
     check_chunk(chunk)
     check_kinds(net, rule)
     if (
-        rule.anchor == "token"
+        is_linear(rule)
+        and rule.anchor == "token"
         and chunk > 1
         and not (isinstance(net, MLP) and net.linear and isinstance(rule.loss, str))
     ):

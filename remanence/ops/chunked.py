@@ -14,14 +14,14 @@ from einops import rearrange
 from torch import Tensor
 
 from remanence.ops import closed_form as cf
-from remanence.ops.generic import chunk_step
+from remanence.ops.generic import chunk_step, rule_step
 from remanence.ops.layout import Layout, gates_rows
 from remanence.ops.leash import counter
 from remanence.ops.library import once_differentiable
 from remanence.ops.nets import MLP, Net
-from remanence.ops.rules import Coefficients, Rule, coefficients, coefficients_backward
-from remanence.ops.state import Gates, MemoryState, Weights
-from remanence.runtime.state import trains
+from remanence.ops.rules import Coefficients, LinearRule, Rule, coefficients, coefficients_backward, is_linear
+from remanence.ops.state import Gates, MemoryState, RuleState, Weights
+from remanence.runtime.state import positions_of, trains
 
 INFERENCE_STRETCH = 16
 """Chunks whose answers are computed together when nothing is saved for backward: enough to fill a machine."""
@@ -64,7 +64,7 @@ class Leash:
     """
 
     def __init__(self, g_end: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-        self.received: Tensor | int = sum(g.abs().flatten(1).sum(1) for g in g_end)
+        self.received: Tensor | int = sum(g.abs().reshape(len(g), -1).sum(1) for g in g_end)
         self.reach, self.end = 1.0 / torch.finfo(dtype).eps, torch.finfo(dtype).max ** 0.5 * 1e-9
         self.least: Tensor | None = None
 
@@ -72,7 +72,7 @@ class Leash:
         """Scale g_state ``[m ...]`` down in place where needed, after gradients of this size ``[m]`` were received."""
         self.received = self.received + received
         limit = (self.received * self.reach).clamp(max=self.end)
-        size = torch.stack([g.flatten(1).abs().amax(1) for g in g_state]).amax(0)
+        size = torch.stack([g.reshape(len(g), -1).abs().amax(1) for g in g_state]).amax(0)
         factor = (limit / size).clamp_(max=1.0).nan_to_num_(1.0)
         self.least = factor if self.least is None else torch.minimum(self.least, factor)
         for g in g_state:
@@ -109,7 +109,7 @@ class Walk(Protocol):
 class ClosedForm:
     """An MLP memory: keys one chunk after the other, then all the stretch's queries at once."""
 
-    def __init__(self, net: MLP, rule: Rule, folds: bool) -> None:
+    def __init__(self, net: MLP, rule: LinearRule, folds: bool) -> None:
         self.net, self.rule, self.folds = net, rule, folds
         self.slow: list[Tensor] = []
 
@@ -267,16 +267,27 @@ class Generic:
 
     def __init__(self, net: Net, rule: Rule, folds: bool) -> None:
         self.net, self.rule, self.folds = net, rule, folds
-        owners = [part for part in (net, rule.loss) if hasattr(part, "parameters")]
+        owners = [part for part in (net, rule, rule.loss) if hasattr(part, "parameters")]
         self.slow: list[Tensor] = [p for owner in owners for p in owner.parameters() if p.requires_grad]
 
+    def _chunks(self, s: Stretch) -> list[Any]:
+        """The gates of each chunk, as `_step` takes them."""
+        assert is_linear(self.rule)
+        return _unbind(coefficients(self.rule, s.gates, s.complete), s.k.shape[0])
+
+    def _step(
+        self, gates: Any, q: Tensor, k: Tensor, v: Tensor, state: Weights
+    ) -> tuple[Tensor, Tensor, Weights]:
+        assert is_linear(self.rule)
+        return chunk_step(self.net, self.rule, gates, q, k, v, state)
+
     def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
-        co = coefficients(self.rule, s.gates, s.complete)
         answers, surprises = [], []
-        for i, own in enumerate(_unbind(co, s.k.shape[0])):
-            y, surprise, end = chunk_step(self.net, self.rule, own, s.q[i], s.k[i], s.v[i], state)
-            whole = [s.complete[i].view(-1, *[1] * (layer.dim() - 1)) for layer in state]
-            state = tuple(torch.where(*each) for each in zip(whole, end, state, strict=True))
+        for i, gates in enumerate(self._chunks(s)):
+            y, surprise, end = self._step(gates, s.q[i], s.k[i], s.v[i], state)
+            if self.folds:
+                whole = [s.complete[i].view(-1, *[1] * (layer.dim() - 1)) for layer in state]
+                state = tuple(torch.where(*each) for each in zip(whole, end, state, strict=True))
             answers.append(y)
             surprises.append(surprise)
         return torch.stack(answers), torch.stack(surprises), state if self.folds else ()
@@ -294,6 +305,24 @@ class Generic:
         g_start: list[Tensor] = grads[first:last]  # type: ignore[assignment]
         leash.hold(g_start, _received(s, g_y, g_surprise).sum(0))
         return grads[:first], g_start, grads[last:]
+
+
+class ByRule(Generic):
+    """Any rule, by its own `update`. The state is the weights ``[m 1 ...]``, `depth` of them, then the buffers."""
+
+    def __init__(self, net: Net, rule: Rule, folds: bool, depth: int) -> None:
+        super().__init__(net, rule, folds)
+        self.depth = depth
+
+    def _chunks(self, s: Stretch) -> list[Gates]:
+        return [s.gates.part(i) for i in range(s.k.shape[0])]
+
+    def _step(
+        self, gates: Gates, q: Tensor, k: Tensor, v: Tensor, state: Weights
+    ) -> tuple[Tensor, Tensor, Weights]:
+        start = RuleState(tuple(layer[:, 0] for layer in state[: self.depth]), tuple(state[self.depth :]))
+        y, surprise, end = rule_step(self.net, self.rule, self.folds, gates, q, k, v, start)
+        return y, surprise, (*[weight.unsqueeze(1) for weight in end.weights], *end.buffers)
 
 
 def _last_state(states: Tensor, complete: Tensor) -> Tensor:
@@ -403,20 +432,25 @@ def _unpack(tensors: tuple[Tensor, ...], walk: Walk) -> tuple[Stretch, Weights]:
     return Stretch._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(walk.slow)]
 
 
-def walk_for(net: Net, rule: Rule, folds: bool) -> Walk:
+def walk_for(net: Net, rule: Rule, folds: bool, depth: int) -> Walk:
+    """The fastest way to run a memory with `depth` weights."""
+    if not is_linear(rule):
+        return ByRule(net, rule, folds, depth)
     if isinstance(net, MLP) and isinstance(rule.loss, str):
         return (Exact if cf.exact(net, rule) and rule.loss == "squared" else ClosedForm)(net, rule, folds)
     return Generic(net, rule, folds)
 
 
-def _run(walk: Walk, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tensor, Weights]:
-    """Walk all chunks from a state: answers and surprise ``[n m c ...]``, then the state's layers at the end."""
-    start = [layer.flatten(0, 1) for layer in state.layers]
+def _run(walk: Walk, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tensor, Weights, Weights]:
+    """Walk all chunks from a state: answers and surprise ``[n m c ...]``, the state's layers and buffers at the end."""
+    start = [layer.flatten(0, 1) for layer in (*state.layers, *state.buffers)]
     tensors = (*stretch, *start, *walk.slow)
     needed = trains(tensors)
     y, surprise, *end = _Sequence.apply(walk, needed, *tensors)
-    layers = tuple(layer.unflatten(0, state.layers[0].shape[:2]) for layer in end)
-    return y, surprise, layers if walk.folds else state.layers
+    if not walk.folds:
+        return y, surprise, state.layers, state.buffers
+    ends, depth = tuple(x.unflatten(0, state.layers[0].shape[:2]) for x in end), len(state.layers)
+    return y, surprise, ends[:depth], ends[depth:]
 
 
 def to_chunks(x: Tensor, n: int) -> Tensor:
@@ -442,10 +476,11 @@ def memorize(
     """The arguments are those of `remanence.ops.memorize`, already checked."""
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
     stretch, k, v, gates = arranged(layout, q, k, v, gates, state)
-    y, surprise, layers = _run(walk_for(net, rule, layout.folds), stretch, state)
+    walk = walk_for(net, rule, layout.folds, len(state.layers))
+    y, surprise, layers, buffers = _run(walk, stretch, state)
     y, surprise = (from_chunks(x, q.shape[2]) for x in (y, surprise))
     y, surprise = layout.back(y), layout.back(surprise[:, layout.lead :] if layout.lead else surprise)
-    return y, layout.next_state(state, layers, k, v, gates, (y, surprise)), surprise
+    return y, layout.next_state(state, layers, k, v, gates, (y, surprise), buffers), surprise
 
 
 def arranged(
@@ -467,8 +502,10 @@ def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
     """The weights ``[r h ...]`` as they are now: the open chunk's tail folded in, as if it were complete."""
     rows, heads = state.k.shape[0], state.k.shape[2]
     slots = int((state.position % state.chunk).max()) if rows else 0
-    if slots == 0:
+    if slots == 0 or rule.read == "chunk":
         return state.weights
+    if not is_linear(rule):
+        return _settle_by_rule(state, net, rule)
     # Slots not yet read get gates that change nothing: no step, no past, everything kept.
     unread = (
         torch.arange(slots, device=state.k.device) >= (state.position % state.chunk).unsqueeze(-1)
@@ -479,4 +516,28 @@ def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
     complete = torch.ones(1, rows * heads, dtype=torch.bool, device=state.k.device)
     inputs = [state.k[:, :0], state.k[:, :slots], state.v[:, :slots], *gates]
     stretch = Stretch._make([*[None if x is None else to_chunks(x, 1) for x in inputs], complete])
-    return tuple(layer[:, :, 0] for layer in _run(walk_for(net, rule, True), stretch, state)[2])
+    return tuple(
+        layer[:, :, 0] for layer in _run(walk_for(net, rule, True, len(state.layers)), stretch, state)[2]
+    )
+
+
+def _settle_by_rule(state: MemoryState, net: Net, rule: Rule) -> Weights:
+    """`settle` for a rule whose gates have no neutral values: rows with tails of the same length together."""
+    tails = [position % state.chunk for position in positions_of(state.position)]
+    order, parts = [], []
+    for slots in sorted(set(tails)):
+        chosen = [row for row, tail in enumerate(tails) if tail == slots]
+        part = state.rows(chosen)
+        order += chosen
+        if slots:
+            complete = torch.ones(1, len(chosen) * state.k.shape[2], dtype=torch.bool, device=state.k.device)
+            inputs = [
+                part.k[:, :0],
+                *[None if x is None else x[:, :slots] for x in (part.k, part.v, *part.gates)],
+            ]
+            stretch = Stretch._make([*[None if x is None else to_chunks(x, 1) for x in inputs], complete])
+            walk = walk_for(net, rule, True, len(state.layers))
+            part = part._replace(layers=_run(walk, stretch, part)[2])
+        parts.append(part.weights)
+    back = torch.tensor(order, device=state.k.device).argsort()
+    return tuple(torch.cat(weight)[back] for weight in zip(*parts, strict=True))

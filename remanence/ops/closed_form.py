@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from remanence.ops.nets import EPS, MLP, Net, shrink
-from remanence.ops.rules import Coefficients, Rule
+from remanence.ops.rules import Coefficients, LinearRule, Rule, is_linear
 from remanence.ops.state import Weights
 
 _aten = torch.ops.aten
@@ -33,6 +33,8 @@ DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 def unsupported(net: Net, rule: Rule) -> str | None:
     """Why such a memory has no closed form, in words; None if it has one."""
+    if not is_linear(rule):
+        return f"the rule {type(rule).__name__} has no closed form"
     if isinstance(net, MLP) and isinstance(rule.loss, str):
         return None
     return "only MLP memories with one of the named losses have a closed form"
@@ -173,13 +175,15 @@ class Record(NamedTuple):
     prediction: Tensor
     slope: Tensor  # dloss/dprediction
 
-    def surprise(self, rule: Rule) -> Tensor:
+    def surprise(self, rule: LinearRule) -> Tensor:
         if rule.loss == "squared":
             return 0.5 * (self.slope * self.slope).sum(-1)
         return (self.prediction * self.slope).sum(-1)
 
 
-def _end(net: MLP, rule: Rule, k: Tensor, v: Tensor, output: Tensor) -> tuple[Norm | None, Tensor, Tensor]:
+def _end(
+    net: MLP, rule: LinearRule, k: Tensor, v: Tensor, output: Tensor
+) -> tuple[Norm | None, Tensor, Tensor]:
     """From Z_L to the prediction and the loss's slope there."""
     norm = normalise(output) if net.norm else None
     answer = norm.value if norm else output
@@ -187,12 +191,12 @@ def _end(net: MLP, rule: Rule, k: Tensor, v: Tensor, output: Tensor) -> tuple[No
     return norm, prediction, (prediction - v if rule.loss == "squared" else -v)
 
 
-def exact(net: MLP, rule: Rule) -> bool:
+def exact(net: MLP, rule: LinearRule) -> bool:
     """Whether each token of a chunk has its own anchor. A net not linear in its weights uses chunks of one for it."""
     return rule.anchor == "token" and net.linear
 
 
-def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
+def record(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
     """What the anchor weights make of a chunk's keys ``[m c e]`` and values."""
     if exact(net, rule):
         return _record_exact(net, rule, anchor, k, v)
@@ -219,7 +223,7 @@ def record(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record
 
 
 def record_backward(
-    net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor
+    net: MLP, rule: LinearRule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v, from those of the layer inputs and errors in `g`; the rest of `g` is added to."""
     if exact(net, rule):
@@ -251,7 +255,7 @@ def record_backward(
 
 
 def _end_backward(
-    net: MLP, rule: Rule, rec: Record, g_error: Tensor, g_surprise: Tensor
+    net: MLP, rule: LinearRule, rec: Record, g_error: Tensor, g_surprise: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """From D_L and the surprise back to (k's residual part, v, Z_L)."""
     g_slope = rec.norm.pull(g_error) if rec.norm else g_error
@@ -281,7 +285,7 @@ def earlier(co: Coefficients) -> tuple[Tensor, Tensor]:
     return scaled(mix, co.scale), scaled(_before(co.own, untouched), co.scale)
 
 
-def solver(net: MLP, rule: Rule, k: Tensor, co: Coefficients) -> Tensor | None:
+def solver(net: MLP, rule: LinearRule, k: Tensor, co: Coefficients) -> Tensor | None:
     """(I + (X X^T) P~)^-1 of every chunk at once, where the rule needs it: no part of it waits for a state."""
     if not exact(net, rule) or rule.loss != "squared":
         return None
@@ -311,7 +315,7 @@ def inverse(A: Tensor) -> Tensor:
     return X[:, 0, :c, :c]
 
 
-def _record_exact(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
+def _record_exact(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
     """Every token's error at its own weights, for a memory linear in them: one unit triangular system per chunk.
 
     With ~ for one token earlier, Z = (a~ X W + r~ X S) - [(X X^T) P~] D. For the squared loss D = Z - target, so that
@@ -332,7 +336,7 @@ def _record_exact(net: MLP, rule: Rule, anchor: Anchor, k: Tensor, v: Tensor) ->
 
 
 def _record_exact_backward(
-    net: MLP, rule: Rule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor
+    net: MLP, rule: LinearRule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of the dot loss; for the squared one see `prepare_backward`."""
     x, error, g_x = rec.inputs[0], rec.errors[0], g.inputs[0]
@@ -430,7 +434,13 @@ def _earlier_backward(co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own
 
 
 def record_next(
-    net: MLP, rule: Rule, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], k: Tensor, v: Tensor
+    net: MLP,
+    rule: LinearRule,
+    anchor: Anchor,
+    inputs: list[Tensor],
+    errors: list[Tensor],
+    k: Tensor,
+    v: Tensor,
 ) -> Record:
     """`record` of one more token ``[m 1 e]`` of a chunk whose inputs and errors so far are known: nothing has to be
     solved.

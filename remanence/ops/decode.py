@@ -16,7 +16,7 @@ from torch import Tensor
 from remanence.ops import closed_form as cf
 from remanence.ops.closed_form import unsupported
 from remanence.ops.nets import MLP, Net
-from remanence.ops.rules import Rule, coefficients
+from remanence.ops.rules import Rule, coefficients, is_linear
 from remanence.ops.state import LARGEST, Gates, MemoryState, Weights, within
 from remanence.ops.triton import decode as kernels
 from remanence.ops.triton import dispatch
@@ -55,7 +55,7 @@ class Running:
 
     def __init__(self, state: MemoryState, net: Net, rule: Rule, backend: str = "auto") -> None:
         reason = unsupported(net, rule)
-        if reason is not None or not isinstance(net, MLP):
+        if reason is not None or not isinstance(net, MLP) or not is_linear(rule):
             raise ValueError(
                 f"net: expected a memory that can be written in place, got {type(net).__name__}: {reason}"
             )

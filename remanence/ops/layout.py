@@ -139,20 +139,21 @@ class Layout:
         v: Tensor,
         gates: Gates,
         outputs: tuple[Tensor, Tensor],
+        buffers: Weights = (),
     ) -> MemoryState:
-        """The state after the call, from its rows ``[r length ...]``. It is flagged where the new layers, or an output
-        ``[b t ...]`` of a document's own tokens, are too large (`state.py: LARGEST`). Padding does not count: how long
-        it is depends on the other documents of the call.
+        """The state after the call, from its rows ``[r length ...]``. It is flagged where the new layers or buffers, or
+        an output ``[b t ...]`` of a document's own tokens, are too large (`state.py: LARGEST`). Padding does not count:
+        how long it is depends on the other documents of the call.
         """
         bad = state.diverged
         for tensor, bound in zip(outputs, (LARGEST, LARGEST**2), strict=True):
             bad = bad | self._any(~within(tensor, bound).flatten(2).all(2))
-        for tensor in layers if self.folds else ():
+        for tensor in (*layers, *buffers) if self.folds else ():
             bad = bad | ~within(tensor).flatten(1).all(1)
         position = advanced(
             state.position, self.tokens if self.equal else torch.tensor(self.counts, device=self.device)
         )
-        return MemoryState(layers, self.tail(k), self.tail(v), gates.map(self.tail), position, bad)
+        return MemoryState(layers, self.tail(k), self.tail(v), gates.map(self.tail), position, bad, buffers)
 
 
 class DeviceLayout:

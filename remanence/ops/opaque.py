@@ -26,7 +26,7 @@ from remanence.ops.chunked import (
 from remanence.ops.layout import Layout
 from remanence.ops.library import GATES, operator, raise_on_double_backward
 from remanence.ops.nets import MLP
-from remanence.ops.rules import Rule
+from remanence.ops.rules import LinearRule
 from remanence.ops.state import Gates, MemoryState
 from remanence.runtime.state import trains
 
@@ -61,7 +61,7 @@ class _Call(NamedTuple):
     offsets: list[int] | None
     chunk: int
     net: MLP
-    rule: Rule
+    rule: LinearRule
 
     @classmethod
     def of(cls, *arguments: Any) -> _Call:
@@ -85,7 +85,7 @@ class _Call(NamedTuple):
             depth=depth, expansion=expansion, activation=activation, residual=residual, norm=norm, bias=bias
         )
         momentum, forget, decay_first, anchor, loss = rest
-        rule = Rule(momentum=momentum, forget=forget, decay_first=decay_first, anchor=anchor, loss=loss)
+        rule = LinearRule(momentum=momentum, forget=forget, decay_first=decay_first, anchor=anchor, loss=loss)
         state = MemoryState(tuple(layers), tail_k, tail_v, tails, position, diverged)
         return cls(q, k, v, gates, state, offsets, chunk, net, rule)
 
@@ -117,7 +117,12 @@ class _Call(NamedTuple):
     def arranged(self) -> tuple[Layout, Walk, Stretch, tuple[Tensor, Tensor, Gates]]:
         layout = Layout(self.q.shape[0], self.q.shape[1], self.state, self.chunk, self.offsets)
         stretch, k, v, gates = arranged(layout, self.q, self.k, self.v, self.gates, self.state)
-        return layout, walk_for(self.net, self.rule, layout.folds), stretch, (k, v, gates)
+        return (
+            layout,
+            walk_for(self.net, self.rule, layout.folds, len(self.state.layers)),
+            stretch,
+            (k, v, gates),
+        )
 
 
 def memorize(
@@ -127,7 +132,7 @@ def memorize(
     gates: Gates,
     state: MemoryState,
     net: MLP,
-    rule: Rule,
+    rule: LinearRule,
     chunk: int,
     offsets: list[int] | None,
 ) -> tuple[Tensor, MemoryState, Tensor]:

@@ -11,6 +11,7 @@ from torch.func import vmap
 
 from remanence.ops import chunked, opaque, reference
 from remanence.ops.checks import (
+    check_buffers,
     check_call,
     check_chunk,
     check_kinds,
@@ -22,7 +23,7 @@ from remanence.ops.checks import (
 from remanence.ops.closed_form import unsupported
 from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import MLP, NETS, Net
-from remanence.ops.rules import RULES, Rule
+from remanence.ops.rules import RULES, Rule, is_linear, stored
 from remanence.ops.state import Gates, MemoryState, Weights, fresh
 from remanence.ops.triton import dispatch, layer, memory
 from remanence.runtime.state import trains
@@ -54,16 +55,21 @@ def start(
     check_start(weights, momentum, rows, rule)
     width = weights[-1].shape[-1] if width is None else width
     keys = width if keys is None else keys
+    first = [weight.expand(rows, *weight.shape) for weight in weights]
+    layers, buffers = stored(rule, first, momentum or _buffers(weights, rows, rule))
     return fresh(
-        weights,
-        momentum,
-        rows,
-        chunk=chunk,
-        keys=keys,
-        values=width,
-        has_momentum=rule.momentum,
-        forget=rule.forget,
+        layers, buffers, chunk=chunk, keys=keys, values=width, momentum=rule.momentum, forget=rule.forget
     )
+
+
+def _buffers(weights: Weights, rows: int, rule: Rule) -> Weights:
+    """A rule's buffers ``[r h ...]`` at a document's start."""
+    if is_linear(rule):
+        return rule.init_state(tuple(weight.expand(rows, *weight.shape) for weight in weights))
+    made = vmap(rule.init_state)(tuple(weights))
+    check_buffers(made)
+    dtype = weights[0].dtype
+    return tuple(buffer.to(dtype).expand(rows, *buffer.shape).contiguous() for buffer in made)
 
 
 def memorize(
@@ -84,7 +90,8 @@ def memorize(
     """Read tokens into a memory and query it: answers, the state afterwards, and how surprising each token was.
 
     Every token is written before it is queried (eq. 15's read is inclusive), with the gradient taken at the weights of
-    its chunk's start. Differentiable in q, k, v, the gates, and the state's weights, momentum and tail. Answers have
+    its chunk's start, unless the rule declares otherwise (see `Rule`). Differentiable in q, k, v, the gates, and the
+    state's weights, buffers and tail. Answers have
     q's dtype; the arithmetic, the state and the surprise are float32, or float64 if q is (the triton backend multiplies
     bfloat16 operands as they are, and adds up in float32).
 
@@ -95,7 +102,7 @@ def memorize(
         gates: log step size, log momentum, log of the share that stays, ``[b t h]`` each; see `Gates`.
         state: from `start` or from the call before. One row per batch row, or per document if packed.
         net: what the memory is: `MLP(...)`, an entry of `NETS`, or any object with ``init`` and ``apply``.
-        rule: how it changes: `Rule(...)` or an entry of `RULES`.
+        rule: how it changes: an entry of `RULES`, `Rule(...)`, or an instance of your own subclass of `Rule`.
         chunk: tokens that share the gradient's anchor. Part of what the model is: another chunk is another function.
         offsets: for documents packed one behind the other in a single batch row: 0, each one's end, the last being t.
         aligned: a promise that every row is at a chunk's border, as at a document's start. The kernels then rearrange
@@ -145,7 +152,7 @@ def _backend(
     """The backend of a call. The kernels run only what `dispatch` lets them."""
     if backend not in ("auto", "triton"):
         return backend
-    train = trains([q, k, v, *gates, *state.layers, state.k, state.v, *state.gates])
+    train = trains([q, k, v, *gates, *state.layers, *state.buffers, state.k, state.v, *state.gates])
     if backend == "auto":
         return dispatch.memory_backend(q, v, net, rule, chunk, train)
     reason = dispatch.memory_reason(q, v, net, rule, chunk, train)
@@ -171,7 +178,9 @@ def recall(
 
 
 def settle(state: MemoryState, *, net: Net = NETS["titans"], rule: Rule = RULES["titans"]) -> Weights:
-    """A memory's weights ``[r h ...]`` after everything that was read, its open chunk included."""
+    """A memory's weights ``[r h ...]`` after everything that was read, its open chunk included; for a rule that reads
+    at the chunk's start, those of the chunk's start.
+    """
     with torch.autocast(state.k.device.type, enabled=False):
         return chunked.settle(state, net, rule)
 

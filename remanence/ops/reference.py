@@ -1,6 +1,7 @@
 """The memory rule as the paper writes it: one head, one document, one token after the other. This is the truth.
 
-The gradient is taken by autograd of the written loss, never derived by hand. Slow, exact in float64, differentiable
+Every rule is run by its own `update`, also those that have a closed form. The gradient is taken by autograd of the
+written loss, never derived by hand. Slow, exact in float64, differentiable
 (twice, too).
 """
 
@@ -10,50 +11,49 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import grad, grad_and_value, vmap
 
 from remanence.ops.layout import Layout, gates_rows
 from remanence.ops.nets import Net
-from remanence.ops.rules import Rule
-from remanence.ops.state import Gates, MemoryState, Weights
+from remanence.ops.rules import Rule, stored
+from remanence.ops.state import Gates, MemoryState, RuleState, Weights
 
 
 def memorize_document(
-    net: Net,
-    rule: Rule,
-    chunk: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: tuple[Tensor, ...],
-    weights: Weights,
-    momentum: Weights,
-) -> tuple[Tensor, Tensor, Weights, Weights]:
-    """Equations 12 to 15 for one head, from a chunk's start on: q, k, v ``[t e]``, log gates ``[t]``.
+    net: Net, rule: Rule, chunk: int, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: RuleState
+) -> tuple[Tensor, Tensor, RuleState]:
+    """Equations 12 to 15, or what another rule has in their place, for one head, from a chunk's start on: q, k, v
+    ``[t e]``, log gates ``[t]``.
 
-    Returns answers, surprise, and (weights, momentum) as they were when the last complete chunk ended.
+    Returns answers, surprise, and the state when the last complete chunk ended.
     """
-    M, S = weights, momentum
-    border, anchor = (M, S), M
+
+    def loss(W: Weights, t: int) -> Tensor:  # eq. 12
+        return rule.loss_function(net.apply(W, k[t]), v[t])
+
+    start = now = state
     answers, surprises = [], []
-    theta, eta, gamma = (log_gate.exp() for log_gate in gates)
     for t in range(k.shape[0]):
-        if t % chunk == 0 or rule.anchor == "token":
-            anchor = M
+        first, ends = t - t % chunk, (t + 1) % chunk == 0
+        if rule.granularity == "token":
+            own = gates.part(t)
+            at = rule.gradient_at((now if rule.anchor == "token" else start).weights, own)
+            u, surprise = grad_and_value(loss)(at, t)
+            now = rule.update(now, u, own)  # eqs. 13 and 14
+        else:
+            surprise = loss(start.weights, t)
+            if rule.read == "token" or ends:
+                own = gates.part(slice(first, t + 1))
 
-        def loss(W: Weights, t: int = t) -> Tensor:  # eq. 12
-            return rule.loss_function(net.apply(W, k[t]), v[t])
+                def total(W: Weights, first: int = first, t: int = t) -> Tensor:
+                    return sum(gates.log_step[i].exp() * loss(W, i) for i in range(first, t + 1))  # type: ignore[return-value]
 
-        u, surprise = grad_and_value(loss)(
-            tuple(gamma[t] * W for W in anchor) if rule.decay_first else anchor
-        )
-        S = tuple(eta[t] * past - theta[t] * now for past, now in zip(S, u, strict=True))  # eq. 14
-        M = tuple(gamma[t] * W + change for W, change in zip(M, S, strict=True))  # eq. 13
-        answers.append(net.apply(M, q[t]))  # eq. 15
+                now = rule.update(start, grad(total)(start.weights), own)
+        answers.append(net.apply((now if rule.read == "token" else start).weights, q[t]))  # eq. 15
         surprises.append(surprise)
-        if (t + 1) % chunk == 0:
-            border = (M, S)
-    return torch.stack(answers), torch.stack(surprises), *border
+        if ends:
+            start = now
+    return torch.stack(answers), torch.stack(surprises), start
 
 
 def memorize(
@@ -75,38 +75,26 @@ def memorize(
         layout.rows(state.v, v),
         gates_rows(layout, state, gates),
     )
-    nothing = tuple(torch.zeros_like(weight) for weight in state.weights)
-    momentum = state.momentum if rule.momentum else nothing
-    log_gates = (
-        gates.log_step,
-        torch.full_like(gates.log_step, -torch.inf) if gates.log_momentum is None else gates.log_momentum,
-        torch.zeros_like(gates.log_step) if gates.log_keep is None else gates.log_keep,
-    )
+    memory = state.rule_state
+    present = [(name, gate) for name, gate in zip(Gates._fields, gates, strict=True) if gate is not None]
     answers, surprises = queries.new_zeros(*queries.shape[:3], v.shape[-1]), torch.zeros_like(gates.log_step)
     rows = []
     for row, total in enumerate(layout.totals):
-        end, change = tuple(weight[row] for weight in state.weights), tuple(past[row] for past in momentum)
+        end = RuleState(tuple(x[row] for x in memory.weights), tuple(x[row] for x in memory.buffers))
         if total:
 
-            def document(*head: Any) -> tuple[Tensor, Tensor, Weights, Weights]:
-                return memorize_document(net, rule, chunk, *head)
+            def document(*head: Any) -> tuple[Tensor, Tensor, RuleState]:
+                q, k, v, logs, start = head
+                own = Gates(**dict(zip([name for name, _ in present], logs, strict=True)))
+                return memorize_document(net, rule, chunk, q, k, v, own, start)
 
-            head = (
-                queries[row, :total],
-                k[row, :total],
-                v[row, :total],
-                tuple(gate[row, :total] for gate in log_gates),
-                end,
-                change,
-            )
-            y, surprise, end, change = vmap(document, in_dims=(1, 1, 1, 1, 0, 0), out_dims=(1, 1, 0, 0))(
-                *head
-            )
+            logs = tuple(gate[row, :total] for _, gate in present)
+            head = (queries[row, :total], k[row, :total], v[row, :total], logs, end)
+            y, surprise, end = vmap(document, in_dims=(1, 1, 1, 1, 0), out_dims=(1, 1, 0))(*head)
             answers = answers.index_put((torch.tensor(row), torch.arange(total)), y)
             surprises = surprises.index_put((torch.tensor(row), torch.arange(total)), surprise)
-        rows.append(
-            [torch.stack(pair if rule.momentum else pair[:1], 1) for pair in zip(end, change, strict=True)]
-        )
-    layers = tuple(torch.stack(layer) for layer in zip(*rows, strict=True))
+        rows.append(end)
+    weights, buffers = ([torch.stack(x) for x in zip(*part, strict=True)] for part in zip(*rows, strict=True))
+    layers, kept = stored(rule, weights, buffers)
     answers, surprises = layout.back(answers), layout.back(surprises)
-    return answers, layout.next_state(state, layers, k, v, gates, (answers, surprises)), surprises
+    return answers, layout.next_state(state, layers, k, v, gates, (answers, surprises), kept), surprises

@@ -1,5 +1,7 @@
-"""How a memory changes: from a chunk's gates to the coefficients of its closed form. Knows no net.
+"""How a memory changes. Knows no net.
 
+A `Rule` is any object with ``update``; a user's own takes the generic path (reference.py, generic.py). The rules that
+are linear in the gradients, `LinearRule`, also have a closed form over a chunk, whose coefficients are computed here.
 With gamma = 1 - alpha, and products over (j, t]:  Gamma[t, j] = prod gamma,  E[t, j] = prod eta  for t >= j, else 0:
 
     S_t = m_t S_0 - sum_i E[t, i] theta_i u_i                                  past surprise, eq. 14
@@ -10,14 +12,14 @@ where a = Gamma[:, 0], m = E[:, 0] (the products over (0, t]), r = Gamma m, P = 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from remanence.ops.state import Gates
+from remanence.ops.state import Gates, RuleState, Weights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -35,9 +37,63 @@ def dot(prediction: Tensor, value: Tensor) -> Tensor:
 LOSSES: dict[str, Loss] = {"squared": squared, "dot": dot}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How surprise becomes change.
+    """How gradients change a memory: subclass it, write `update`, and add an instance to `RULES`.
+
+    ``class Mine(Rule)`` with `update`, and `init_state` if the rule has a state beside the weights, is all that the
+    operator, the layer, streaming, decoding and memory files need. `update` is written for one head and one document;
+    torch.func maps it over heads and rows, so it must not change its arguments or branch on their values.
+
+    ``Rule(momentum=False, ...)`` makes a `LinearRule`.
+
+    Attributes:
+        momentum, forget: whether the rule takes a momentum gate and a forget gate beside the step size.
+        granularity: "token": `update` is called for every token, with the gradient of that token's loss. "chunk": it is
+            called once for a chunk, with the gradient of the chunk's losses, weighted by their step sizes and summed.
+        anchor: where the gradient is taken: at the weights of the chunk's start, or, with granularity "token", at each
+            token's own.
+        read: the weights that a token's query is answered from: "token", those after the update with all tokens of the
+            chunk up to this one; or "chunk", those of the chunk's start.
+        loss: ``"squared"``, ``"dot"``, or any function (prediction, value) -> loss that torch.func can differentiate.
+    """
+
+    momentum: bool = False
+    forget: bool = False
+    granularity: Literal["token", "chunk"] = "token"
+    anchor: Literal["chunk", "token"] = "chunk"
+    read: Literal["token", "chunk"] = "token"
+    loss: str | Loss = "squared"
+
+    def __new__(cls, *args: Any, **fields: Any) -> Rule:
+        return super().__new__(LinearRule if cls is Rule else cls)
+
+    def update(self, state: RuleState, gradients: Weights, gates: Gates) -> RuleState:
+        """The state after an update.
+
+        Args:
+            state: the head's weights and buffers before it: with granularity "chunk", at the chunk's start.
+            gradients: one for each of the weights, in their shapes.
+            gates: the logarithms of the token's gates, numbers; or, with granularity "chunk", of the gates of the
+                chunk's tokens, ``[c]`` each. With ``read="token"`` these are the tokens so far.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: expected a method update(state, gradients, gates)")
+
+    def init_state(self, weights: Weights) -> Weights:
+        """The buffers of one head at a document's start, floating-point tensors of any shapes; none by default."""
+        return ()
+
+    def gradient_at(self, weights: Weights, gates: Gates) -> Weights:
+        """The weights at which a token's gradient is taken, from those of the anchor; for granularity "token"."""
+        return weights
+
+    @property
+    def loss_function(self) -> Loss:
+        return LOSSES[self.loss] if isinstance(self.loss, str) else self.loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRule(Rule):
+    """The rules whose updates are linear in the gradients (equations 13 and 14): Titans, TTT, DeltaNet and others.
 
     momentum, forget
         Whether past surprise is carried (eta) and whether the memory decays (alpha).
@@ -66,19 +122,59 @@ class Rule:
                 "decay_first: expected False for a rule that does not forget, got True (set forget=True)"
             )
 
-    @property
-    def loss_function(self) -> Loss:
-        return LOSSES[self.loss] if isinstance(self.loss, str) else self.loss
+    def update(self, state: RuleState, gradients: Weights, gates: Gates) -> RuleState:
+        theta = gates.log_step.exp()
+        S = tuple(-theta * now for now in gradients)
+        if gates.log_momentum is not None:
+            eta = gates.log_momentum.exp()
+            S = tuple(
+                eta * past - theta * now for past, now in zip(state.buffers, gradients, strict=True)
+            )  # eq. 14
+        gamma = torch.ones_like(theta) if gates.log_keep is None else gates.log_keep.exp()
+        M = tuple(gamma * W + change for W, change in zip(state.weights, S, strict=True))  # eq. 13
+        return RuleState(M, S if self.momentum else ())
+
+    def init_state(self, weights: Weights) -> Weights:
+        return tuple(torch.zeros_like(weight) for weight in weights) if self.momentum else ()
+
+    def gradient_at(self, weights: Weights, gates: Gates) -> Weights:
+        if not self.decay_first or gates.log_keep is None:
+            return weights
+        return tuple(gates.log_keep.exp() * weight for weight in weights)
+
+
+_CLOSED = ("update", "init_state", "gradient_at", "loss_function", "granularity", "read")
+
+
+def is_linear(rule: object) -> TypeGuard[LinearRule]:
+    """Whether a rule is a `LinearRule` as written here, for the closed forms and kernels; not a subclass that changes
+    how it computes.
+    """
+    kind = type(rule)
+    return kind is LinearRule or (
+        isinstance(rule, LinearRule)
+        and all(getattr(kind, name) is getattr(LinearRule, name) for name in _CLOSED)
+    )
+
+
+def stored(rule: Rule, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> tuple[Weights, Weights]:
+    """A memory's weights and buffers ``[r h ...]`` as a state's `layers` and `buffers`: the closed forms have each
+    weight and its momentum in one tensor.
+    """
+    if is_linear(rule) and buffers:
+        pairs = zip(weights, buffers, strict=True)
+        return tuple(torch.stack(pair, 2) for pair in pairs), ()
+    return tuple(torch.stack([weight], 2) for weight in weights), tuple(buffers)
 
 
 RULES: dict[str, Rule] = {
-    "titans": Rule(),
-    "no_momentum": Rule(momentum=False),
-    "no_forget": Rule(forget=False),
-    "ttt": Rule(momentum=False, forget=False),
-    "delta": Rule(momentum=False, forget=False, anchor="token"),
-    "gated_delta": Rule(momentum=False, decay_first=True, anchor="token"),
-    "linear_attention": Rule(momentum=False, forget=False, loss="dot"),
+    "titans": LinearRule(),
+    "no_momentum": LinearRule(momentum=False),
+    "no_forget": LinearRule(forget=False),
+    "ttt": LinearRule(momentum=False, forget=False),
+    "delta": LinearRule(momentum=False, forget=False, anchor="token"),
+    "gated_delta": LinearRule(momentum=False, decay_first=True, anchor="token"),
+    "linear_attention": LinearRule(momentum=False, forget=False, loss="dot"),
 }
 
 
@@ -137,7 +233,7 @@ def decay(log_gate: Tensor) -> Tensor:
     return _Decay.apply(log_gate)
 
 
-def coefficients(rule: Rule, gates: Gates, complete: Tensor) -> Coefficients:
+def coefficients(rule: LinearRule, gates: Gates, complete: Tensor) -> Coefficients:
     """The closed form's coefficients for gates ``[... c]`` of chunks that are complete where told ``[...]``."""
     step = gates.log_step.exp()
     kept = decay(gates.log_keep if gates.log_keep is not None else torch.zeros_like(step))

@@ -43,11 +43,22 @@ class Gates(_Gates, TensorTuple):
     __slots__ = ()
     minus_infinity = ("log_step", "log_momentum", "log_keep")
 
+    def part(self, index: int | slice) -> Gates:
+        """The gates at this index of the first axis."""
+        return self.map(lambda gate: gate[index])
+
     def agrees(self, read: Tensor) -> Tensor:
         """A step is a number that float32 can hold; momentum and what is kept are at most 1, up to rounding."""
         limits = zip(self, (LARGEST_LOG_STEP, 0.01, 0.01), strict=True)
         rows = [(gate <= most).flatten(1).all(1) for gate, most in limits if gate is not None]
         return torch.stack(rows).all(0)
+
+
+class RuleState(NamedTuple):
+    """What a rule updates: a head's weights, and the buffers that it keeps beside them, such as momentum."""
+
+    weights: Weights
+    buffers: Weights = ()
 
 
 class _MemoryState(NamedTuple):
@@ -57,6 +68,7 @@ class _MemoryState(NamedTuple):
     gates: Gates
     position: Tensor
     diverged: Tensor
+    buffers: Weights = ()
 
 
 class MemoryState(_MemoryState, TensorTuple):
@@ -74,6 +86,9 @@ class MemoryState(_MemoryState, TensorTuple):
     diverged
         ``[r]``, true once a row's weights or answers have been NaN or beyond `LARGEST`, or its surprise NaN or beyond
         the square of that; and from then on.
+    buffers
+        Further tensors ``[r h ...]`` of the rule, as `Rule.init_state` makes them, at the start of the chunk being
+        read. Empty for a `LinearRule`, whose momentum is in `layers`.
     """
 
     __slots__ = ()
@@ -86,6 +101,11 @@ class MemoryState(_MemoryState, TensorTuple):
     def momentum(self) -> Weights:
         """Empty for a rule without momentum."""
         return tuple(layer[:, :, 1] for layer in self.layers if layer.shape[2] > 1)
+
+    @property
+    def rule_state(self) -> RuleState:
+        """What the rule updates, ``[r h ...]`` each."""
+        return RuleState(self.weights, (*self.momentum, *self.buffers))
 
     @property
     def chunk(self) -> int:
@@ -122,29 +142,28 @@ def memories(node: Any) -> list[MemoryState]:
 
 
 def fresh(
-    weights: Weights,
-    momentum: Weights | None,
-    rows: int,
+    layers: Weights,
+    buffers: Weights,
     *,
     chunk: int,
     keys: int,
     values: int,
-    has_momentum: bool,
+    momentum: bool,
     forget: bool,
 ) -> MemoryState:
-    """The state of `rows` documents of which nothing has been read, from per-head initial weights ``[h ...]``."""
-    first = weights[0]
-    heads = first.shape[0]
+    """The state of documents of which nothing has been read, from the state's layers and buffers; `momentum` and
+    `forget` say which gates there are.
+    """
+    first = layers[0]
+    rows, heads = first.shape[:2]
     tail = lambda width: first.new_zeros(rows, chunk - 1, heads, width)
     gate = first.new_zeros(rows, chunk - 1, heads)
-    parts = [[weight.expand(rows, *weight.shape) for weight in weights]]
-    if has_momentum:
-        parts.append(list(momentum) if momentum else [torch.zeros_like(weight) for weight in parts[0]])
     return MemoryState(
-        layers=tuple(torch.stack(layer, 2) for layer in zip(*parts, strict=True)),
+        layers=layers,
         k=tail(keys),
         v=tail(values),
-        gates=Gates(gate, gate if has_momentum else None, gate if forget else None),
+        gates=Gates(gate, gate if momentum else None, gate if forget else None),
         position=note_positions(torch.zeros(rows, dtype=torch.int64, device=first.device), [0] * rows),
         diverged=torch.zeros(rows, dtype=torch.bool, device=first.device),
+        buffers=buffers,
     )

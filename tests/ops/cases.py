@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from remanence.ops import MLP, Gates, Rule, memorize, start
+from remanence.ops.rules import is_linear
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Case:
         weights = [weight.to(self.dtype) for weight in self.net.init(self.heads, self.width, **wide)]
         momentum = (
             [0.1 * torch.randn(rows, *weight.shape, dtype=self.dtype) for weight in weights]
-            if self.rule.momentum
+            if self.rule.momentum and is_linear(self.rule)
             else []
         )
         self.depth = len(weights)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remanence.ops.nets import MLP, Net
-from remanence.ops.rules import Rule
+from remanence.ops.rules import LinearRule, Rule, is_linear
 from remanence.ops.triton import launch, linear, mlp
 from remanence.ops.triton.memory import Plan, plan_of
 from remanence.ops.triton.resources import lacking
@@ -70,6 +70,7 @@ def memory_chip_reason(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, t
     device = q.device
     if (
         not isinstance(net, MLP)
+        or not is_linear(rule)
         or device.type != "cuda"
         or launch.interpreted()
         or torch.compiler.is_compiling()
@@ -85,6 +86,8 @@ def memory_kind_reason(
     """Why there are no kernels for such a memory, with keys and values of these widths, whatever the chip can hold."""
     if "memory" not in KERNELS:
         return OFF
+    if not is_linear(rule):
+        return f"there are no kernels for the rule {type(rule).__name__}"
     if not isinstance(net, MLP) or net.depth > 2 or net.bias:
         return "the kernels know MLP memories of depth 1 and depth 2 without bias"
     if net.depth == 1:
@@ -168,7 +171,7 @@ def decode_reason(like: Tensor, width: int) -> str | None:
     return None if like.dtype == torch.float32 else f"the kernels decode states in float32, got {like.dtype}"
 
 
-def decode_memory_reason(net: MLP, rule: Rule, chunk: int) -> str | None:
+def decode_memory_reason(net: MLP, rule: LinearRule, chunk: int) -> str | None:
     """Why there is no kernel that reads one token into such a memory."""
     two = net.depth == 2 and rule.loss == "squared" and rule.anchor == "chunk" and not rule.decay_first
     if net.bias or not isinstance(rule.loss, str) or not (net.linear or two):

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remanence.ops.leash import counter
 from remanence.ops.nets import MLP
-from remanence.ops.rules import Rule
+from remanence.ops.rules import LinearRule
 from remanence.ops.state import Gates
 from remanence.ops.triton.autograd import empty_grads, memory_operator
 from remanence.ops.triton.launch import (
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
         return constants | more
 
 
-def plan_of(net: MLP, rule: Rule, width: int, values: int, heads: int, chunk: int) -> Plan:
+def plan_of(net: MLP, rule: LinearRule, width: int, values: int, heads: int, chunk: int) -> Plan:
     return Plan(
         width, values, chunk, heads, rule.momentum, rule.forget, net.norm, net.residual, rule.loss == "squared",
         rule.anchor == "token", rule.decay_first, precision(),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from remanence.ops.layout import DeviceLayout, gates_rows
 from remanence.ops.nets import MLP
-from remanence.ops.rules import Rule
+from remanence.ops.rules import LinearRule
 from remanence.ops.state import LARGEST, Gates, MemoryState
 from remanence.ops.triton import linear, mlp
 from remanence.runtime.state import advanced, trains
@@ -18,7 +18,7 @@ PIECE = 256
 Plan = mlp.Plan | linear.Plan
 
 
-def plan_of(net: MLP, rule: Rule, width: int, values: int, heads: int, chunk: int) -> Plan:
+def plan_of(net: MLP, rule: LinearRule, width: int, values: int, heads: int, chunk: int) -> Plan:
     if net.depth == 1:
         return linear.plan_of(net, rule, width, values, heads, chunk)
     return mlp.plan_of(net, rule, width, heads, chunk)
@@ -31,7 +31,7 @@ def memorize(
     gates: Gates,
     state: MemoryState,
     net: MLP,
-    rule: Rule,
+    rule: LinearRule,
     chunk: int,
     offsets: list[int] | None,
     aligned: bool = False,

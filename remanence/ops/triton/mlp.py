@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remanence.ops.leash import counter
 from remanence.ops.nets import MLP
-from remanence.ops.rules import Rule
+from remanence.ops.rules import LinearRule
 from remanence.ops.state import Gates
 from remanence.ops.triton.autograd import empty_grads, memory_operator
 from remanence.ops.triton.launch import (
@@ -152,7 +152,7 @@ class Plan(NamedTuple):
         return constants
 
 
-def plan_of(net: MLP, rule: Rule, width: int, heads: int, chunk: int) -> Plan:
+def plan_of(net: MLP, rule: LinearRule, width: int, heads: int, chunk: int) -> Plan:
     return Plan(
         width, net.widths(width)[1], chunk, heads, rule.momentum, rule.forget, net.norm, net.residual,
         net.activation == "gelu", precision(),
