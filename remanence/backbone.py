@@ -22,6 +22,7 @@ from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import pick, repad
 from remanence.ops.state import memories
 from remanence.runtime.choices import check_choice
+from remanence.runtime.module import ours
 from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import TensorTuple, advanced, note_positions, positions_of
 
@@ -205,7 +206,10 @@ class Backbone(Module):
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
         memory: Mode | None = None,
-    ) -> tuple[Float[Tensor, "b t d"], State]:
+        keep: bool = True,
+        text: Text | None = None,
+        traced: bool = False,
+    ) -> tuple[Float[Tensor, "b t d"], State] | Trace:
         """The last layer's output, normalised, and the state.
 
         Args:
@@ -214,9 +218,11 @@ class Backbone(Module):
             mask: true where a token counts. Padding, wherever it stands, is not read; its output is zero.
             offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
             memory: for this call only, instead of ``backbone.memory``.
+            keep, text: see `trace`.
+            traced: return all that `trace` does.
         """
-        trace = self.trace(x, state, mask=mask, offsets=offsets, memory=memory)
-        return trace.hidden, trace.state
+        trace = self.trace(x, state, mask=mask, offsets=offsets, memory=memory, keep=keep, text=text)
+        return trace if traced else (trace.hidden, trace.state)
 
     def trace(
         self,
@@ -314,7 +320,7 @@ class Backbone(Module):
         return slice(start, start + count * size)
 
     def _reads_in_wavefront(self) -> bool:
-        if self.schedule == "layers" or torch.compiler.is_compiling():
+        if self.schedule == "layers" or torch.compiler.is_compiling() or not ours(self):
             return False
         return wavefront.unsupported(list(self.blocks)) is None
 

@@ -16,7 +16,7 @@ from remanence.backbone import Backbone, Schedule, State, Trace, memories
 from remanence.config import Mode, ModelConfig, ModelFields, change
 from remanence.io.migrations import current_name
 from remanence.mixers import Mixer, Text
-from remanence.runtime.module import Module, check_transforms
+from remanence.runtime.module import Module, altered, check_transforms
 
 __all__ = ["Model", "Schedule", "State", "Trace", "matched", "memories", "parameters"]
 
@@ -124,7 +124,7 @@ class Model(Module):
         return self.logits(trace.hidden), trace.state
 
     def logits(self, hidden: Float[Tensor, "... d"]) -> Float[Tensor, "... v"]:
-        return F.linear(hidden, self.embed.weight if self.head is None else self.head.weight)
+        return F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
 
     def trace(
         self,
@@ -141,8 +141,15 @@ class Model(Module):
             check_transforms()
         tokens = self._check(tokens, mask)
         text = Text(tokens, self.log_unigrams, self.logits)
-        settings: dict[str, Any] = {"mask": mask, "offsets": offsets, "memory": memory, "keep": keep}
-        return self.backbone.trace(self.embed(tokens), state, text=text, **settings)
+        settings: dict[str, Any] = {"mask": mask, "offsets": offsets, "memory": memory}
+        x, known = self.embed(tokens), type(self.backbone).forward is Backbone.forward
+        if known and altered([self.backbone]) is None:
+            return self.backbone.trace(x, state, keep=keep, text=text, **settings)
+        if known:
+            settings.update(keep=keep, text=text, traced=True)
+        # For its hooks, or another `forward`, which may return less than a trace.
+        hidden, after, *seen = self.backbone(x, state, **settings)
+        return Trace(hidden, after, *seen) if seen else Trace(hidden, after, (None,) * len(self.blocks), ())
 
     def _check(self, tokens: Tensor, mask: object = None) -> Tensor:
         """The tokens, where they count, if they are of the vocabulary; 0 as padding, which may be any number."""

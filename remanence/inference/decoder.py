@@ -14,10 +14,13 @@ from torch import Tensor
 
 from remanence.backbone import State
 from remanence.config import Mode
+from remanence.layers import operand
 from remanence.layers.decoding import StepContext
-from remanence.mixers import Text
+from remanence.mixers import Mixer, MixerDecoder, Text
+from remanence.mixers.base import ForwardDecoder
 from remanence.model import Model
 from remanence.runtime.graphs import capture
+from remanence.runtime.module import Watch, altered, described, modules_of, ours, overridden
 
 
 def unsupported(model: Model, memory: Mode | None = None) -> str | None:
@@ -26,7 +29,29 @@ def unsupported(model: Model, memory: Mode | None = None) -> str | None:
         return "memories that begin anew at every segment are not decoded in place"
     if torch.is_autocast_enabled(model.embed.weight.device.type):
         return "autocast is on, and decoding runs in the dtype of the weights"
-    return model.undecodable(memory or model.memory)
+    if (reason := model.undecodable(memory or model.memory)) is not None:
+        return reason
+    if (name := overridden(model, "undecodable", ("forward", "trace"))) is not None:
+        return f"{type(model).__name__} overrides {name} and not undecodable"
+    if not ours(model.backbone):
+        return f"{type(model.backbone).__name__} is a backbone of another class"
+    if (reason := altered([model.backbone])) is not None:
+        return reason
+    reasons = (ForwardDecoder.unsupported(block.mixer) for block in model.blocks if not in_place(block))  # type: ignore[arg-type]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def in_place(block: Any) -> bool:
+    """Whether the decoder of a block's mixer computes what a call of the block does: nothing in it is overridden,
+    replaced or hooked. If not, the block is called.
+    """
+    mixer, modules = block.mixer, modules_of(block)
+    known = described(mixer, "decoder")
+    if type(mixer).decoder is Mixer.decoder:  # which calls the mixer
+        known = set(modules_of(mixer))
+    elif overridden(mixer, "decoder") is not None:
+        return False
+    return altered(modules) is None and all(ours(module) or module in known for module in modules)
 
 
 class Decoder:
@@ -47,10 +72,9 @@ class Decoder:
         self.device = model.embed.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False for a model on {self.device.type}, got True")
+        self.wanted = graph
         self._check(state)
         self._begin(state)
-        fixed = all(decoder.captured for decoder in self.decoders)
-        self.captures = (self.device.type == "cuda" and fixed) if graph is None else graph
 
     def _check(self, state: State) -> None:
         if not isinstance(state, State):
@@ -61,8 +85,14 @@ class Decoder:
 
     @torch.no_grad()
     def _begin(self, state: State) -> None:
-        pairs = zip(self.model.mixers, state.blocks, strict=True)
-        self.decoders = [mixer.decoder(part, self.mode) for mixer, part in pairs]
+        self.watch = Watch(self.model)
+        self.called = None if unsupported(self.model, self.mode) is None else state
+        pairs = zip(self.model.blocks, state.blocks, strict=True) if self.called is None else ()
+        self.decoders = [_decoder(block, part, self.mode) for block, part in pairs]
+        fixed = self.device.type == "cuda" and all(decoder.captured for decoder in self.decoders)
+        self.captures = (fixed if self.wanted is None else self.wanted) and altered(
+            self.watch.modules
+        ) is None
         self.position = state.position.clone()
         self.tokens, self.active = (
             torch.zeros_like(self.position),
@@ -86,9 +116,11 @@ class Decoder:
                 raise ValueError(
                     f"{name}: expected {dtype} of shape {list(self.position.shape)}, one per row, got {got}"
                 )
+        if self.room == 0 or self.watch.changed():
+            self._begin(self.state)
+        if self.called is not None:
+            return self._call(tokens, active, self.called)
         if self.room is not None:
-            if self.room == 0:
-                self._begin(self.state)
             self.room -= 1
         if self.captures and self.graph is None:
             self._capture()
@@ -102,6 +134,14 @@ class Decoder:
         self.graph.replay()
         return self.logits.clone()
 
+    def _call(self, tokens: Tensor, active: Tensor | None, state: State) -> Tensor:
+        """A step by a call of the model, which has come to have hooks or modules that no decoder honours."""
+        mask = None if active is None else active.unsqueeze(1)
+        with torch.autocast(self.device.type, enabled=False):
+            seen = self.model.trace(tokens.unsqueeze(1), state, mask=mask, memory=self.mode)
+            self.called = seen.state
+            return self.model.logits(seen.hidden)[:, 0]
+
     def _forward(self) -> Tensor:
         text = Text(self.tokens.unsqueeze(1), self.model.log_unigrams, self.model.logits)
         now = StepContext(self.position, self.active, {}, text)
@@ -109,8 +149,10 @@ class Decoder:
         with torch.autocast(self.device.type, enabled=False):  # in the dtype of the weights, whoever asks
             x = self.model.embed(self.tokens).unsqueeze(1)
             for block, decoder in zip(self.model.blocks, self.decoders, strict=True):
-                x = x + decoder.step(block.norm_mixer(x), now)
-                x = x + block.ffn(block.norm_ffn(x))
+                if isinstance(decoder, ForwardDecoder) and decoder.mixer is block:
+                    x = decoder.step(x, now)
+                else:
+                    x = block.added(x, decoder.step(block.norm_mixer(x, operand(x)), now))
             hidden = self.model.backbone.norm(x)
             for decoder in self.decoders:
                 decoder.finish(hidden, now)
@@ -127,6 +169,8 @@ class Decoder:
     @property
     def diverged(self) -> Tensor:
         """Per row ``[b]``, as the state's; not one that is about to show in the next token's answers."""
+        if self.called is not None:
+            return self.called.diverged
         flags = [flag for decoder in self.decoders if (flag := decoder.diverged) is not None]
         return torch.stack(flags).any(0) if flags else torch.zeros_like(self.active)
 
@@ -134,4 +178,10 @@ class Decoder:
     @torch.no_grad()
     def state(self) -> State:
         """The state after all steps so far, to go on with anywhere."""
+        if self.called is not None:
+            return self.called
         return State(tuple(decoder.state(self.position) for decoder in self.decoders), self.position.clone())
+
+
+def _decoder(block: Any, state: Any, mode: Mode) -> MixerDecoder:
+    return block.mixer.decoder(state, mode) if in_place(block) else ForwardDecoder(block, state, mode)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from math import lcm
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from remanence.model import Model
+from remanence.runtime.module import altered, described, modules_of, ours, overridden
 
 
 def unsupported(model: Model, length: int, carries: bool) -> str | None:
@@ -19,10 +20,35 @@ def unsupported(model: Model, length: int, carries: bool) -> str | None:
         return "the weights are sharded"
     if (reason := model.uncapturable(carries)) is not None:
         return reason
+    if (reason := uncaptured_code(model)) is not None:
+        return reason
     border = border_of(model)
     if carries and length % border:
         known = f"rows that go on must stand at multiples of {border} tokens, a chunk and a segment"
         return f"{known}, but each call reads {length}"
+    return None
+
+
+def uncaptured_code(model: Model) -> str | None:
+    """What Python code in a model a captured graph would not run again, in words: hooks, and overrides that may decide
+    on the host. None if there is none.
+    """
+    modules = modules_of(model)
+    if (reason := altered(modules)) is not None:
+        return f"{reason}, which a captured graph would not call"
+    for parameter in model.parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return "a parameter has hooks, which a captured graph would not call"
+    if (name := overridden(model, "uncapturable", ("forward", "trace", "logits"))) is not None:
+        return f"{type(model).__name__} overrides {name} and not uncapturable"
+    known: set[nn.Module] = {model}
+    for mixer in model.mixers:
+        if (name := overridden(mixer, "uncapturable")) is not None:
+            return f"{type(mixer).__name__} overrides {name} and not uncapturable"
+        known |= described(mixer, "uncapturable")
+    for module in modules:
+        if not (ours(module) or module in known or type(module) in (nn.Embedding, nn.Linear, nn.ModuleList)):
+            return f"a module ({type(module).__name__}) is not one of ours, and may decide on the host"
     return None
 
 

@@ -18,6 +18,7 @@ from remanence.inference.graphs import longest_window, unsupported
 from remanence.inference.threads import threads_for
 from remanence.model import Model, State, Trace
 from remanence.runtime.graphs import capture, copy_all
+from remanence.runtime.module import modules_of
 from remanence.runtime.state import positions_of
 
 PIECE = 2048
@@ -169,7 +170,8 @@ def _captured(model: Model, tokens: Tensor, state: State, size: int, memory: Mod
         place < window or place % size for place in positions_of(state.position)
     ) or not model.backbone.remembers_all(state):
         return None
-    key = (len(tokens), model.schedule, *[parameter.data_ptr() for parameter in model.parameters()])
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    key = (len(tokens), model.schedule, modules_of(model)[1:], places)
     known = _COUNTED.get(model)
     count, graph = (known.pieces + 1, known.graph) if known is not None and known.key == key else (1, None)
     if graph is None and count > PATIENCE:

@@ -317,8 +317,11 @@ class SegmentAttention(Heads):
         position = note_positions(torch.tensor(after, device=x.device), after)
         return y, SegmentState((ends[0][0], ends[0][1]), (ends[1][0], ends[1][1]), position)
 
-    def whole(self, x: Float[Tensor, "b c d"], retrieved: Float[Tensor, "b c d"]) -> Float[Tensor, "b c d"]:
-        """`forward` of whole segments, which leave nothing open."""
+    def whole(
+        self, x: Float[Tensor, "b c d"], retrieved: Float[Tensor, "b c d"] | None
+    ) -> Float[Tensor, "b c d"]:
+        """`forward` of whole segments, which leave nothing open; something is retrieved."""
+        assert retrieved is not None
         length = x.shape[1]
         q = self.queries(x)
         k, v = self.pairs(torch.cat([retrieved, x], 1))

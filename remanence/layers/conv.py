@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from remanence.layers.norm import unit
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
+from remanence.runtime.module import plain
 from remanence.runtime.state import carry_on
 
 
@@ -74,9 +75,10 @@ class ShortConv(nn.Module):
             offsets is None
             and self.weight is not None
             and layer.fits(x, width=self.width // heads, taps=self.kernel)
+            and plain(self, ShortConv)
         ):
             return layer.short_conv(x, past, self.weight, heads, normalize)
-        if offsets is None and self.weight is not None and layer_cpu.fits(x):
+        if offsets is None and self.weight is not None and layer_cpu.fits(x) and plain(self, ShortConv):
             return layer_cpu.short_conv(x, past, self.weight, heads, normalize), self.advance(x, past, None)
         y, past = self(x, past, offsets)
         y = F.silu(y).unflatten(-1, (heads, self.width // heads))

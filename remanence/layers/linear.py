@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from remanence.runtime.module import plain
+
 
 def operand(x: Tensor) -> torch.dtype:
     """x's dtype as autocast's products take it: what is cast once for all of them is not cast by autocast for each, and
@@ -43,6 +45,8 @@ def project(x: Float[Tensor, "b t d"], *projections: Linear) -> tuple[Tensor, ..
     kernels.
     """
     if len(projections) < 2 or not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return tuple(projection(x) for projection in projections)
+    if not all(plain(projection, Linear) for projection in projections):
         return tuple(projection(x) for projection in projections)
     return _projected(x, *projections)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from remanence.layers.linear import shared
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
+from remanence.runtime.module import plain
 
 
 class RMSNorm(nn.Module):
@@ -40,9 +41,9 @@ class RMSNorm(nn.Module):
         self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t inner"]:
         """Per head, times SiLU of a gate."""
-        if layer.fits(x, width=self.width) and layer.fits(gate):
+        if layer.fits(x, width=self.width) and layer.fits(gate) and plain(self, RMSNorm):
             return layer.gated_norm(x, gate, self.weight, self.eps)
-        if layer_cpu.fits(x):
+        if layer_cpu.fits(x) and plain(self, RMSNorm):
             return layer_cpu.gated_norm(x, gate, self.weight, self.eps)
         return self(x).flatten(-2) * F.silu(gate)
 

@@ -237,7 +237,8 @@ class NeuralMemory(Module):
         *,
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
-    ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
+        traced: bool = False,
+    ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState] | Trace:
         """Read x, answer, and return the state.
 
         Args:
@@ -248,9 +249,10 @@ class NeuralMemory(Module):
                 not read: memory, position and convolution are those of the row without it, and its output is zero.
             offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
                 The state then has a row for each document. Not together with `mask`.
+            traced: return all that `trace` does.
         """
         seen = self.trace(x, state, mask=mask, offsets=offsets)
-        return seen.y, seen.state
+        return seen if traced else (seen.y, seen.state)
 
     def trace(
         self,

@@ -159,13 +159,9 @@ class Mixer(Module):
         """Why there is no decoder in this mode; None if there is one. `ForwardDecoder` has room for states of fixed
         size, and does not wait for other layers.
         """
-        name = type(self).__name__
-        if self.stride is not None:
-            return f"{name} layers wait for all others"
-        if type(self).decoder is not Mixer.decoder:
+        if self.stride is None and type(self).decoder is not Mixer.decoder:
             return None
-        growing = any(part.growing() for _, part in parts(self.start(1)))
-        return f"the state of {name} layers grows" if growing else None
+        return ForwardDecoder.unsupported(self)
 
     def uncapturable(self, carries: bool) -> str | None:
         """Why `forward` cannot be captured as a CUDA graph, for rows that carry a state or begin; None if it can. A
@@ -238,12 +234,21 @@ layer to three, at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast, on
 
 
 class ForwardDecoder(MixerDecoder):
-    """Any mixer's `forward` as a decoder: one token at a time, the state in fixed buffers."""
+    """The call of any mixer, or of a block, as a decoder: one token at a time, the state in fixed buffers."""
 
-    def __init__(self, mixer: Mixer, state: Any, mode: Mode) -> None:
+    def __init__(self, mixer: Module, state: Any, mode: Mode) -> None:
         self.mixer, self.mode = mixer, mode
-        self.captured = mixer.uncapturable(True) is None
+        self.captured = isinstance(mixer, Mixer) and mixer.uncapturable(True) is None
         self.buffers: TensorTuple = state.detach().map(torch.clone)
+
+    @staticmethod
+    def unsupported(mixer: Mixer) -> str | None:
+        """Why a mixer's calls cannot be used as a decoder; None if they can."""
+        name = type(mixer).__name__
+        if mixer.stride is not None:
+            return f"{name} layers wait for all others"
+        growing = any(part.growing() for _, part in parts(mixer.start(1)))
+        return f"the state of {name} layers grows" if growing else None
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         shared = now.once("context", make=Shared)

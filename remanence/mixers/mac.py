@@ -6,6 +6,7 @@ memory and gated by what it then answers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
 from typing import ClassVar, NamedTuple
 
@@ -23,6 +24,7 @@ from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.mixers.window_and_memory import Join
 from remanence.ops import decode
 from remanence.ops.state import Weights
+from remanence.runtime.module import plain
 from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import (
     TensorTuple,
@@ -85,12 +87,31 @@ class MAC(MemoryMixer):
         memory = self.memory.start(rows)
         return MACState(memory, memory.memory.weights, memory.conv[0], self.attention.start(rows))
 
+    def segment(
+        self,
+        x: Tensor,
+        retrieve: Callable[[Tensor], Tensor] | None,
+        attend: Callable[[Tensor, Tensor | None], Tensor],
+        write: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """MAC's equations, for tokens of one segment: a whole one, a part of one, or the next token of a decoder.
+
+        The caller has the state, and gives what goes by it: `retrieve` what the memory knew when the segment began
+        (None: the memory is off), `attend` to the segment and to what was retrieved, `write` to the memory and answer.
+        """
+        h = None if retrieve is None else self.norm_retrieved(retrieve(x))  # (21)
+        y = attend(x, h)  # (22, 23)
+        m = torch.zeros_like(y) if retrieve is None else write(self.norm_written(x + y))  # (24)
+        return self.join(y, m)  # (25)
+
     def forward(self, x: Tensor, state: MACState | None, ctx: Context) -> MixerOutput:
         new = state is None
         if state is None:
             state = self.start(x.shape[0] if ctx.offsets is None else len(ctx.offsets) - 1)
         begins = (new and self.size % self.memory.chunk == 0) or self.begins(state)
-        if ctx.mode == "on" and ctx.offsets is None and begins and x.shape[1] >= self.size:
+        whole = ctx.mode == "on" and ctx.offsets is None and begins and x.shape[1] >= self.size
+        # `SegmentAttention.whole` is not a call of the attention, and another memory may not know `aligned`.
+        if whole and plain(self.attention, SegmentAttention) and plain(self.memory, Memory):
             return self._whole_segments(x, state)
         opened = [0] * len(state.segment.position) if new else positions_of(state.segment.position)
         return self._parts(x, state, ctx.offsets, ctx.mode, opened, begins and ctx.offsets is None)
@@ -162,16 +183,26 @@ class MAC(MemoryMixer):
         self, x: Tensor, state: MACState, opened: list[int], offsets: list[int] | None, mode: Mode
     ) -> tuple[Tensor, MACState, MemoryTrace | None]:
         """Tokens of one segment per row."""
-        if mode == "off":
-            y, segment = self.attention(x, None, state.segment, opened, offsets)
-            return self.join(y, torch.zeros_like(y)), state._replace(segment=segment), None
-        h, asked = self.memory.layer.ask(x, state.weights, state.asked, offsets)  # (21)
-        y, segment = self.attention(x, self.norm_retrieved(h), state.segment, opened, offsets)  # (22, 23)
-        written = self.norm_written(x + y)
-        m, memory, trace = self.memory(
-            written, state.memory, offsets, "frozen" if mode == "frozen" else "on"
-        )  # (24)
-        return self.join(y, m), MACState(memory, state.weights, asked, segment), trace  # (25)
+        memory, weights, asked, segment = state
+        trace: MemoryTrace | None = None
+
+        def retrieve(x: Tensor) -> Tensor:
+            nonlocal asked
+            h, asked = self.memory.layer.ask(x, weights, asked, offsets)
+            return h
+
+        def attend(x: Tensor, retrieved: Tensor | None) -> Tensor:
+            nonlocal segment
+            y, segment = self.attention(x, retrieved, segment, opened, offsets)
+            return y
+
+        def write(x: Tensor) -> Tensor:
+            nonlocal memory, trace
+            m, memory, trace = self.memory(x, memory, offsets, "frozen" if mode == "frozen" else "on")
+            return m
+
+        y = self.segment(x, None if mode == "off" else retrieve, attend, write)
+        return y, MACState(memory, weights, asked, segment), trace
 
     # What a wavefront over layers and segments needs (`remanence.mixers.wavefront`).
 
@@ -184,12 +215,21 @@ class MAC(MemoryMixer):
 
     def read_segment(self, x: Tensor, carry: SegmentCarry) -> tuple[Tensor, SegmentCarry, MemoryTrace | None]:
         """One whole segment of every row, where a chunk begins with it, in mode "on": nothing is left open."""
-        h, asked = self.memory.layer.ask(x, carry.memory.memory.weights, carry.asked)  # (21)
-        y = self.attention.whole(x, self.norm_retrieved(h))  # (22, 23)
-        m, memory, trace = self.memory(
-            self.norm_written(x + y), carry.memory, None, "on", aligned=True
-        )  # (24)
-        return self.join(y, m), SegmentCarry(memory, asked), trace  # (25)
+        memory, asked = carry
+        trace: MemoryTrace | None = None
+
+        def retrieve(x: Tensor) -> Tensor:
+            nonlocal asked
+            h, asked = self.memory.layer.ask(x, memory.memory.weights, asked)
+            return h
+
+        def write(x: Tensor) -> Tensor:
+            nonlocal memory, trace
+            m, memory, trace = self.memory(x, memory, None, "on", aligned=True)
+            return m
+
+        y = self.segment(x, retrieve, self.attention.whole, write)
+        return y, SegmentCarry(memory, asked), trace
 
     def segment_start(self, carry: SegmentCarry) -> Weights:
         """What the state keeps of the time when a segment begins."""
@@ -247,12 +287,14 @@ class MACDecoder(MixerDecoder):
             self.memory.running.adopt(self.weights, begins)
         else:
             decode.keep(self.weights, self.memory.settled(), begins)
-        if self.memory.mode == "off":
-            y = self.segment.step(x, None, now)
-            return mixer.join(y, torch.zeros_like(y))
-        h = self.memory.ask(x, self.weights, self.asked, now)
-        y = self.segment.step(x, mixer.norm_retrieved(h), now)
-        return mixer.join(y, self.memory.step(mixer.norm_written(x + y), now))
+        return mixer.segment(
+            x,
+            None
+            if self.memory.mode == "off"
+            else lambda x: self.memory.ask(x, self.weights, self.asked, now),
+            lambda x, retrieved: self.segment.step(x, retrieved, now),
+            lambda x: self.memory.step(x, now),
+        )
 
     def state(self, position: Tensor) -> MACState:
         weights = tuple(weight.clone() for weight in self.weights)

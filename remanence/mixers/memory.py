@@ -17,6 +17,7 @@ from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.mixers.base import MemoryTrace, Mixer, MixerOutput
 from remanence.ops import ask, decode
 from remanence.ops.state import Weights
+from remanence.runtime.module import plain
 from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import positions_of, where
 
@@ -57,6 +58,8 @@ class Memory(Module):
         return (1 + (depth - 1) * (config.expansion or 4.0) / 4) / 2
 
     def undecodable(self) -> str | None:
+        if self.layer.watch is not None:
+            return "a memory is being watched"
         return decode.unsupported(self.layer.net, self.layer.rule)
 
     def uncapturable(self) -> str | None:
@@ -71,6 +74,8 @@ class Memory(Module):
         aligned: bool = False,
     ) -> MixerOutput:
         if mode == "on":
+            if not plain(self.layer, NeuralMemory):
+                return self._called(x, state, offsets)
             trace = self.layer.trace(x, state, offsets=offsets, aligned=aligned)
             return MixerOutput(trace.y, trace.state, MemoryTrace(trace.surprise, trace.gates))
         if state is None:
@@ -80,6 +85,14 @@ class Memory(Module):
         if mode == "frozen":
             return MixerOutput(*self.layer.peek(x, state, offsets=offsets), None)
         return self._fresh(x, state, offsets)
+
+    def _called(self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None) -> MixerOutput:
+        """By a call of the layer, for its hooks or another `forward`; without surprise and gates if these are not
+        returned.
+        """
+        traced = {"traced": True} if type(self.layer).forward is NeuralMemory.forward else {}
+        y, after, *seen = self.layer(x, state, offsets=offsets, **traced)
+        return MixerOutput(y, after, MemoryTrace(*seen) if seen else None)
 
     def _fresh(self, x: Tensor, state: NeuralMemoryState, offsets: list[int] | None) -> MixerOutput:
         """A memory that lives for one segment only; one older than that is not used at all."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -35,6 +36,7 @@ from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortCon
 from remanence.layers.attention import Persistent
 from remanence.memory.neural import InitialMemory
 from remanence.mixers.base import MemoryTrace
+from remanence.runtime.module import altered, described, modules_of, ours, overridden
 from remanence.runtime.state import trains, where
 
 NARROW = (Linear, Features, InitialMemory, Persistent)
@@ -50,7 +52,11 @@ T = TypeVar("T")
 
 
 def unsupported(blocks: Sequence[nn.Module]) -> str | None:
-    """Why these blocks cannot read in a wavefront, in words; None if they can."""
+    """Why these blocks cannot read in a wavefront, in words; None if they can.
+
+    The first block then computes for all of them, with their weights, by `Mixer.read_segment`: a module that would be
+    called in its own way, by a hook, a subclass or another setting, must be called in its own layer.
+    """
     mixers: list[Any] = [block.mixer for block in blocks]
     if len(mixers) < 2 or len({type(mixer) for mixer in mixers}) > 1:
         return "at least two layers, all of one kind, read in a wavefront"
@@ -59,12 +65,38 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
         return "the layers do not read segment after segment in whole chunks, or a memory is being watched"
     if len(lengths) > 1:
         return "the layers' segments differ in length"
-    inside = [module for block in blocks for module in block.modules() if module is not block]
-    if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
-        return "a module has hooks, which belong to one layer"
-    if not all(isinstance(module, KNOWN) or not module._parameters for module in inside):
-        return "a module is not one of ours, and may not know what to do with several layers' weights"
+    if (name := overridden(mixers[0], "read_segment")) is not None:
+        return f"{type(mixers[0]).__name__} overrides {name} and not read_segment"
+    known = set[nn.Module]().union(*(described(mixer, "read_segment") for mixer in mixers))
+    inside = [modules_of(block) for block in blocks]
+    modules = [module for each in inside for module in each]
+    for module in modules:
+        if not (ours(module) or module in known) or (module._parameters and not isinstance(module, KNOWN)):
+            name = type(module).__name__
+            return f"a module ({name}) is not one of ours, and may not know what to do with several layers' weights"
+    if (reason := altered(modules)) is not None:
+        return f"{reason}, and belongs to one layer"
+    first, *others = inside
+    if any(list(map(type, each)) != list(map(type, first)) for each in others):
+        return "the layers' modules differ"
+    if any(not _same_settings(*pair) for each in others for pair in zip(first, each, strict=True)):
+        return "the layers' settings differ"
     return None
+
+
+def _same_settings(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two modules of one class have the same attributes, apart from parameters and parts."""
+    one, other = a.__dict__, b.__dict__
+    return len(one) == len(other) and all(
+        name.startswith("_") or (name in other and (value is other[name] or _equal(value, other[name])))
+        for name, value in one.items()
+    )
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, MethodType):  # FSDP's, as `altered` says
+        return isinstance(b, MethodType) and a.__name__ == b.__name__
+    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
 
 
 class Passage(NamedTuple):

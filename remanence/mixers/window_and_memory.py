@@ -17,6 +17,7 @@ from remanence.mixers.attention import keys_seen, sliding_window
 from remanence.mixers.base import MixerDecoder
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.ops.triton import layer
+from remanence.runtime.module import plain
 from remanence.runtime.state import TensorTuple
 
 
@@ -85,6 +86,7 @@ class Join(Module):
 
     def forward(self, y: Float[Tensor, "b t d"], m: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         a, b = self.norm_attention, self.norm_memory
-        if layer.fits(y, channels=a.width) and layer.fits(m):
+        fused = layer.fits(y, channels=a.width) and layer.fits(m)
+        if fused and plain(a, RMSNorm) and plain(b, RMSNorm):
             return layer.join(y, m, a.weight, b.weight, a.eps)
         return a(y) * torch.sigmoid(b(m))

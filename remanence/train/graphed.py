@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.data import Batch
-from remanence.inference.graphs import border_of, longest_window, unsupported
+from remanence.inference.graphs import border_of, longest_window, uncaptured_code, unsupported
 from remanence.model import Model, State, Trace
 from remanence.runtime.graphs import capture, copy_all
+from remanence.runtime.module import Watch
 from remanence.runtime.state import positions_of, where
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
@@ -72,8 +73,9 @@ class _Held(NamedTuple):
 class Graphed:
     """``loss, seen = Graphed(model)(tokens, targets)``: cross-entropy, and gradients as after `backward`.
 
-    The first call of each kind captures it. The next call overwrites what a call returned. The parameters must not
-    move, and the model's settings must not change.
+    The first call of each kind captures it, and again after a module or its hooks have changed; a model with hooks is
+    refused. The next call overwrites what a call returned. The parameters must not move, and the model's settings must
+    not change.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype | None = None) -> None:
@@ -82,6 +84,7 @@ class Graphed:
         # Computed once: every step waits for the host here.
         self.border, self.window = border_of(model), longest_window(model)
         self.held: dict[Any, _Held] = {}
+        self.watch = Watch(model)
 
     def __call__(
         self,
@@ -99,6 +102,10 @@ class Graphed:
         Rows carry `state`, all at a multiple of `border_of`, except those that are `anew` ``[b]``: they begin a
         document. A step in which some do, or in which some have not filled their window yet, has a graph of its own.
         """
+        if self.watch.changed():
+            # What was captured is not what a call would run now.
+            self.held, self.watch = {}, Watch(self.model)
+            self.parameters = list(self.model.parameters())
         begins = None if anew is None or state is None else anew.tolist()
         whole = (
             state is not None and not any(begins or ()) and min(positions_of(state.position)) >= self.window
@@ -206,6 +213,8 @@ class Graphs:
         if self.reason is not None or self.steps <= self.EAGER or batch.offsets is not None:
             return None
         if batch.mask is not None and batch.begins is None:
+            return None
+        if uncaptured_code(model) is not None:  # until the hooks are removed
             return None
         if self.captured:  # the step before, which left its rows where they can go on
             return self.graphed
