@@ -17,12 +17,12 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -61,6 +61,19 @@ def base(family="llama", **changes):
     torch.manual_seed(0)
     config, model, own = FAMILIES[family]
     return model(config(**SHAPE | own | changes)).eval()
+
+
+def opt():
+    """A model of no known family."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=32, max_position_embeddings=96)).eval()
 
 
 def trained(model):
@@ -112,17 +125,9 @@ def test_generate_says_what_the_base_says_with_padding_too(family):
 
 
 def test_a_model_of_another_family_by_the_name_of_its_attention():
-    config = {
-        "vocab_size": 300,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    model, x = GPT2LMHeadModel(GPT2Config(**config)).eval(), tokens()
+    model, x = opt(), tokens()
     whole = model(x).logits
-    assert torch.equal(remanence.attach(model, attention="attn", every=1, **SMALL)(x).logits, whole)
+    assert torch.equal(remanence.attach(model, attention="self_attn", every=1, **SMALL)(x).logits, whole)
 
 
 def test_lora_changes_nothing_at_first_and_is_trained():
@@ -564,13 +569,16 @@ def test_names_that_are_asked_for_in_evaluation_are_never_told_in_training():
 
 def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus, command, monkeypatch):
     bert = BertModel(BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4))
     for model, fields, message in (
         (torch.nn.Linear(2, 2), {}, "model: expected a causal language model of transformers, got 'Linear'"),
         (bert, {}, "model: expected a causal language model, got BertModel"),
-        (gpt2, {}, "attention: expected the name of the attention modules.*candidates: attn"),
-        (gpt2, {"attention": "mlp2", "every": 1}, "got 'mlp2' \\(0 found\\); candidates: attn"),
-        (gpt2, {"attention": "attn", "every": 1, "window": 8}, "window: expected None for gpt2"),
+        (opt(), {}, "attention: expected the name of the attention modules.*candidates: self_attn"),
+        (opt(), {"attention": "mlp2", "every": 1}, "got 'mlp2' \\(0 found\\); candidates: self_attn"),
+        (
+            opt(),
+            {"attention": "self_attn", "every": 1, "window": 8},
+            "window: expected None for opt: only llama",
+        ),
         (base(), {"every": 9}, "every: expected a number from 1 to the model's 4 layers, got 9"),
         (base(), {"layers": [7]}, "layers: expected some of 0 to 3"),
         (base(), {"memory": "knn"}, "window: expected a number of tokens with memory='knn'"),

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from remanence.attached import base as pretrained
 from remanence.attached.config import AttachConfig
+from remanence.attached.families import add_lora, attention_modules, family_of
 from remanence.attached.site import Site, SiteState
-from remanence.attached.window import Reach, relative_turn
+from remanence.attached.window import relative_turn
 from remanence.backbone import State, Trace
 from remanence.config import MODES, Mode, change
 from remanence.layers.attention import AttentionState
@@ -46,7 +47,7 @@ class Call:
     ) -> None:
         self.mode, self.state, self.position = mode, state, position
         self.offsets, self.mask = offsets, mask
-        self.turn: tuple[Tensor, Tensor] | None = None
+        self.turns: dict[str, tuple[Tensor, Tensor]] = {}
         self.text: Text | None = None
         self.shared = Shared()
         self.keep = True
@@ -67,13 +68,13 @@ class Attached(Model):
         nn.Module.__init__(self)
         _check_window(model, config.window)  # before anything is changed
         self.config: Any = config
-        self.base = model
+        self.base, self.family = model, family_of(model)
         self.source = source or pretrained.Source(getattr(model, "name_or_path", ""))
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         if config.lora:
-            pretrained.add_lora(model, config.lora)
-        _, modules = pretrained.attention_modules(model, config.attention)
+            add_lora(model, config.lora, config.attention)
+        _, modules = attention_modules(model, config.attention)
         like = self.base.get_input_embeddings().weight
         self.memories = nn.ModuleDict()
         self.sites = [Site(self, index, module) for index, module in enumerate(modules)]
@@ -138,6 +139,11 @@ class Attached(Model):
         return True
 
     @property
+    def has_windows(self) -> bool:
+        """Whether some layers see a sliding window as the model was made."""
+        return any(site.own_window is not None for site in self.sites)
+
+    @property
     def window(self) -> int | None:
         return self._window
 
@@ -164,11 +170,6 @@ class Attached(Model):
             layer.layer.config = memory  # type: ignore[union-attr]
 
     @property
-    def reach(self) -> Reach:
-        assert self._window is not None
-        return Reach(self._window, self.config.sinks, self.config.memory.chunk - 1)
-
-    @property
     def checkpointing(self) -> bool:
         return self._checkpointing
 
@@ -190,6 +191,11 @@ class Attached(Model):
         finally:
             self._call = before
 
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text, for a base with learned positions; None: no limit."""
+        return self.family.max_positions(self.base)
+
     def uncapturable(self, carries: bool) -> str | None:
         return "a pretrained model's own code runs, which may decide on the host"
 
@@ -202,18 +208,18 @@ class Attached(Model):
         nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
         return State(tuple(site.start(rows) for site in self.sites), nothing)
 
-    def start_attention(self, rows: int) -> Any:
+    def start_attention(self, rows: int, site: Site) -> Any:
         """Of one layer, before anything is read."""
         _, heads, width = self.config.heads
         like = self.embed.weight
         if self._window is not None:
-            return self.reach.start(rows, heads, like.detach(), width)
+            return site.reach.start(rows, heads, like.detach(), width)
         none = like.new_zeros(rows, 0, heads, width, requires_grad=False)
         nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         return AttentionState(none, none, nothing, nothing)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.base.get_output_embeddings()(hidden)
+        return self.family.logits(self.base, hidden)
 
     def trace(
         self,
@@ -237,6 +243,7 @@ class Attached(Model):
         borders = check_offsets(
             offsets, tokens.shape[0], tokens.shape[1], rows if state is None else len(state.position)
         )
+        self._check_length(tokens, state, mask, borders)
         if not tokens.numel():
             nothing = self.embed(tokens)
             return Trace(nothing, state or self.start(rows), (None,) * len(self.sites), ())
@@ -264,6 +271,22 @@ class Attached(Model):
                 f"mask: expected booleans of shape {list(tokens.shape)}, true where a token counts, got {got}"
             )
 
+    def _check_length(
+        self, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None
+    ) -> None:
+        """Refuse a text that is longer than learned positions."""
+        limit = self.max_positions
+        if limit is None:
+            return
+        new = torch.tensor(tokens.shape[1]) if mask is None else mask.sum(1).cpu()
+        new = new if borders is None else torch.tensor(borders).diff()
+        longest = int((new + (0 if state is None else state.position.cpu())).max())
+        if longest > limit:
+            raise ValueError(
+                f"tokens: expected texts of at most {limit:,} tokens, the learned positions of "
+                f"{self.base.config.model_type}, got {longest:,}"
+            )
+
     def _read_window(
         self, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
         keep: bool, layers: bool,
@@ -289,8 +312,12 @@ class Attached(Model):
         call.keep = keep
         call.text = Text(tokens, None, self.logits)
         if self.config.sinks:
-            turn, like = self.base.base_model.rotary_emb, self.embed.weight[:1].float()
-            call.turn = relative_turn(turn(like, place), turn(like, place.clamp(max=self.reach.farthest)))
+            # The position from which on a query meets the first tokens as if it stood there.
+            like, farthest = self.embed.weight[:1].float(), self._window + self.config.sinks - 1
+            now, then = (
+                self.family.rotations(self.base, like, at) for at in (place, place.clamp(max=farthest))
+            )
+            call.turns = {name: relative_turn(now[name], then[name]) for name in now}
         hidden, inner = self._run(call, layers, input_ids=tokens, position_ids=place, use_cache=False)
         return self._traced(call, hidden, inner, borders, tokens.shape[1])
 
@@ -314,6 +341,13 @@ class Attached(Model):
                     "state: expected None while checkpointing, with attention that is not narrowed, got one"
                 )
             keep = False
+        if mask is not None and self.has_windows and bool((mask[:, 1:] > mask[:, :-1]).any()):
+            # transformers counts a sliding window in columns: padding between tokens would take up places in it.
+            order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+            inside = self._read_whole(
+                tokens.gather(1, order), state, mask.gather(1, order), None, mode, keep, layers
+            )
+            return _reordered(inside, order.argsort(dim=1))
         position = self._position(len(tokens), state)
         offsets = None if mask is None else [0, *mask.sum(1).cumsum(0).tolist()]
         call = Call(mode, state, position, offsets, mask)
@@ -348,9 +382,10 @@ class Attached(Model):
 
     def _cache(self, state: State | None, longest: int) -> Any:
         """What transformers keeps of earlier calls: keys and values ``[r h s e]``."""
-        from transformers.cache_utils import DynamicCache
-
-        cache = DynamicCache()
+        cache = self.family.cache(self.base)
+        for layer in cache.layers:
+            if getattr(layer, "is_sliding", False):
+                layer.update = _recording(layer)
         if longest:
             assert state is not None
             for index, block in enumerate(state.blocks):
@@ -367,7 +402,7 @@ class Attached(Model):
         if not bool((read[:, 1:] >= read[:, :-1]).all()):  # padding between or behind tokens
             order = read.to(torch.uint8).argsort(dim=1, stable=True)
         for index, layer in enumerate(cache.layers):
-            k, v = (x.transpose(1, 2) for x in (layer.keys, layer.values))
+            k, v = (x.transpose(1, 2) for x in getattr(layer, "whole", (layer.keys, layer.values)))
             if order is not None:
                 place = order[..., None, None].expand(-1, -1, *k.shape[2:])
                 k, v = k.gather(1, place), v.gather(1, place)
@@ -406,21 +441,47 @@ class Attached(Model):
         """
         if self._window is None:
             return state
-        shorter = self.reach.history - state.blocks[0].attention.window.k.shape[1]
-        if shorter >= 0:
-            return None if shorter else state
+        pairs = zip(self.sites, state.blocks, strict=True)
+        shorter = [site.reach.history - part.attention.window.k.shape[1] for site, part in pairs]
+        if max(shorter) > 0:
+            return None
         return state._replace(
             blocks=tuple(site.narrowed(part) for site, part in zip(self.sites, state.blocks, strict=True))
         )
+
+
+def _recording(layer: Any) -> Any:
+    """A sliding cache layer's `update` that keeps all keys and values as ``layer.whole``: a state is never cut short,
+    so that tokens can be taken back, while attention gets what it would get of the model's own cache.
+    """
+    plain = layer.update
+
+    def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        old = getattr(layer, "whole", None)
+        new = keys, values
+        layer.whole = new if old is None else tuple(torch.cat(x, 2) for x in zip(old, new, strict=True))
+        return plain(keys, values, *args, **kwargs)
+
+    return update
+
+
+def _reordered(trace: Trace, order: Tensor) -> Trace:
+    """A trace whose columns are taken in another order ``[b t]``."""
+
+    def pick(x: Tensor) -> Tensor:
+        index = order.reshape(*order.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
+        return x.gather(1, index)
+
+    traces = tuple(MemoryTrace.mapped(each, pick) for each in trace.traces)
+    return Trace(pick(trace.hidden), trace.state, traces, tuple(pick(x) for x in trace.layers))
 
 
 def _check_window(model: Any, window: int | None) -> None:
     """Refuse to narrow what is not known; make transformers know how, for the others."""
     if window is None:
         return
-    kind, kinds = model.config.model_type, ", ".join(pretrained.FAMILIES)
-    if kind not in pretrained.FAMILIES:
-        raise ValueError(f"window: expected None for {kind}, got {window}; only {kinds} can be narrowed")
+    if (reason := family_of(model).why_not_narrowed(model)) is not None:
+        raise ValueError(f"window: expected None for {reason}; got {window}")
     _register()
 
 
@@ -433,9 +494,9 @@ def _register() -> None:
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-    **_: Any,
+    softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls with queries, keys and values ``[b h t e]``, rotated."""
     site: Site = module.remanence_site  # type: ignore[assignment]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return site.attend(module, q, k, v, scaling), None
+    return site.attend(module, q, k, v, scaling, softcap), None

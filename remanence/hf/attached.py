@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
 from remanence.attached.config import AttachConfig, Kind, Place
+from remanence.attached.families import attention_modules
 from remanence.attached.folder import KIND
 from remanence.attached.model import Attached
 from remanence.config import KnnConfig, MemoryConfig, build
@@ -149,7 +150,7 @@ def attach(
         source = pretrained.Source.of(model)
         model = source.model()
     pretrained.check_model(model)
-    attention, modules = pretrained.attention_modules(model, attention)
+    attention, modules = attention_modules(model, attention)
     if any(hasattr(module, "remanence_site") for module in modules):
         raise ValueError("base: expected a model without a memory, got one that has been attached to already")
     depth = len(modules)
@@ -164,7 +165,7 @@ def attach(
         sinks=sinks, attention=attention, lora=lora, **_memory_fields(memory, shape["dim"], fields),
     )  # fmt: skip
     found = Attached(model, config, source)
-    if model.config.model_type not in pretrained.FAMILIES:
+    if not found.family.known:
         _check_logits(model, found)
     return AttachedForCausalLM(found).train(model.training)
 
