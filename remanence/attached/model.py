@@ -1,11 +1,12 @@
 """A pretrained model with memories: the model's own code runs, and hooks at its attention modules do the rest.
 
-The interface is that of `remanence.model.Model`, so that sessions, memory files, training and evaluation take it as one
-of ours: tokens and a state in, hidden vectors and a state out.
+It satisfies `remanence.model.CausalModel`, so that sessions, memory files, training and evaluation take it as they take
+a `Model`: tokens and a state in, hidden vectors and a state out.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,11 +25,12 @@ from remanence.backbone import State, Trace
 from remanence.config import MODES, Mode, change
 from remanence.layers.attention import AttentionState
 from remanence.mixers import MemoryTrace, Shared, Text
-from remanence.model import Model
+from remanence.model import check_tokens
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad, to_rows
 from remanence.runtime.choices import check_choice
 from remanence.runtime.state import advanced, note_positions, positions_of
+from remanence.tokenizers.tokens import Tokenizer
 
 ATTENTION = "remanence"
 """What transformers calls the attention of a narrowed model."""
@@ -57,15 +59,17 @@ class Call:
         self.traces: dict[int, MemoryTrace | None] = {}
 
 
-class Attached(Model):
-    """``logits, state = attached(tokens, state)``, as any `Model`.
+class Attached(nn.Module):
+    """``logits, state = attached(tokens, state)``, a `CausalModel`.
 
     `base` is the pretrained model, whose weights are frozen; `sites` are its attention modules and what stands beside
     them. ``attached.window`` narrows attention further, or widens it again.
     """
 
+    folder: Path | None = None
+
     def __init__(self, model: Any, config: AttachConfig, source: pretrained.Source | None = None) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         _check_window(model, config.window)  # before anything is changed
         self.config: Any = config
         self.base, self.family = model, family_of(model)
@@ -79,7 +83,6 @@ class Attached(Model):
         self.memories = nn.ModuleDict()
         self.sites = [Site(self, index, module) for index, module in enumerate(modules)]
         self.memories.to(like.device, like.dtype)
-        self.head = None
         self.log_unigrams = None
         self._memory: Mode = "on"
         self._checkpointing = False
@@ -106,8 +109,28 @@ class Attached(Model):
             self._digest = key, pretrained.digest(self.base)
         return replace(self.config, base=self._digest[1])
 
+    def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
+        """With the present digest, if an earlier one is of the same pretrained model."""
+        earlier = saved.get("base")
+        if not pretrained.is_earlier(earlier) or not pretrained.same_base(self.base, earlier):
+            return saved
+        warnings.warn(
+            f"{where}: its digest covers samples of the pretrained model only; save it again for one of all weights",
+            stacklevel=4,
+        )
+        return {**saved, "base": self.current_config().base}
+
+    def state_template(self) -> State:
+        return self.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
+
+    def state_layout(self) -> tuple[State, list[int]]:
+        return self.state_template(), list(range(self.config.depth))
+
+    def pretrained_tokenizer(self) -> Tokenizer | None:
+        return self.source.own_tokenizer()
+
     @property
-    def embed(self) -> Any:  # type: ignore[override]
+    def embed(self) -> Any:
         return self.base.get_input_embeddings()
 
     @property
@@ -115,15 +138,13 @@ class Attached(Model):
         return self.embed.weight.device
 
     @property
-    def mixers(self) -> list[Any]:
-        return []
+    def vocab_size(self) -> int:
+        return self.config.vocabulary
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """Asked for by what looks into layers of ours, or compiles them."""
-        raise ValueError(
-            "model: expected one of ours, got one attached to a pretrained model, whose layers are not ours"
-        )
+    def mixers(self) -> list[Any]:
+        """None: the layers are the pretrained model's."""
+        return []
 
     @property
     def memory(self) -> Mode:
@@ -221,6 +242,19 @@ class Attached(Model):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.family.logits(self.base, hidden)
 
+    def forward(
+        self,
+        tokens: Tensor,
+        state: State | None = None,
+        *,
+        mask: Tensor | None = None,
+        offsets: Tensor | Sequence[int] | None = None,
+        memory: Mode | None = None,
+    ) -> tuple[Tensor, State]:
+        """Logits ``[b t v]`` of what follows each token, and the state, as `Model.forward`."""
+        trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory=memory)
+        return self.logits(trace.hidden), trace.state
+
     def trace(
         self,
         tokens: Tensor,
@@ -233,7 +267,7 @@ class Attached(Model):
         layers: bool = False,
     ) -> Trace:
         """`forward` up to the logits, as `Model.trace`; what went into each layer is there only if asked for."""
-        tokens = self._check(tokens, mask)
+        tokens = check_tokens(tokens, mask, self.vocab_size)
         self._check_call(tokens, state, mask, offsets)
         mode = self._memory if memory is None else memory
         check_choice("memory", mode, MODES)
