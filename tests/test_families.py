@@ -238,7 +238,7 @@ def test_a_store_searches_the_layers_own_queries_and_keys(case, monkeypatch):
         "apply_rotary_pos_emb",
         lambda q, k, *rest, **more: (seen.append((q, k)), plain(q, k, *rest, **more))[1],
     )
-    own = remanence.attach(model, memory="knn", layers=[0], window=16, sinks=2, k=4, size=64)
+    own = remanence.attach(model, kind="knn", layers=[0], window=16, sinks=2, k=4, size=64)
     asked = []
     read = type(own.model.memories["0"]).read
     monkeypatch.setattr(
@@ -272,7 +272,7 @@ def test_lora_changes_nothing_at_first(case):
     ("case", "changes", "fields", "message"),
     [
         ("gpt2", {}, {"window": 16}, "^window: expected None for gpt2: its learned positions end at 96 tokens"),
-        ("gpt2", {}, {"memory": "knn", "window": 16}, "^window: expected None for gpt2"),
+        ("gpt2", {}, {"kind": "knn", "window": 16}, "^window: expected None for gpt2"),
         (
             "phi3",
             {"max_position_embeddings": 64, "original_max_position_embeddings": 32, "rope_parameters": {
@@ -286,7 +286,7 @@ def test_lora_changes_nothing_at_first(case):
 def test_what_a_family_cannot_do_is_refused_in_one_line(case, changes, fields, message):
     model, x = base(case, **changes), tokens(1, 8)
     with pytest.raises(ValueError, match=message) as error:
-        remanence.attach(model, every=2, **fields, **({} if "memory" in fields else SMALL))
+        remanence.attach(model, every=2, **fields, **({} if "kind" in fields else SMALL))
     assert "\n" not in str(error.value)
     with torch.no_grad():
         model(x)  # the base is as it was

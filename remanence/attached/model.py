@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from remanence.attached import base as pretrained
 from remanence.attached.config import AttachConfig
-from remanence.attached.families import add_lora, attention_modules, family_of
+from remanence.attached.families import add_lora, attention_modules, family_of, remove_lora
 from remanence.attached.site import Site, SiteState
 from remanence.attached.window import relative_turn
 from remanence.backbone import State, Trace
@@ -74,10 +74,11 @@ class Attached(nn.Module):
         self.config: Any = config
         self.base, self.family = model, family_of(model)
         self.source = source or pretrained.Source(getattr(model, "name_or_path", ""))
+        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         if config.lora:
-            add_lora(model, config.lora, config.attention)
+            add_lora(model, config.lora, config.attention or self.family.attention)
         _, modules = attention_modules(model, config.attention)
         like = self.base.get_input_embeddings().weight
         self.memories = nn.ModuleDict()
@@ -93,6 +94,21 @@ class Attached(nn.Module):
 
     def extra_repr(self) -> str:
         return f"layers={self.config.layers}, window={self.window}"
+
+    def detach(self) -> Any:
+        """The pretrained model as it was before: without hooks, LoRA and a window, and trainable where it was."""
+        if not self.sites:
+            raise ValueError("model: expected an attached model, got one that has been detached")
+        if self._checkpointing:
+            self.checkpointing = False
+        self.window = None
+        for site in self.sites:
+            site.remove()
+        self.sites = []
+        remove_lora(self.base)
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
+        return self.base
 
     # What was trained, and what was there before.
 
@@ -196,9 +212,11 @@ class Attached(nn.Module):
 
     @checkpointing.setter
     def checkpointing(self, on: bool) -> None:
-        self._checkpointing = on
+        before, self._checkpointing = self._checkpointing, on
         if not on:
             self.base.gradient_checkpointing_disable()
+            if before:  # transformers leaves its hook at the embeddings
+                self.base.disable_input_require_grads()
             return
         # What is computed again must find the call it belongs to.
         contexts = lambda: (nullcontext(), self._during(self._call))
@@ -267,6 +285,8 @@ class Attached(nn.Module):
         layers: bool = False,
     ) -> Trace:
         """`forward` up to the logits, as `Model.trace`; what went into each layer is there only if asked for."""
+        if not self.sites:
+            raise ValueError("model: expected an attached model, got one that has been detached")
         tokens = check_tokens(tokens, mask, self.vocab_size)
         self._check_call(tokens, state, mask, offsets)
         mode = self._memory if memory is None else memory

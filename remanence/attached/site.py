@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from remanence.attached.store import StoreBeside
 from remanence.attached.window import Reach, WindowState, attend, to_base
@@ -45,20 +46,28 @@ class Site:
         self.own_window = owner.family.window_of(module)
         config = owner.config
         self.has_memory = index in config.layers
+        self.module = module
+        self.hook: RemovableHandle | None = None
         module.remanence_site = self  # type: ignore[assignment]
         if not self.has_memory:
             return
         if config.kind == "knn":
             owner.memories[str(index)] = StoreBeside(config)
-            module.register_forward_pre_hook(self._note, with_kwargs=True)
+            self.hook = module.register_forward_pre_hook(self._note, with_kwargs=True)
             return
         memory = Memory(config)
         begin(memory.layer)
         owner.memories[str(index)] = memory
         if config.place == "front":
-            module.register_forward_pre_hook(self._before, with_kwargs=True)
+            self.hook = module.register_forward_pre_hook(self._before, with_kwargs=True)
         else:
-            module.register_forward_hook(self._after, with_kwargs=True)
+            self.hook = module.register_forward_hook(self._after, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Leave the attention module as it was."""
+        del self.module.remanence_site
+        if self.hook is not None:
+            self.hook.remove()
 
     @property
     def memory(self) -> Any:
