@@ -10,7 +10,10 @@ __version__ = "0.2.0"
 # Names are imported when first used: the command line must answer before torch has loaded.
 _HOMES = {
     "attach": "remanence.hf",
+    "detach": "remanence.hf",
+    "AttachConfig": "remanence.attached.config",
     "Model": "remanence.model",
+    "CausalModel": "remanence.model",
     "Backbone": "remanence.backbone",
     "Mixer": "remanence.mixers",
     "MIXERS": "remanence.mixers",
@@ -38,11 +41,13 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
+    from remanence.attached.config import AttachConfig as AttachConfig
     from remanence.backbone import Backbone as Backbone
     from remanence.config import MemoryConfig as MemoryConfig
     from remanence.config import ModelConfig as ModelConfig
     from remanence.config import preset as preset
     from remanence.hf import attach as attach
+    from remanence.hf import detach as detach
     from remanence.inference.generate import Generation as Generation
     from remanence.inference.generate import Sampling as Sampling
     from remanence.inference.session import Session as Session
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
     from remanence.memory.neural import NeuralMemoryState as NeuralMemoryState
     from remanence.mixers import MIXERS as MIXERS
     from remanence.mixers import Mixer as Mixer
+    from remanence.model import CausalModel as CausalModel
     from remanence.model import Model as Model
     from remanence.model import State as State
     from remanence.ops import MLP as MLP

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import log
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,104 @@ from remanence.io.migrations import current_name
 from remanence.mixers import Mixer, Text
 from remanence.runtime.module import Module, altered, check_transforms
 
-__all__ = ["Model", "Schedule", "State", "Trace", "matched", "memories", "parameters"]
+__all__ = [
+    "CausalModel",
+    "Model",
+    "Schedule",
+    "State",
+    "Trace",
+    "check_tokens",
+    "matched",
+    "memories",
+    "parameters",
+]
+
+
+@runtime_checkable
+class CausalModel(Protocol):
+    """What sessions, generation, memory files, training and evaluation need of a language model. `Model` and a
+    pretrained model with a memory (`remanence.attached.model.Attached`) satisfy it; neither inherits from the other.
+    """
+
+    config: Any
+    """Has `vocabulary`, `dim` and `to_dict`."""
+    folder: Path | None
+    """Where it was loaded from, with its tokenizer."""
+    memory: Mode
+    checkpointing: bool
+    training: bool
+    log_unigrams: Any
+    """Log frequencies of tokens, where a memory needs them; else None."""
+
+    @property
+    def embed(self) -> Any:
+        """The token embeddings, whose weights have the model's dtype and device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text; None: no limit."""
+
+    @property
+    def has_memory(self) -> bool: ...
+
+    @property
+    def mixers(self) -> list[Any]:
+        """Its layers that are our own mixers; none in a pretrained model."""
+
+    def start(self, rows: int) -> State: ...
+
+    def __call__(
+        self, tokens: Tensor, state: State | None = None, **settings: Any
+    ) -> tuple[Tensor, State]: ...
+
+    def trace(
+        self,
+        tokens: Tensor,
+        state: State | None = None,
+        *,
+        mask: Tensor | None = None,
+        offsets: Any = None,
+        memory: Mode | None = None,
+        keep: bool = True,
+    ) -> Trace: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def eval(self) -> Any: ...
+
+    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What a folder, a checkpoint and a fingerprint hold."""
+
+    def current_config(self) -> Any:
+        """The configuration as it is saved now."""
+
+    def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
+        """A configuration that an earlier version saved, as this one would save it; warnings name the file `where`."""
+
+    def state_template(self) -> State:
+        """The state of one row at the start, on the meta device."""
+
+    def state_layout(self) -> tuple[State, list[int]]:
+        """The same of few layers, and for each layer of the model the one among them with the same tensors."""
+
+    def pretrained_tokenizer(self) -> Any:
+        """The tokenizer of the pretrained model inside; None without one."""
+
+    def uncapturable(self, carries: bool) -> str | None: ...
+
+    def undecodable(self, mode: Mode) -> str | None: ...
+
+    def save(self, folder: str | Path) -> None: ...
 
 
 class Model(Module):
@@ -68,6 +165,14 @@ class Model(Module):
     @property
     def device(self) -> torch.device:
         return self.embed.weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocabulary
+
+    @property
+    def max_positions(self) -> int | None:
+        return None
 
     @property
     def memory(self) -> Mode:
@@ -139,7 +244,7 @@ class Model(Module):
         """`forward` up to the logits, with what each memory did beside it: `Backbone.trace`."""
         if self.has_memory:
             check_transforms()
-        tokens = self._check(tokens, mask)
+        tokens = check_tokens(tokens, mask, self.vocab_size)
         text = Text(tokens, self.log_unigrams, self.logits)
         settings: dict[str, Any] = {"mask": mask, "offsets": offsets, "memory": memory}
         x, known = self.embed(tokens), type(self.backbone).forward is Backbone.forward
@@ -151,33 +256,25 @@ class Model(Module):
         hidden, after, *seen = self.backbone(x, state, **settings)
         return Trace(hidden, after, *seen) if seen else Trace(hidden, after, (None,) * len(self.blocks), ())
 
-    def _check(self, tokens: Tensor, mask: object = None) -> Tensor:
-        """The tokens, where they count, if they are of the vocabulary; 0 as padding, which may be any number."""
-        if (
-            not isinstance(tokens, Tensor)
-            or tokens.dim() != 2
-            or tokens.dtype not in (torch.int64, torch.int32)
-        ):
-            got = (
-                f"{list(tokens.shape)} {tokens.dtype}"
-                if isinstance(tokens, Tensor)
-                else type(tokens).__name__
-            )
-            raise ValueError(f"tokens: expected whole numbers [batch, tokens], got {got}")
-        if isinstance(mask, Tensor) and mask.shape == tokens.shape and mask.dtype == torch.bool:
-            tokens = tokens.masked_fill(~mask, 0)
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-            low, high = (int(x) for x in tokens.aminmax())
-            if low < 0 or high >= self.config.vocabulary:
-                wrong = low if low < 0 else high
-                raise ValueError(
-                    f"tokens: expected numbers from 0 to {self.config.vocabulary - 1} (the vocabulary), got {wrong}"
-                )
-        return tokens
-
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What a folder and a checkpoint hold: here, everything."""
         return self.named_parameters()
+
+    def current_config(self) -> ModelConfig:
+        return self.config
+
+    def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
+        """With the fields that are newer than the file, by default."""
+        return upgraded(saved)
+
+    def state_template(self) -> State:
+        return state_template(self.config, self.embed.weight.dtype)
+
+    def state_layout(self) -> tuple[State, list[int]]:
+        return state_layout(self.config)
+
+    def pretrained_tokenizer(self) -> None:
+        return None
 
     def uncapturable(self, carries: bool) -> str | None:
         """Why calls cannot be captured as CUDA graphs, for rows that carry a state or begin; None if they can."""
@@ -213,12 +310,49 @@ class Model(Module):
         return load_model(folder, device=device, dtype=dtype)
 
 
+def check_tokens(tokens: Tensor, mask: object, vocab_size: int) -> Tensor:
+    """The tokens, where they count, if they are of the vocabulary; 0 as padding, which may be any number."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        got = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens: expected integers [batch, tokens], got {got}")
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape and mask.dtype == torch.bool:
+        tokens = tokens.masked_fill(~mask, 0)
+    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+        low, high = (int(x) for x in tokens.aminmax())
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"tokens: expected numbers from 0 to {vocab_size - 1} (the vocabulary), got {wrong}"
+            )
+    return tokens
+
+
 def _rename(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Weights of an earlier version, by the names of this one."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         current = prefix + current_name(name.removeprefix(prefix))
         if current != name:
             state_dict[current] = state_dict.pop(name)
+
+
+def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the fields that are newer, by default; as it is if it is not one of ours."""
+    try:
+        return ModelConfig.from_dict(dict(saved)).to_dict()
+    except (ValueError, TypeError):
+        return dict(saved)
+
+
+def state_template(config: ModelConfig, dtype: torch.dtype | None = None) -> State:
+    """The state of one row at the start on the meta device: a store is not allocated only to be compared with."""
+    with torch.device("meta"):
+        return Model(config).to(dtype).start(1)
+
+
+def state_layout(config: ModelConfig) -> tuple[State, list[int]]:
+    """`CausalModel.state_layout` of a configuration."""
+    small, places = config.condensed()
+    return state_template(small), places
 
 
 def parameters(config: ModelConfig) -> int:

@@ -17,12 +17,12 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -61,6 +61,19 @@ def base(family="llama", **changes):
     torch.manual_seed(0)
     config, model, own = FAMILIES[family]
     return model(config(**SHAPE | own | changes)).eval()
+
+
+def opt():
+    """A model of no known family."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=32, max_position_embeddings=96)).eval()
 
 
 def trained(model):
@@ -112,17 +125,9 @@ def test_generate_says_what_the_base_says_with_padding_too(family):
 
 
 def test_a_model_of_another_family_by_the_name_of_its_attention():
-    config = {
-        "vocab_size": 300,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    model, x = GPT2LMHeadModel(GPT2Config(**config)).eval(), tokens()
+    model, x = opt(), tokens()
     whole = model(x).logits
-    assert torch.equal(remanence.attach(model, attention="attn", every=1, **SMALL)(x).logits, whole)
+    assert torch.equal(remanence.attach(model, attention="self_attn", every=1, **SMALL)(x).logits, whole)
 
 
 def test_lora_changes_nothing_at_first_and_is_trained():
@@ -145,7 +150,7 @@ def settings():
         "front": {"every": 2, "place": "front", **SMALL},
         "window": {"every": 2, "window": 24, "sinks": 3, **SMALL},
         "window alone": {"every": 2, "window": 24, "sinks": 0, **SMALL},
-        "store": {"memory": "knn", "window": 16, "sinks": 2, "k": 4, "size": 64},
+        "store": {"kind": "knn", "window": 16, "sinks": 2, "k": 4, "size": 64},
     }
 
 
@@ -233,7 +238,7 @@ def test_checkpointing_gives_the_same_gradients(window):
 
 
 def test_a_store_finds_what_the_window_has_lost():
-    model = trained(remanence.attach(base(), memory="knn", window=16, sinks=2, k=1, size=64))
+    model = trained(remanence.attach(base(), kind="knn", window=16, sinks=2, k=1, size=64))
     x = tokens(1, 64)
     with torch.no_grad():
         before = model(x)[1]
@@ -241,6 +246,111 @@ def test_a_store_finds_what_the_window_has_lost():
         assert int((store.position >= 0).sum()) == 48  # all but the last window
         near, far = (model(x[:, :1], before, memory=mode)[0] for mode in ("off", "on"))
         assert (near - far).abs().max() > 1e-3
+
+
+# Configuration, and the way back
+
+
+def test_a_config_says_what_keyword_arguments_say():
+    x = tokens()
+    for fields, config in (
+        ({"every": 2, "window": 24, **SMALL}, remanence.AttachConfig(every=2, window=24, memory=SMALL)),
+        ({"layers": [1], "place": "front"}, remanence.AttachConfig(layers=[1], place="front")),
+        (
+            {"kind": "knn", "window": 16, "k": 4, "size": 64},
+            remanence.AttachConfig(kind="knn", window=16, knn={"k": 4, "size": 64}),
+        ),
+    ):
+        own, other = (trained(remanence.attach(base(), *a, **k)) for a, k in (((), fields), ((config,), {})))
+        assert own.config == other.config
+        with torch.no_grad():
+            assert torch.equal(own(x)[0], other(x)[0])
+        again = remanence.attach(base(), own.config).model  # of a model that is there
+        assert again.config == own.config
+
+
+def test_a_wrong_config_is_refused_in_one_line():
+    config = remanence.AttachConfig
+    for arguments, fields, message in (
+        (("knn",), {}, "config: expected an AttachConfig, got 'str'"),
+        ((config(),), {"window": 16}, "config: expected an AttachConfig or keyword arguments, got both"),
+        ((config(),), {"heads": 2}, "config: expected an AttachConfig or keyword arguments, got both"),
+        ((config(every=9),), {}, "every: expected a number from 1 to the model's 4 layers, got 9"),
+        ((config(layers=(7,)),), {}, "layers: expected some of 0 to 3"),
+        ((config(memory={"headz": 2}),), {}, "headz"),
+        (
+            (config(memory=remanence.MemoryConfig(dim=64)),),
+            {},
+            "memory.dim: expected the model's dim=32, got 64",
+        ),
+        ((), {"layers": []}, "layers: expected at least one"),
+        ((), {"kind": "neuronal"}, "kind"),
+    ):
+        model = base()
+        with pytest.raises(ValueError, match=message):
+            remanence.attach(model, *arguments, **fields)
+        assert all(weight.requires_grad for weight in model.parameters())
+    for fields, message in (
+        ({"kind": "knn"}, "window: expected a number of tokens with kind='knn'"),
+        (
+            {"memory": "knn"},
+            "memory: expected a MemoryConfig or its fields as a dict, got 'knn'; kind= chooses",
+        ),
+        ({"window": 1}, "window: expected an integer of at least 2, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(**fields)
+
+
+def test_the_old_name_of_kind_warns_once():
+    with pytest.warns(DeprecationWarning, match="memory=...* is deprecated: use kind=") as seen:
+        model = remanence.attach(base(), memory="knn", window=16, k=2, size=32)
+    assert model.model.config.kind == "knn" and len(seen) == 1
+
+
+def test_trainable_parameters_are_printed_as_peft_prints_them(capsys):
+    model = remanence.attach(base(), every=2, **SMALL)
+    new = sum(weight.numel() for _, weight in model.model.saved_parameters())
+    total = sum(weight.numel() for weight in model.parameters())
+    model.print_trainable_parameters()
+    said = f"trainable params: {new:,} || all params: {total:,} || trainable%: {100 * new / total:.4f}\n"
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("kind", ["whole", "front", "window", "store", "lora"])
+def test_detach_returns_the_base_as_it_was(kind):
+    plain, x = base(), tokens()
+    plain.model.embed_tokens.weight.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    hooks = lambda: sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    before = hooks(), {name: weight.requires_grad for name, weight in model.named_parameters()}
+    fields = {"every": 2, "lora": 2, **SMALL} if kind == "lora" else settings()[kind]
+    attached = remanence.attach(model, **fields)
+    trained(attached)
+    attached.model.checkpointing = True
+    with torch.no_grad():
+        for name, weight in attached.named_parameters():
+            if ".lora_B." in name:
+                weight.normal_()
+        assert not torch.equal(attached(x).logits, plain(x).logits)
+    assert remanence.detach(attached) is model
+    with torch.no_grad():
+        assert torch.equal(model(x).logits, plain(x).logits)
+    assert (hooks(), {name: weight.requires_grad for name, weight in model.named_parameters()}) == before
+    assert type(model) is type(plain) and str(model) == str(plain)
+    assert vars(model.config) == vars(plain.config) and not model.is_gradient_checkpointing
+    for call in (lambda: attached(x), lambda: remanence.detach(attached)):
+        with pytest.raises(
+            ValueError, match="model: expected an attached model, got one that has been detached"
+        ):
+            call()
+    with pytest.raises(
+        ValueError, match=r"model: expected what remanence.attach returns, got 'LlamaForCausalLM'"
+    ):
+        remanence.detach(model)
+    again = remanence.attach(model, every=2, **SMALL)
+    with torch.no_grad():
+        assert torch.equal(again(x).logits, plain(x).logits)
 
 
 # Files
@@ -405,9 +515,7 @@ def test_windows_that_widen_are_taken_up_where_they_were_left(tmp_path, corpus):
         for (name, one), (_, other) in zip(whole.saved_parameters(), halves.saved_parameters(), strict=True):
             assert torch.equal(one, other), name
     remanence.attach(tmp_path / "base", every=2, **SMALL).save_pretrained(tmp_path / "wide")
-    remanence.attach(tmp_path / "base", memory="knn", window=16, k=2, size=32).save_pretrained(
-        tmp_path / "knn"
-    )
+    remanence.attach(tmp_path / "base", kind="knn", window=16, k=2, size=32).save_pretrained(tmp_path / "knn")
     for name, message in (
         ("wide", r"windows: expected none \(--windows=\), as this model's attention is not narrowed"),
         ("knn", "windows: expected none below 16, where the store begins"),
@@ -491,7 +599,7 @@ def test_a_threshold_may_be_set_after_training_and_is_saved(tmp_path):
     assert torch.equal(model(text)[0], before)
     with pytest.raises(ValueError, match="threshold: expected at least 0 and below 1, got 2"):
         model.threshold = 2
-    store = remanence.attach(base(), memory="knn", window=16, k=2, size=32).model
+    store = remanence.attach(base(), kind="knn", window=16, k=2, size=32).model
     with pytest.raises(ValueError, match="threshold: expected a neural memory, got a store"):
         store.threshold = 0.1
 
@@ -564,16 +672,19 @@ def test_names_that_are_asked_for_in_evaluation_are_never_told_in_training():
 
 def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus, command, monkeypatch):
     bert = BertModel(BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4))
     for model, fields, message in (
         (torch.nn.Linear(2, 2), {}, "model: expected a causal language model of transformers, got 'Linear'"),
         (bert, {}, "model: expected a causal language model, got BertModel"),
-        (gpt2, {}, "attention: expected the name of the attention modules.*candidates: attn"),
-        (gpt2, {"attention": "mlp2", "every": 1}, "got 'mlp2' \\(0 found\\); candidates: attn"),
-        (gpt2, {"attention": "attn", "every": 1, "window": 8}, "window: expected None for gpt2"),
+        (opt(), {}, "attention: expected the name of the attention modules.*candidates: self_attn"),
+        (opt(), {"attention": "mlp2", "every": 1}, "got 'mlp2' \\(0 found\\); candidates: self_attn"),
+        (
+            opt(),
+            {"attention": "self_attn", "every": 1, "window": 8},
+            "window: expected None for opt: only llama",
+        ),
         (base(), {"every": 9}, "every: expected a number from 1 to the model's 4 layers, got 9"),
         (base(), {"layers": [7]}, "layers: expected some of 0 to 3"),
-        (base(), {"memory": "knn"}, "window: expected a number of tokens with memory='knn'"),
+        (base(), {"kind": "knn"}, "window: expected a number of tokens with kind='knn'"),
         (base(), {"headz": 2}, "headz"),
         (tmp_path / "none.gguf", {}, "base: expected a GGUF file, got .*none.gguf, which is not there"),
         (tmp_path / "nothing", {}, "base: expected the folder or name of a causal language model"),

@@ -31,7 +31,7 @@ ROOMS = {
     "data": BASE,
     "tasks": {*BASE, "data"},
     "series": {"runtime", "io", "backbone", "tasks", "config"},
-    "hf": {"io", "attached", "folder", "model", "inference", "config"},
+    "hf": {"runtime", "io", "attached", "folder", "model", "inference", "config"},
     "lens": {"runtime", "tokenizers", "ops", "layers", "memory", "mixers", "model", "inference"},
     "train": {
         "",
@@ -69,7 +69,7 @@ ROOMS = {
     },
     "core": {*BASE, "cli", "evaluate"},  # a shim for earlier imports; nothing imports it
     "__main__": {"cli"},
-    "": {"config", "hf", "inference", "memory", "mixers", "backbone", "model", "ops"},
+    "": {"attached", "config", "hf", "inference", "memory", "mixers", "backbone", "model", "ops"},
 }
 
 

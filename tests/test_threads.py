@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import model
 
-from remanence import Session
+from remanence import Model, Session
 from remanence.cli import main
 from remanence.inference import threads
 from remanence.runtime import device
@@ -40,7 +40,7 @@ def cores(monkeypatch):
 @pytest.fixture
 def used(monkeypatch):
     """The numbers of threads with which models have been run, outside of trials."""
-    found, trace, trial = [], threads.Model.trace, threads._work
+    found, trace, trial = [], Model.trace, threads._work
     inside = []
 
     def traced(self, *given, **fields):
@@ -53,7 +53,7 @@ def used(monkeypatch):
         trial(subject, tokens)
         inside.pop()
 
-    monkeypatch.setattr(threads.Model, "trace", traced)
+    monkeypatch.setattr(Model, "trace", traced)
     monkeypatch.setattr(threads, "_work", tried)
     return found
 

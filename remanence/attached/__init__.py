@@ -1,4 +1,5 @@
-"""A memory for a pretrained Hugging Face model: which layers get one, how they read, and the folder that keeps it.
+"""A memory for a pretrained Hugging Face model: its configuration, one adapter per model family, and its folder.
 
-`remanence.attach` is the door; `remanence.hf` has the class that it returns.
+`remanence.attach` attaches one; `remanence.hf` has the class that it returns. The package is not called `attach`, as
+importing a module of it would replace the function `remanence.attach`.
 """

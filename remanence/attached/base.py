@@ -1,4 +1,4 @@
-"""A Hugging Face model that is to get a memory: whether it can have one, where its attention is, and what it is called.
+"""A Hugging Face model that a memory is attached to: where it is loaded from, whether it can have one, and its digest.
 
 transformers comes with the extra `attach`; nothing of it is imported before a model is there.
 """
@@ -16,20 +16,15 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from remanence.io.files import canonical
 from remanence.runtime.choices import brief
 from remanence.runtime.errors import first_line
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Model types whose layers are known: attention modules named `self_attn`, rotary positions, keys and values that a
-cache of transformers holds, logits that are the output embeddings' of the last hidden state.
-"""
 SAMPLES = 4096
 """Values of each weight that an earlier version's digest covers."""
-LORA = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Source(NamedTuple):
@@ -113,39 +108,6 @@ def check_model(model: Any) -> None:
             f"model: expected weights that gradients pass through, got {name} quantised by {how}, which cannot be "
             "trained; load it dequantised"
         )
-
-
-def attention_modules(model: Any, attention: str | None) -> tuple[str, list[nn.Module]]:
-    """Every layer's attention module, in order, and what it is called in its layer."""
-    kind = model.config.model_type
-    if attention is None:
-        if kind not in FAMILIES:
-            names = ", ".join(candidates(model)) or "none"
-            raise ValueError(
-                f"attention: expected the name of the attention modules, as {kind} is none of {', '.join(FAMILIES)}; "
-                f"candidates: {names}"
-            )
-        attention = "self_attn"
-    named = re.compile(rf".*\.\d+\.{re.escape(attention)}")
-    found = [module for name, module in model.base_model.named_modules() if named.fullmatch(name)]
-    depth = model.config.get_text_config().num_hidden_layers
-    if len(found) != depth:
-        names = ", ".join(candidates(model)) or "none"
-        raise ValueError(
-            f"attention: expected a name that each of the {depth} layers has once, got {attention!r} ({len(found)} "
-            f"found); candidates: {names}"
-        )
-    return attention, found
-
-
-def candidates(model: Any) -> list[str]:
-    """What the attention modules may be called: modules in numbered layers whose class is named so."""
-    names = [
-        name.rsplit(".", 1)[-1]
-        for name, module in model.named_modules()
-        if "attention" in type(module).__name__.lower() and re.search(r"\.\d+\.[^.]+$", name)
-    ]
-    return sorted(set(names))
 
 
 def shape_of(model: Any) -> dict[str, Any]:
@@ -273,14 +235,3 @@ def _bytes(numbers: Tensor) -> memoryview:
     if numbers.is_floating_point():
         numbers = numbers.to("cpu", torch.bfloat16)
     return numbers.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def add_lora(model: Any, rank: int) -> None:
-    """Low-rank changes to the attention's projections, by peft; they begin at nothing."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError(
-            f"lora: expected 0, or the extra 'lora': pip install 'remanence[lora]' ({error})"
-        ) from None
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LORA)), model)

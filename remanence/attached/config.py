@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from remanence.config import KnnConfig, MemoryConfig, ModelConfig, build
@@ -17,68 +17,95 @@ PLACES: dict[str, str] = {"beside": "mag", "front": "mal"}
 
 @dataclass(frozen=True, kw_only=True)
 class AttachConfig:
-    """What was attached to which model.
+    """What is attached: ``attach(model, AttachConfig(kind="knn", window=512))``.
+
+    The fields that describe the pretrained model (`base`, `vocabulary`, `dim`, `depth`, `heads`) are filled in by
+    `attach`, as are `layers`, `attention` and the dimensions of the memory, where they are not given.
 
     Attributes:
         base: a digest of the pretrained model: its weights, and its configuration.
         vocabulary, dim, depth: of that model.
         heads: of its attention: queries, keys and values, and the width of each.
         layers: the layers with a memory, counted from 0.
-        kind: "neural", or "knn" for a store of past keys and values.
+        every: or a memory in every so many layers; None: in every eighth. A store is in one layer, at three quarters of
+            the depth. Not saved: `layers` is.
+        kind: "neural", or "knn" for a store of past keys and values (needs a window).
         place: "beside" attention (as in MAG) or in "front" of it (as in MAL). A store is always beside.
         window: tokens that attention sees, the current one included; None: all, as the model was made.
-        sinks: of a window: the first tokens of a text, which attention goes on to see.
-        attention: the name of an attention module in its layer.
-        segment: a memory's life in mode "fresh", in tokens.
-        memory, knn: the neural memories and the stores.
-        lora: the rank of the changes to the attention's own projections; 0: none.
+        sinks: of a window: the first tokens of a text, which attention sees as well.
+        attention: the name of an attention module in its layer; None: as the model's family has it.
+        segment: after how many tokens a memory starts again in mode "fresh".
+        memory, knn: the neural memories (a `MemoryConfig`, or its fields as a dict) and the stores (`KnnConfig`).
+        lora: the rank of trained changes to the attention's own projections (extra `lora`); 0: none.
     """
 
-    base: str
-    vocabulary: int
-    dim: int
-    depth: int
-    heads: tuple[int, int, int]
-    layers: tuple[int, ...]
+    base: str = ""
+    vocabulary: int = 0
+    dim: int = 0
+    depth: int = 0
+    heads: tuple[int, int, int] = (0, 0, 0)
+    layers: tuple[int, ...] = ()
+    every: int | None = None
     kind: Kind = "neural"
     place: Place = "beside"
     window: int | None = None
     sinks: int = 4
-    attention: str = "self_attn"
+    attention: str | None = None
     segment: int = 512
-    memory: MemoryConfig = None  # type: ignore[assignment]  # never None once made: the default needs dim
+    memory: MemoryConfig = None  # type: ignore[assignment]  # never None once the model is known: it needs dim
     knn: KnnConfig = None  # type: ignore[assignment]
     lora: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        memory = (
-            self.memory if isinstance(self.memory, MemoryConfig) else {"dim": self.dim, **(self.memory or {})}
-        )
-        knn = self.knn if isinstance(self.knn, KnnConfig) else build(KnnConfig, self.knn or {})
-        object.__setattr__(
-            self, "memory", memory if isinstance(memory, MemoryConfig) else build(MemoryConfig, memory)
-        )
-        object.__setattr__(self, "knn", knn)
-        check_choice("memory", self.kind, ("neural", "knn"))
+        if not isinstance(self.knn, KnnConfig):
+            object.__setattr__(self, "knn", build(KnnConfig, self.knn or {}))
+        if self.depth and not isinstance(self.memory, MemoryConfig):
+            object.__setattr__(self, "memory", build(MemoryConfig, {"dim": self.dim, **_fields(self.memory)}))
+        check_choice("kind", self.kind, ("neural", "knn"))
         check_choice("place", self.place, PLACES)
         for name, least in (("window", 2), ("sinks", 0), ("segment", 1), ("lora", 0)):
             value = getattr(self, name)
             if not (name == "window" and value is None) and (type(value) is not int or value < least):
-                raise ValueError(f"{name}: expected a whole number of at least {least}, got {brief(value)}")
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {brief(value)}")
+        if self.kind == "knn" and self.window is None and self.knn.size:
+            raise ValueError(
+                "window: expected a number of tokens with kind='knn', whose store begins behind it"
+            )
+        if not self.depth:
+            _fields(self.memory)
+            return
         if not self.layers or any(type(n) is not int or not 0 <= n < self.depth for n in self.layers):
             raise ValueError(
                 f"layers: expected some of 0 to {self.depth - 1}, the model's layers, got {brief(self.layers)}"
-            )
-        if self.kind == "knn" and self.window is None and self.knn.size:
-            raise ValueError(
-                "window: expected a number of tokens with memory='knn', whose store begins behind it"
             )
         if self.segment % self.memory.chunk:
             raise ValueError(
                 f"segment: expected a multiple of the chunk {self.memory.chunk}, got {self.segment}"
             )
+
+    def for_model(
+        self, base: str, attention: str, *, vocabulary: int, dim: int, depth: int, heads: tuple[int, int, int]
+    ) -> AttachConfig:
+        """The same for a pretrained model: with its digest and shape, and the layers chosen."""
+        every = min(8, depth) if self.every is None else self.every
+        if type(every) is not int or not 1 <= every <= depth:
+            raise ValueError(f"every: expected a number from 1 to the model's {depth} layers, got {every!r}")
+        layers = self.layers
+        if not layers:
+            layers = (
+                (round(depth * 9 / 12) - 1,) if self.kind == "knn" else tuple(range(every - 1, depth, every))
+            )
+        memory: Any = self.memory
+        if not isinstance(memory, MemoryConfig):
+            memory = {**MEMORY, **_fields(memory)}
+        elif memory.dim != dim:
+            raise ValueError(f"memory.dim: expected the model's dim={dim}, got {memory.dim}")
+        return replace(
+            self, base=base, attention=attention, vocabulary=vocabulary, dim=dim, depth=depth, heads=heads,
+            layers=layers, every=None, memory=memory,
+        )  # fmt: skip
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -99,13 +126,38 @@ class AttachConfig:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "layers": list(self.layers), "heads": list(self.heads)}
+        """As it is saved: `every` has become `layers`."""
+        saved = {**asdict(self), "layers": list(self.layers), "heads": list(self.heads)}
+        del saved["every"]
+        return saved
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttachConfig:
         for name in data:
             check_choice("AttachConfig field", name, [each.name for each in fields(cls)])
         try:
-            return cls(**data)
+            found = cls(**data)
         except TypeError as error:
             raise ValueError(f"remanence: expected the fields of AttachConfig ({error})") from None
+        for name in ("base", "vocabulary", "dim", "depth", "layers", "attention"):
+            if not getattr(found, name):
+                raise ValueError(f"remanence: expected the fields of AttachConfig (no {name!r})")
+        return found
+
+
+MEMORY: dict[str, Any] = {"heads": 4, "head_dim": 128, "conv": 8, "induction": True, "forget_bias": -10.0}
+"""Where an attached neural memory differs from our models' own, as measured on books and facts
+(docs/results/attach.md).
+"""
+
+
+def _fields(memory: Any) -> dict[str, Any]:
+    """The fields of a memory as they were given."""
+    if isinstance(memory, MemoryConfig):
+        return asdict(memory)
+    if not isinstance(memory, Mapping | None):
+        got = brief(memory)
+        raise ValueError(
+            f"memory: expected a MemoryConfig or its fields as a dict, got {got}; kind= chooses the kind"
+        )
+    return dict(memory or {})

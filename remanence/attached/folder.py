@@ -21,9 +21,8 @@ from remanence.folder import Auto
 from remanence.io.files import read_json, sealed, unsealed, write_json
 from remanence.io.shipped import located
 from remanence.io.tensors import aligned, read_tensors, write_tensors
-from remanence.model import Model
+from remanence.model import CausalModel, Model
 from remanence.runtime.choices import brief
-from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
 KIND = "remanence_attached"
 """The model type, as transformers calls it."""
@@ -39,7 +38,7 @@ def check_unattached(base: Any) -> None:
     if isinstance(base, str | Path) and (path := located(base) / "config.json").is_file():
         with suppress(ValueError):
             kind = read_json(path, MOST).get("model_type")
-    if kind in (KIND, "remanence") or isinstance(base, Model):
+    if kind in (KIND, "remanence") or isinstance(base, CausalModel):
         what = base if isinstance(base, str | Path) else type(base).__name__
         raise ValueError(f"base: expected a model without a memory, got {what}, which has one already")
 
@@ -87,8 +86,8 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     trained: bool = False,
-) -> Attached:
-    """The attached model that `save` wrote, with its pretrained model: `base`, a model or where one is, or the one it
+) -> Any:
+    """The `Attached` model that `save` wrote, with its pretrained model: `base`, a model or where one is, or the one it
     was saved with. `trained` says that the new weights are to be float32, whatever the others are.
     """
     folder = located(folder)
@@ -134,19 +133,10 @@ def load(
     return attached
 
 
-def own_tokenizer(model: Model) -> Tokenizer | None:
-    """The tokenizer in the folder that a model was loaded from, else that of its pretrained model; None without one."""
-    if model.folder is not None:
-        tokenizer = load_tokenizer(model.folder)
-        if (model.folder / "tokenizer.json").is_file():
-            return tokenizer
-    return model.source.own_tokenizer() if isinstance(model, Attached) else None
-
-
 def load_model(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> Model:
-    """A model's folder, whichever kind it is: one of ours, or one attached to a pretrained model."""
+) -> Any:
+    """The `CausalModel` of a folder, whichever kind it is: one of ours, or one attached to a pretrained model."""
     if is_attached(folder):
         return load(folder, device=device, dtype=dtype)
     return Model.load(folder, device=device, dtype=dtype)

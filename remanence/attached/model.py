@@ -1,11 +1,12 @@
 """A pretrained model with memories: the model's own code runs, and hooks at its attention modules do the rest.
 
-The interface is that of `remanence.model.Model`, so that sessions, memory files, training and evaluation take it as one
-of ours: tokens and a state in, hidden vectors and a state out.
+It satisfies `remanence.model.CausalModel`, so that sessions, memory files, training and evaluation take it as they take
+a `Model`: tokens and a state in, hidden vectors and a state out.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,17 +18,19 @@ from torch import Tensor, nn
 
 from remanence.attached import base as pretrained
 from remanence.attached.config import AttachConfig
+from remanence.attached.families import add_lora, attention_modules, family_of, remove_lora
 from remanence.attached.site import Site, SiteState
-from remanence.attached.window import Reach, relative_turn
+from remanence.attached.window import relative_turn
 from remanence.backbone import State, Trace
 from remanence.config import MODES, Mode, change
 from remanence.layers.attention import AttentionState
 from remanence.mixers import MemoryTrace, Shared, Text
-from remanence.model import Model
+from remanence.model import check_tokens
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad, to_rows
 from remanence.runtime.choices import check_choice
 from remanence.runtime.state import advanced, note_positions, positions_of
+from remanence.tokenizers.tokens import Tokenizer
 
 ATTENTION = "remanence"
 """What transformers calls the attention of a narrowed model."""
@@ -46,7 +49,7 @@ class Call:
     ) -> None:
         self.mode, self.state, self.position = mode, state, position
         self.offsets, self.mask = offsets, mask
-        self.turn: tuple[Tensor, Tensor] | None = None
+        self.turns: dict[str, tuple[Tensor, Tensor]] = {}
         self.text: Text | None = None
         self.shared = Shared()
         self.keep = True
@@ -56,29 +59,31 @@ class Call:
         self.traces: dict[int, MemoryTrace | None] = {}
 
 
-class Attached(Model):
-    """``logits, state = attached(tokens, state)``, as any `Model`.
+class Attached(nn.Module):
+    """``logits, state = attached(tokens, state)``, a `CausalModel`.
 
     `base` is the pretrained model, whose weights are frozen; `sites` are its attention modules and what stands beside
     them. ``attached.window`` narrows attention further, or widens it again.
     """
 
+    folder: Path | None = None
+
     def __init__(self, model: Any, config: AttachConfig, source: pretrained.Source | None = None) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         _check_window(model, config.window)  # before anything is changed
         self.config: Any = config
-        self.base = model
+        self.base, self.family = model, family_of(model)
         self.source = source or pretrained.Source(getattr(model, "name_or_path", ""))
+        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         if config.lora:
-            pretrained.add_lora(model, config.lora)
-        _, modules = pretrained.attention_modules(model, config.attention)
+            add_lora(model, config.lora, config.attention or self.family.attention)
+        _, modules = attention_modules(model, config.attention)
         like = self.base.get_input_embeddings().weight
         self.memories = nn.ModuleDict()
         self.sites = [Site(self, index, module) for index, module in enumerate(modules)]
         self.memories.to(like.device, like.dtype)
-        self.head = None
         self.log_unigrams = None
         self._memory: Mode = "on"
         self._checkpointing = False
@@ -89,6 +94,21 @@ class Attached(Model):
 
     def extra_repr(self) -> str:
         return f"layers={self.config.layers}, window={self.window}"
+
+    def detach(self) -> Any:
+        """The pretrained model as it was before: without hooks, LoRA and a window, and trainable where it was."""
+        if not self.sites:
+            raise ValueError("model: expected an attached model, got one that has been detached")
+        if self._checkpointing:
+            self.checkpointing = False
+        self.window = None
+        for site in self.sites:
+            site.remove()
+        self.sites = []
+        remove_lora(self.base)
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
+        return self.base
 
     # What was trained, and what was there before.
 
@@ -105,8 +125,28 @@ class Attached(Model):
             self._digest = key, pretrained.digest(self.base)
         return replace(self.config, base=self._digest[1])
 
+    def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
+        """With the present digest, if an earlier one is of the same pretrained model."""
+        earlier = saved.get("base")
+        if not pretrained.is_earlier(earlier) or not pretrained.same_base(self.base, earlier):
+            return saved
+        warnings.warn(
+            f"{where}: its digest covers samples of the pretrained model only; save it again for one of all weights",
+            stacklevel=4,
+        )
+        return {**saved, "base": self.current_config().base}
+
+    def state_template(self) -> State:
+        return self.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
+
+    def state_layout(self) -> tuple[State, list[int]]:
+        return self.state_template(), list(range(self.config.depth))
+
+    def pretrained_tokenizer(self) -> Tokenizer | None:
+        return self.source.own_tokenizer()
+
     @property
-    def embed(self) -> Any:  # type: ignore[override]
+    def embed(self) -> Any:
         return self.base.get_input_embeddings()
 
     @property
@@ -114,15 +154,13 @@ class Attached(Model):
         return self.embed.weight.device
 
     @property
-    def mixers(self) -> list[Any]:
-        return []
+    def vocab_size(self) -> int:
+        return self.config.vocabulary
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """Asked for by what looks into layers of ours, or compiles them."""
-        raise ValueError(
-            "model: expected one of ours, got one attached to a pretrained model, whose layers are not ours"
-        )
+    def mixers(self) -> list[Any]:
+        """None: the layers are the pretrained model's."""
+        return []
 
     @property
     def memory(self) -> Mode:
@@ -136,6 +174,11 @@ class Attached(Model):
     @property
     def has_memory(self) -> bool:
         return True
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers see a sliding window as the model was made."""
+        return any(site.own_window is not None for site in self.sites)
 
     @property
     def window(self) -> int | None:
@@ -164,19 +207,16 @@ class Attached(Model):
             layer.layer.config = memory  # type: ignore[union-attr]
 
     @property
-    def reach(self) -> Reach:
-        assert self._window is not None
-        return Reach(self._window, self.config.sinks, self.config.memory.chunk - 1)
-
-    @property
     def checkpointing(self) -> bool:
         return self._checkpointing
 
     @checkpointing.setter
     def checkpointing(self, on: bool) -> None:
-        self._checkpointing = on
+        before, self._checkpointing = self._checkpointing, on
         if not on:
             self.base.gradient_checkpointing_disable()
+            if before:  # transformers leaves its hook at the embeddings
+                self.base.disable_input_require_grads()
             return
         # What is computed again must find the call it belongs to.
         contexts = lambda: (nullcontext(), self._during(self._call))
@@ -190,6 +230,11 @@ class Attached(Model):
         finally:
             self._call = before
 
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text, for a base with learned positions; None: no limit."""
+        return self.family.max_positions(self.base)
+
     def uncapturable(self, carries: bool) -> str | None:
         return "a pretrained model's own code runs, which may decide on the host"
 
@@ -202,18 +247,31 @@ class Attached(Model):
         nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
         return State(tuple(site.start(rows) for site in self.sites), nothing)
 
-    def start_attention(self, rows: int) -> Any:
+    def start_attention(self, rows: int, site: Site) -> Any:
         """Of one layer, before anything is read."""
         _, heads, width = self.config.heads
         like = self.embed.weight
         if self._window is not None:
-            return self.reach.start(rows, heads, like.detach(), width)
+            return site.reach.start(rows, heads, like.detach(), width)
         none = like.new_zeros(rows, 0, heads, width, requires_grad=False)
         nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         return AttentionState(none, none, nothing, nothing)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.base.get_output_embeddings()(hidden)
+        return self.family.logits(self.base, hidden)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: State | None = None,
+        *,
+        mask: Tensor | None = None,
+        offsets: Tensor | Sequence[int] | None = None,
+        memory: Mode | None = None,
+    ) -> tuple[Tensor, State]:
+        """Logits ``[b t v]`` of what follows each token, and the state, as `Model.forward`."""
+        trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory=memory)
+        return self.logits(trace.hidden), trace.state
 
     def trace(
         self,
@@ -227,7 +285,9 @@ class Attached(Model):
         layers: bool = False,
     ) -> Trace:
         """`forward` up to the logits, as `Model.trace`; what went into each layer is there only if asked for."""
-        tokens = self._check(tokens, mask)
+        if not self.sites:
+            raise ValueError("model: expected an attached model, got one that has been detached")
+        tokens = check_tokens(tokens, mask, self.vocab_size)
         self._check_call(tokens, state, mask, offsets)
         mode = self._memory if memory is None else memory
         check_choice("memory", mode, MODES)
@@ -237,6 +297,7 @@ class Attached(Model):
         borders = check_offsets(
             offsets, tokens.shape[0], tokens.shape[1], rows if state is None else len(state.position)
         )
+        self._check_length(tokens, state, mask, borders)
         if not tokens.numel():
             nothing = self.embed(tokens)
             return Trace(nothing, state or self.start(rows), (None,) * len(self.sites), ())
@@ -264,6 +325,22 @@ class Attached(Model):
                 f"mask: expected booleans of shape {list(tokens.shape)}, true where a token counts, got {got}"
             )
 
+    def _check_length(
+        self, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None
+    ) -> None:
+        """Refuse a text that is longer than learned positions."""
+        limit = self.max_positions
+        if limit is None:
+            return
+        new = torch.tensor(tokens.shape[1]) if mask is None else mask.sum(1).cpu()
+        new = new if borders is None else torch.tensor(borders).diff()
+        longest = int((new + (0 if state is None else state.position.cpu())).max())
+        if longest > limit:
+            raise ValueError(
+                f"tokens: expected texts of at most {limit:,} tokens, the learned positions of "
+                f"{self.base.config.model_type}, got {longest:,}"
+            )
+
     def _read_window(
         self, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
         keep: bool, layers: bool,
@@ -289,8 +366,12 @@ class Attached(Model):
         call.keep = keep
         call.text = Text(tokens, None, self.logits)
         if self.config.sinks:
-            turn, like = self.base.base_model.rotary_emb, self.embed.weight[:1].float()
-            call.turn = relative_turn(turn(like, place), turn(like, place.clamp(max=self.reach.farthest)))
+            # The position from which on a query meets the first tokens as if it stood there.
+            like, farthest = self.embed.weight[:1].float(), self._window + self.config.sinks - 1
+            now, then = (
+                self.family.rotations(self.base, like, at) for at in (place, place.clamp(max=farthest))
+            )
+            call.turns = {name: relative_turn(now[name], then[name]) for name in now}
         hidden, inner = self._run(call, layers, input_ids=tokens, position_ids=place, use_cache=False)
         return self._traced(call, hidden, inner, borders, tokens.shape[1])
 
@@ -314,6 +395,13 @@ class Attached(Model):
                     "state: expected None while checkpointing, with attention that is not narrowed, got one"
                 )
             keep = False
+        if mask is not None and self.has_windows and bool((mask[:, 1:] > mask[:, :-1]).any()):
+            # transformers counts a sliding window in columns: padding between tokens would take up places in it.
+            order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+            inside = self._read_whole(
+                tokens.gather(1, order), state, mask.gather(1, order), None, mode, keep, layers
+            )
+            return _reordered(inside, order.argsort(dim=1))
         position = self._position(len(tokens), state)
         offsets = None if mask is None else [0, *mask.sum(1).cumsum(0).tolist()]
         call = Call(mode, state, position, offsets, mask)
@@ -348,9 +436,10 @@ class Attached(Model):
 
     def _cache(self, state: State | None, longest: int) -> Any:
         """What transformers keeps of earlier calls: keys and values ``[r h s e]``."""
-        from transformers.cache_utils import DynamicCache
-
-        cache = DynamicCache()
+        cache = self.family.cache(self.base)
+        for layer in cache.layers:
+            if getattr(layer, "is_sliding", False):
+                layer.update = _recording(layer)
         if longest:
             assert state is not None
             for index, block in enumerate(state.blocks):
@@ -367,7 +456,7 @@ class Attached(Model):
         if not bool((read[:, 1:] >= read[:, :-1]).all()):  # padding between or behind tokens
             order = read.to(torch.uint8).argsort(dim=1, stable=True)
         for index, layer in enumerate(cache.layers):
-            k, v = (x.transpose(1, 2) for x in (layer.keys, layer.values))
+            k, v = (x.transpose(1, 2) for x in getattr(layer, "whole", (layer.keys, layer.values)))
             if order is not None:
                 place = order[..., None, None].expand(-1, -1, *k.shape[2:])
                 k, v = k.gather(1, place), v.gather(1, place)
@@ -406,21 +495,47 @@ class Attached(Model):
         """
         if self._window is None:
             return state
-        shorter = self.reach.history - state.blocks[0].attention.window.k.shape[1]
-        if shorter >= 0:
-            return None if shorter else state
+        pairs = zip(self.sites, state.blocks, strict=True)
+        shorter = [site.reach.history - part.attention.window.k.shape[1] for site, part in pairs]
+        if max(shorter) > 0:
+            return None
         return state._replace(
             blocks=tuple(site.narrowed(part) for site, part in zip(self.sites, state.blocks, strict=True))
         )
+
+
+def _recording(layer: Any) -> Any:
+    """A sliding cache layer's `update` that keeps all keys and values as ``layer.whole``: a state is never cut short,
+    so that tokens can be taken back, while attention gets what it would get of the model's own cache.
+    """
+    plain = layer.update
+
+    def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        old = getattr(layer, "whole", None)
+        new = keys, values
+        layer.whole = new if old is None else tuple(torch.cat(x, 2) for x in zip(old, new, strict=True))
+        return plain(keys, values, *args, **kwargs)
+
+    return update
+
+
+def _reordered(trace: Trace, order: Tensor) -> Trace:
+    """A trace whose columns are taken in another order ``[b t]``."""
+
+    def pick(x: Tensor) -> Tensor:
+        index = order.reshape(*order.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
+        return x.gather(1, index)
+
+    traces = tuple(MemoryTrace.mapped(each, pick) for each in trace.traces)
+    return Trace(pick(trace.hidden), trace.state, traces, tuple(pick(x) for x in trace.layers))
 
 
 def _check_window(model: Any, window: int | None) -> None:
     """Refuse to narrow what is not known; make transformers know how, for the others."""
     if window is None:
         return
-    kind, kinds = model.config.model_type, ", ".join(pretrained.FAMILIES)
-    if kind not in pretrained.FAMILIES:
-        raise ValueError(f"window: expected None for {kind}, got {window}; only {kinds} can be narrowed")
+    if (reason := family_of(model).why_not_narrowed(model)) is not None:
+        raise ValueError(f"window: expected None for {reason}; got {window}")
     _register()
 
 
@@ -433,9 +548,9 @@ def _register() -> None:
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-    **_: Any,
+    softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls with queries, keys and values ``[b h t e]``, rotated."""
     site: Site = module.remanence_site  # type: ignore[assignment]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return site.attend(module, q, k, v, scaling), None
+    return site.attend(module, q, k, v, scaling, softcap), None

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from remanence.attached.store import StoreBeside
-from remanence.attached.window import WindowState, attend, to_base
+from remanence.attached.window import Reach, WindowState, attend, to_base
 from remanence.layers.attention import AttentionState
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers.memory import Memory
@@ -42,29 +43,47 @@ class Site:
 
     def __init__(self, owner: Attached, index: int, module: nn.Module) -> None:
         self.owner, self.index = owner, index
+        self.own_window = owner.family.window_of(module)
         config = owner.config
         self.has_memory = index in config.layers
+        self.module = module
+        self.hook: RemovableHandle | None = None
         module.remanence_site = self  # type: ignore[assignment]
         if not self.has_memory:
             return
         if config.kind == "knn":
             owner.memories[str(index)] = StoreBeside(config)
-            module.register_forward_pre_hook(self._note, with_kwargs=True)
+            self.hook = module.register_forward_pre_hook(self._note, with_kwargs=True)
             return
         memory = Memory(config)
         begin(memory.layer)
         owner.memories[str(index)] = memory
         if config.place == "front":
-            module.register_forward_pre_hook(self._before, with_kwargs=True)
+            self.hook = module.register_forward_pre_hook(self._before, with_kwargs=True)
         else:
-            module.register_forward_hook(self._after, with_kwargs=True)
+            self.hook = module.register_forward_hook(self._after, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Leave the attention module as it was."""
+        del self.module.remanence_site
+        if self.hook is not None:
+            self.hook.remove()
 
     @property
     def memory(self) -> Any:
         return self.owner.memories[str(self.index)] if self.has_memory else None
 
+    @property
+    def reach(self) -> Reach:
+        """What a narrowed layer sees: the smaller of the model's window and its own."""
+        window, config = self.owner.window, self.owner.config
+        assert window is not None
+        return Reach.of(window, self.own_window, config.sinks, config.memory.chunk - 1)
+
     def start(self, rows: int) -> SiteState:
-        return SiteState(self.owner.start_attention(rows), self.memory.start(rows) if self.memory else None)
+        return SiteState(
+            self.owner.start_attention(rows, self), self.memory.start(rows) if self.memory else None
+        )
 
     def check(self, state: Any) -> None:
         """Refuse a state of another model, or of this one with another window."""
@@ -75,26 +94,29 @@ class Site:
             )
         if (
             isinstance(state.attention, WindowState)
-            and state.attention.window.k.shape[1] != self.owner.reach.history
+            and state.attention.window.k.shape[1] != self.reach.history
         ):
-            got = state.attention.window.k.shape[1] - self.owner.reach.slack + 1
-            raise ValueError(f"state: expected a window of {self.owner.window} tokens, got one of {got}")
+            got = state.attention.window.k.shape[1] - self.reach.slack + 1
+            raise ValueError(f"state: expected a window of {self.reach.window} tokens, got one of {got}")
 
     def narrowed(self, state: SiteState) -> SiteState:
-        return state._replace(attention=state.attention.narrowed(self.owner.reach.history))
+        return state._replace(attention=state.attention.narrowed(self.reach.history))
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float, cap: float | None
+    ) -> Tensor:
         """A narrowed model's attention."""
         call = self.owner._call
         assert call is not None
         state = None if call.state is None else call.state.blocks[self.index].attention
-        turn = call.turn if getattr(module, "use_rope", True) else None
-        seen = attend(q, k, v, state, self.owner.reach, scaling, turn, call.offsets)
+        key, reach = self.owner.family.rotation_key(module), self.reach
+        turn = None if key is None or not reach.narrowed else call.turns.get(key)
+        seen = attend(q, k, v, state, reach, scaling, turn, call.offsets, cap)
         call.ends[self.index] = seen.state
         if not isinstance(self.memory, StoreBeside):
             return to_base(seen)
         old = None if call.state is None else call.state.blocks[self.index].memory
-        plain = _projected(module, call.inputs.pop(self.index), q.shape[-1])
+        plain = self.owner.family.queries_keys(module, call.inputs.pop(self.index), self.owner.config.heads)
         y, call.memories[self.index] = self.memory.read(seen, plain, old, call, call.mode)
         return y
 
@@ -135,9 +157,3 @@ def begin(layer: NeuralMemory) -> None:
     if layer.v_conv.weight is not None:
         layer.v_conv.weight.zero_()
         layer.v_conv.weight[:, -1] = 1
-
-
-def _projected(module: Any, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """A layer's queries and keys ``[b t h e]`` of its input, not rotated."""
-    q, k = (project(x).unflatten(-1, (-1, width)) for project in (module.q_proj, module.k_proj))
-    return (module.q_norm(q), module.k_norm(k)) if hasattr(module, "q_norm") else (q, k)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from remanence.layers.attention import AttentionState, carried
+from remanence.layers.masks import causal_mask
 from remanence.layers.softmax import sliding_attention
 from remanence.ops.layout import from_rows, to_rows
 from remanence.runtime.state import TensorTuple, note_positions, noted_positions
@@ -47,24 +48,32 @@ class WindowState(_WindowState, TensorTuple):
         """With a shorter window's history."""
         k, v, position, slack = self.window
         cut = k.shape[1] - history
+        if not cut:
+            return self
         return self._replace(window=AttentionState(k[:, cut:], v[:, cut:], position, slack.clamp(max=0)))
 
 
 class Reach(NamedTuple):
-    """What attention sees: tokens of the window, first tokens, and how many more are kept to be taken back."""
+    """What a layer's attention sees: tokens of the window, first tokens, and how many more are kept to be taken back.
+    `narrowed` is false where the window is the model's own: such a layer sees no first tokens outside of it, as the
+    model was made.
+    """
 
     window: int
     sinks: int
     slack: int
+    narrowed: bool = True
+
+    @classmethod
+    def of(cls, window: int, own: int | None, sinks: int, slack: int) -> Reach:
+        """The smaller of a window and the layer's own."""
+        if own is not None and own <= window:
+            return cls(own, sinks, slack, False)
+        return cls(window, sinks, slack)
 
     @property
     def history(self) -> int:
         return self.window - 1 + self.slack
-
-    @property
-    def farthest(self) -> int:
-        """The position from which on a query meets the first tokens as if it stood there."""
-        return self.window + self.sinks - 1
 
     def start(self, rows: int, heads: int, like: Tensor, width: int) -> WindowState:
         none = lambda length: like.new_zeros(rows, length, heads, width, requires_grad=False)
@@ -83,10 +92,13 @@ def relative_turn(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> 
 
 
 def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """``[r t h e]`` by cosines and sines ``[r t e]``, halves of a head being pairs."""
-    a, b = x.chunk(2, -1)
+    """``[r t h e]`` by cosines and sines ``[r t e]``, halves of a head being pairs; with fewer of them than a head is
+    wide, only its first numbers.
+    """
     cos, sin = (each.unsqueeze(-2) for each in turn)
-    return x * cos + torch.cat([-b, a], -1) * sin
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    a, b = x.chunk(2, -1)
+    return torch.cat([x * cos + torch.cat([-b, a], -1) * sin, rest], -1)
 
 
 class Attended(NamedTuple):
@@ -109,10 +121,11 @@ def attend(
     scaling: float,
     turn: tuple[Tensor, Tensor] | None,
     offsets: list[int] | None,
+    cap: float | None = None,
 ) -> Attended:
     """Queries over keys and values ``[b t h e]`` of their own call and of the state, all rotated; several heads of
     queries may share one of keys. `turn` brings queries to where they meet the first tokens; None where keys have no
-    positions.
+    positions. `cap` is the soft cap of the scores (Gemma 2).
     """
     (q, back), (k, _), (v, _) = (to_rows(x, offsets) for x in (q, k, v))
     rows, tokens, heads, width = q.shape
@@ -129,17 +142,46 @@ def attend(
     none = (k.new_zeros(0, heads, width),) * 2
     known = [0] * rows if fresh else noted_positions(position)
     inside = known is not None and max(known) + tokens <= reach.window
-    both = inside or not reach.sinks
-    near = sliding_attention(
-        asked, wide(keys), wide(values), none, reach.window, None if fresh else position, lse=not both
-    )
-    y = near
+    both = inside or not reach.sinks or not reach.narrowed
+    near: Tensor
+    if cap is None:
+        near = sliding_attention(
+            asked, wide(keys), wide(values), none, reach.window, None if fresh else position, lse=not both
+        )
+    else:
+        near = _capped_attention(asked, wide(keys), wide(values), reach.window, position, cap)
+    y = near[..., :width].to(q.dtype)
     if not both:
         turn = None if turn is None else (to_rows(turn[0], offsets)[0], to_rows(turn[1], offsets)[0])
         place = position.unsqueeze(-1) + torch.arange(tokens, device=q.device)
-        y = _with_firsts(near, asked, wide(firsts[0]), wide(firsts[1]), place, turn, reach.window).to(q.dtype)
+        y = _with_firsts(near, asked, wide(firsts[0]), wide(firsts[1]), place, turn, reach.window, cap)
+        y = y.to(q.dtype)
     window = carried(old, k, v, offsets, reach.history, reach.slack)
     return Attended(y, wide(v), WindowState(firsts[0], firsts[1], window), back)
+
+
+def _capped(score: Tensor, cap: float | None) -> Tensor:
+    return score if cap is None else (score / cap).tanh() * cap
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, window: int, position: Tensor, cap: float) -> Tensor:
+    """`sliding_attention` with soft-capped scores, which no fused kernel of torch has: the output and the log-sum-exp
+    ``[r t h e+1]``, block after block of queries, so that memory grows with t and not with t^2.
+    """
+    queries, cached, wide = q.shape[1], k.shape[1] - q.shape[1], torch.promote_types(q.dtype, torch.float32)
+    block, pieces = max(window // 2, 16), []
+    with torch.autocast(q.device.type, enabled=False):
+        for start in range(0, queries, block):
+            stop = min(start + block, queries)
+            first = max(0, cached + start - window + 1)
+            keys, values = (x[:, first : cached + stop].to(wide) for x in (k, v))
+            score = torch.einsum("rthe,rshe->rhts", q[:, start:stop].to(wide), keys) * q.shape[-1] ** -0.5
+            mask = causal_mask(stop - start, cached + start - first, 0, position + start, window)
+            score = _capped(score, cap).masked_fill(~mask.unsqueeze(1), -torch.inf)
+            total = score.logsumexp(-1, keepdim=True)
+            y = torch.cat([torch.einsum("rhts,rshe->rhte", (score - total).exp(), values), total], -1)
+            pieces.append(y.transpose(1, 2))
+    return torch.cat(pieces, 1)
 
 
 def _first_tokens(new: Tensor, kept: Tensor, position: Tensor, offsets: list[int] | None) -> Tensor:
@@ -165,6 +207,7 @@ def _with_firsts(
     place: Tensor,
     turn: tuple[Tensor, Tensor] | None,
     window: int,
+    cap: float | None,
 ) -> Tensor:
     """One softmax over a window, of which the output and the log-sum-exp are known ``[r t h e+1]``, and over the first
     tokens that have left it.
@@ -173,7 +216,7 @@ def _with_firsts(
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         q = q.to(wide) if turn is None else _turned(q.to(wide), turn)
-        score = torch.einsum("rthe,rshe->rths", q, k.to(wide)) * q.shape[-1] ** -0.5
+        score = _capped(torch.einsum("rthe,rshe->rths", q, k.to(wide)) * q.shape[-1] ** -0.5, cap)
         left = place.unsqueeze(-1) - torch.arange(k.shape[1], device=place.device) >= window
         score = score.masked_fill(~left.unsqueeze(2), UNSEEN)
         both = torch.logaddexp(total, score.logsumexp(-1, keepdim=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -15,14 +15,14 @@ from remanence.runtime.terminal import say
 class Attach:
     """Give a pretrained Hugging Face model a memory: a folder with what is new, its weights and its configuration.
 
-    The memory says nothing at first: `remanence train attach --init_from=OUT` trains it. Extra `hf`.
+    The memory's output is initialised to zero: `remanence train attach --init_from=OUT` trains it. Extra `hf`.
     """
 
     base: tyro.conf.Positional[str]
     """Folder, name or GGUF file of a causal language model."""
     out: Folder
     """New folder to write."""
-    memory: Literal["neural", "knn"] = "neural"
+    kind: Annotated[Literal["neural", "knn"], tyro.conf.arg(aliases=["--memory"])] = "neural"
     """A neural memory, or a store of past keys and values in one layer."""
     place: Literal["beside", "front"] = "beside"
     """Of a neural memory: beside attention (MAG) or in front of it (MAL)."""
@@ -31,9 +31,9 @@ class Attach:
     window: int | None = 512
     """Tokens that attention is narrowed to. None: all, as the model was made; its state then grows with the text."""
     sinks: int = 4
-    """The first tokens of a text, which a narrowed attention goes on to see."""
+    """The first tokens of a text, which a narrowed attention sees as well."""
     attention: str | None = None
-    """What the attention modules are called, for models that are not of the Llama family."""
+    """What the attention modules are called, for models without an adapter."""
     lora: int = 0
     """The rank of trained changes to the attention's projections (extra `lora`). 0: none."""
     seed: int = 0
@@ -59,7 +59,7 @@ class Attach:
 
         torch.manual_seed(self.seed)
         model = attach(
-            self.base, memory=self.memory, place=self.place, every=self.every, window=self.window, sinks=self.sinks,
+            self.base, kind=self.kind, place=self.place, every=self.every, window=self.window, sinks=self.sinks,
             attention=self.attention, lora=self.lora,
         )  # fmt: skip
         tokenizer = Source.of(self.base).tokenizer()
@@ -71,5 +71,5 @@ class Attach:
         all_of_it = sum(weight.numel() for weight in model.parameters())
         layers = ", ".join(str(layer) for layer in model.model.config.layers)
         say(
-            f"{out}: {new:,} new parameters of {all_of_it:,}, in layers {layers}; untrained, says nothing yet"
+            f"{out}: {new:,} new parameters of {all_of_it:,}, in layers {layers}; untrained, its output is zero"
         )

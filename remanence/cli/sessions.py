@@ -282,7 +282,7 @@ class Lens:
             blocks = " ".join(model.config.pattern)
             facts = [
                 f"{text.name}, {session.tokens - before:,} tokens{after}",
-                f"{display_name(self.model)}: {blocks}, {len(names)} of {len(model.blocks)} layers shown",
+                f"{display_name(self.model)}: {blocks}, {len(names)} of {model.config.depth} layers shown",
                 f"weights {memfile.fingerprint(model).weights[:12]}",
             ]
             page.finish(" · ".join(facts), names, start, self.reach, model.config.memory.conv)

@@ -36,7 +36,7 @@ from remanence.io.files import (
 )
 from remanence.io.migrations import first_fields
 from remanence.io.outputs import make_folder
-from remanence.model import Model
+from remanence.model import CausalModel
 from remanence.runtime.choices import check_choice
 from remanence.tokenizers.dna import DnaTokenizer, dna_json
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
@@ -122,7 +122,7 @@ def evaluate(
     model = subject.network
     with (
         locked_file(journal, "another evaluation") if journal else nullcontext(),
-        threads_for(model) if isinstance(model, Model) else nullcontext(),
+        threads_for(model) if isinstance(model, CausalModel) else nullcontext(),
     ):
         return _evaluate(subject, tasks, modes, journal, show)
 

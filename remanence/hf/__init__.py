@@ -2,7 +2,7 @@
 the folders that `Model.save` writes.
 
 ``generate``, pipelines, the Trainer and lm-eval then work as on any causal language model. The native model is inside,
-with all that it can do: ``hf_model.model.memory = "frozen"``. A model of others gets a memory by `attach`.
+with all that it can do: ``hf_model.model.memory = "frozen"``. A pretrained model gets a memory by `attach`.
 """
 
 try:
@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise ImportError(f"remanence.hf needs the extra 'hf': pip install 'remanence[hf]' ({error})") from None
 
-from remanence.hf.attached import AttachedConfig, AttachedForCausalLM, attach
+from remanence.hf.attached import AttachedConfig, AttachedForCausalLM, attach, detach
 from remanence.hf.native import RemanenceCache, RemanenceConfig, RemanenceForCausalLM
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "RemanenceConfig",
     "RemanenceForCausalLM",
     "attach",
+    "detach",
 ]

@@ -1,8 +1,9 @@
-"""A pretrained model with a memory as a causal language model of transformers, and `attach`, which makes one."""
+"""A pretrained model with a memory as a causal language model of transformers: `attach` and `detach`."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
 from remanence.attached.config import AttachConfig, Kind, Place
+from remanence.attached.families import attention_modules
 from remanence.attached.folder import KIND
 from remanence.attached.model import Attached
-from remanence.config import KnnConfig, MemoryConfig, build
 from remanence.hf.native import FolderConfig, RemanenceForCausalLM
 from remanence.io.files import unsealed
 from remanence.model import State, Trace
+from remanence.runtime.choices import brief
+from remanence.runtime.terminal import say
 
 
 class AttachedConfig(FolderConfig):
@@ -90,6 +93,14 @@ class AttachedForCausalLM(RemanenceForCausalLM):
             "new_num_tokens: expected the pretrained model's vocabulary; resize it before attaching"
         )
 
+    def print_trainable_parameters(self) -> None:
+        """Print how many parameters are trained, as peft does."""
+        trained = sum(weight.numel() for weight in self.parameters() if weight.requires_grad)
+        total = sum(weight.numel() for weight in self.parameters())
+        say(
+            f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}"
+        )
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """What is new: weights, configuration, and the pretrained model's name."""
         self.model.save(save_directory)
@@ -115,71 +126,88 @@ class AttachedForCausalLM(RemanenceForCausalLM):
 
 def attach(
     model: Any,
+    config: AttachConfig | None = None,
     *,
     every: int | None = None,
     layers: Sequence[int] | None = None,
-    memory: Kind = "neural",
+    kind: Kind = "neural",
     place: Place = "beside",
     window: int | None = None,
     sinks: int = 4,
     attention: str | None = None,
     lora: int = 0,
+    memory: Kind | None = None,
     **fields: Any,
 ) -> AttachedForCausalLM:
-    """A pretrained causal language model with a memory that says nothing yet: its logits are those of before.
+    """A pretrained causal language model with a memory whose output is initialised to zero: before training, the logits
+    are the model's own.
 
     Args:
-        model: a model of transformers, of the Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM) or, if `attention`
-            names its attention modules, another; or the folder, name or GGUF file of one. It is not copied: it becomes
-            a part of what is returned, its weights frozen.
+        model: a model of transformers, of a family with an adapter (docs/base-models.md) or, if `attention` names its
+            attention modules, another; or the folder, name or GGUF file of one. It is not copied: it becomes a part of
+            the returned model, its weights frozen. `detach` returns it as it was.
+        config: all settings as one `AttachConfig`, instead of the keyword arguments.
         every: a memory in every so many layers; None: in every eighth. A store is in one, at three quarters of the
             depth.
         layers: or in these, counted from 0.
-        memory: "neural", or "knn" for a store of past keys and values (needs a window).
+        kind: "neural", or "knn" for a store of past keys and values (needs a window).
         place: of a neural memory: "beside" attention (MAG) or in "front" of it (MAL).
         window: tokens that attention is narrowed to; None leaves it as it is. Constant memory needs one.
-        sinks: the first tokens of a text, which a narrowed attention goes on to see.
-        attention: what the attention modules are called in their layers, for other families.
+        sinks: the first tokens of a text, which a narrowed attention sees as well.
+        attention: the name of the attention modules in their layers, for other families.
         lora: the rank of trained changes to the attention's projections (extra `lora`); 0: none.
+        memory: deprecated: use `kind`.
         fields: of the memory: those of `MemoryConfig` (heads, head_dim, chunk, ...) or of `KnnConfig` (k, size, ...).
     """
+    if memory is not None:
+        warnings.warn("attach(memory=...) is deprecated: use kind=", DeprecationWarning, stacklevel=2)
+        kind = memory
+    settings: dict[str, Any] = {
+        "every": every, "layers": _layers(layers), "kind": kind, "place": place, "window": window, "sinks": sinks,
+        "attention": attention, "lora": lora,
+    }  # fmt: skip
+    if config is None:
+        settings["knn" if kind == "knn" else "memory"] = fields or None
+        config = AttachConfig(**settings)
+    elif not isinstance(config, AttachConfig):
+        raise ValueError(f"config: expected an AttachConfig, got {brief(type(config).__name__)}")
+    elif fields or any(getattr(AttachConfig(), name) != value for name, value in settings.items()):
+        raise ValueError("config: expected an AttachConfig or keyword arguments, got both")
+    return _attach(model, config)
+
+
+def _layers(layers: Sequence[int] | None) -> tuple[int, ...]:
+    """Layers as a tuple; an empty one would be the default."""
+    if layers is not None and not len(layers):
+        raise ValueError("layers: expected at least one of the model's layers, or None, got none")
+    return () if layers is None else tuple(layers)
+
+
+def _attach(model: Any, config: AttachConfig) -> AttachedForCausalLM:
     source = None
     attached_folder.check_unattached(model)
     if isinstance(model, str | Path):
         source = pretrained.Source.of(model)
         model = source.model()
     pretrained.check_model(model)
-    attention, modules = pretrained.attention_modules(model, attention)
+    attention, modules = attention_modules(model, config.attention)
     if any(hasattr(module, "remanence_site") for module in modules):
         raise ValueError("base: expected a model without a memory, got one that has been attached to already")
-    depth = len(modules)
-    every = min(8, depth) if every is None else every
-    if type(every) is not int or not 1 <= every <= depth:
-        raise ValueError(f"every: expected a number from 1 to the model's {depth} layers, got {every!r}")
-    if layers is None:
-        layers = [round(depth * 9 / 12) - 1] if memory == "knn" else range(every - 1, depth, every)
-    shape = pretrained.shape_of(model)
-    config = AttachConfig(
-        base=pretrained.digest(model), **shape, layers=tuple(layers), kind=memory, place=place, window=window,
-        sinks=sinks, attention=attention, lora=lora, **_memory_fields(memory, shape["dim"], fields),
-    )  # fmt: skip
+    config = config.for_model(pretrained.digest(model), attention, **pretrained.shape_of(model))
     found = Attached(model, config, source)
-    if model.config.model_type not in pretrained.FAMILIES:
+    if not found.family.known:
         _check_logits(model, found)
     return AttachedForCausalLM(found).train(model.training)
 
 
-def _memory_fields(memory: Kind, dim: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a memory, in the part of the configuration that they belong to."""
-    if memory == "knn":
-        return {"knn": build(KnnConfig, fields)}
-    return {"memory": build(MemoryConfig, {"dim": dim, **MEMORY, **fields})}
-
-
-MEMORY: dict[str, Any] = {"heads": 4, "head_dim": 128, "conv": 8, "induction": True, "forget_bias": -10.0}
-"""Where an attached neural memory differs from our models' own: what was measured on books and told facts
-(docs/results/attach.md).
-"""
+def detach(model: AttachedForCausalLM | Attached) -> Any:
+    """The pretrained model of an attached one, as it was before `attach`: without hooks, LoRA or a narrowed window, and
+    with the same trainable parameters. The attached model cannot be used any more.
+    """
+    attached = model.model if isinstance(model, AttachedForCausalLM) else model
+    if not isinstance(attached, Attached):
+        raise ValueError(f"model: expected what remanence.attach returns, got {brief(type(model).__name__)}")
+    return attached.detach()
 
 
 @torch.no_grad()

@@ -6,20 +6,19 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, cast
 
 import torch
 from torch import Tensor
 
-from remanence.attached.folder import own_tokenizer
 from remanence.config import Mode
 from remanence.inference.decoder import Decoder, unsupported
 from remanence.inference.reader import read
 from remanence.inference.threads import threads_for
-from remanence.model import Model, State
+from remanence.model import CausalModel, Model, State
 from remanence.runtime.errors import DivergedError
 from remanence.runtime.sampling import MAX_TOKENS, PHRASE_BYTES, PHRASE_TOKENS, TEMPERATURE
-from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer
+from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.tokenizers.vocabulary import BYTES
 
 IN_PLACE = {"cuda"}
@@ -142,7 +141,7 @@ class Generation:
 
     def __init__(
         self,
-        model: Model,
+        model: CausalModel,
         prompts: Sequence[str],
         sampling: Sampling | None = None,
         *,
@@ -236,7 +235,7 @@ class Generation:
     @torch.no_grad()
     def _read_prompts(self) -> Tensor:
         longest = max(len(prompt) for prompt in self.prompts)
-        place = self.model.embed.weight.device
+        place = self.model.device
         padded = torch.tensor(
             [prompt + [0] * (longest - len(prompt)) for prompt in self.prompts], device=place
         )
@@ -249,17 +248,15 @@ class Generation:
             self.model, padded, self.state, mask=None if whole else mask, memory=self.modes[0]
         )
         self._state = state
-        if (
-            place.type in IN_PLACE
-            and self.sampling.max_tokens > 0
-            and unsupported(self.model, self.modes[1]) is None
-        ):
-            self._decoder = Decoder(self.model, state, self.modes[1])
+        if place.type in IN_PLACE and self.sampling.max_tokens > 0:
+            model = cast(Model, self.model)  # what can be decoded in place has our own layers
+            if unsupported(model, self.modes[1]) is None:
+                self._decoder = Decoder(model, state, self.modes[1])
         return self._finite(self.model.logits(last), state.diverged, [True] * len(self.prompts))
 
     @torch.no_grad()
     def _say(self, chosen: list[int], said: list[bool]) -> Tensor:
-        place = self.model.embed.weight.device
+        place = self.model.device
         tokens, rows = torch.tensor(chosen, device=place), torch.tensor(said, device=place)
         if self._decoder is not None:
             self._state = None
@@ -328,17 +325,26 @@ BYTE_VOCABULARY = 2 * BYTES - 2
 """The largest vocabulary, 512, that is taken for bytes and some room beside them."""
 
 
-def check_tokenizer(model: Model, tokenizer: Tokenizer | None) -> Tokenizer:
+def own_tokenizer(model: CausalModel) -> Tokenizer | None:
+    """The tokenizer in the folder that a model was loaded from, else that of its pretrained model; None without one."""
+    if model.folder is not None:
+        tokenizer = load_tokenizer(model.folder)
+        if (model.folder / "tokenizer.json").is_file():
+            return tokenizer
+    return model.pretrained_tokenizer()
+
+
+def check_tokenizer(model: CausalModel, tokenizer: Tokenizer | None) -> Tokenizer:
     """A tokenizer whose tokens the model knows; by default the model's own, or bytes for a vocabulary of that size."""
     tokenizer = own_tokenizer(model) if tokenizer is None else tokenizer
-    if tokenizer is None and model.config.vocabulary > BYTE_VOCABULARY:
+    if tokenizer is None and model.vocab_size > BYTE_VOCABULARY:
         raise ValueError(
-            f"tokenizer: expected one for the model's {model.config.vocabulary:,} tokens, got none, neither as an "
+            f"tokenizer: expected one for the model's {model.vocab_size:,} tokens, got none, neither as an "
             "argument nor with the model; load_tokenizer(folder) of remanence.tokenizers.tokens reads one"
         )
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
-    if tokenizer.vocabulary > model.config.vocabulary:
+    if tokenizer.vocabulary > model.vocab_size:
         raise ValueError(
-            f"tokenizer: expected at most the model's {model.config.vocabulary} tokens, got {tokenizer.vocabulary}"
+            f"tokenizer: expected at most the model's {model.vocab_size} tokens, got {tokenizer.vocabulary}"
         )
     return tokenizer

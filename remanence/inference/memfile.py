@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.attached.base import is_earlier, same_base
-from remanence.attached.model import Attached
 from remanence.config import ModelConfig
 from remanence.io.files import canonical
 from remanence.io.migrations import first_name
@@ -37,7 +34,7 @@ from remanence.io.tensors import (
     sha256,
     write_tensors,
 )
-from remanence.model import Model, State
+from remanence.model import CausalModel, State, state_layout, upgraded
 from remanence.runtime.device import machine_memory
 from remanence.runtime.errors import DivergedError, OtherConfigError
 from remanence.runtime.overrides import differences
@@ -67,7 +64,7 @@ class Fingerprint(NamedTuple):
     weights: str
 
 
-def fingerprint(model: Model) -> Fingerprint:
+def fingerprint(model: CausalModel) -> Fingerprint:
     weights = hashlib.sha256()
     for name, parameter in sorted(
         (first_name(name), parameter) for name, parameter in model.saved_parameters()
@@ -77,7 +74,7 @@ def fingerprint(model: Model) -> Fingerprint:
     return Fingerprint(hashlib.sha256(canonical(_config(model))).hexdigest()[:32], weights.hexdigest()[:32])
 
 
-def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | None = None) -> None:
+def save(path: str | Path, model: CausalModel, state: State, notes: dict[str, Any] | None = None) -> None:
     """Write what was read. A memory that has become infinite or NaN is refused: it could not be used again.
 
     `notes` are a few facts of the caller's own, as JSON; `remanence read` keeps there where its reading began.
@@ -108,7 +105,7 @@ def save(path: str | Path, model: Model, state: State, notes: dict[str, Any] | N
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)}, digest=False)
 
 
-def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = False) -> State:
+def load(path: str | Path, model: CausalModel, *, force: bool = False, verify: bool = False) -> State:
     """The state in a file, on the model's device, if every part of it fits this model.
 
     `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that
@@ -118,19 +115,10 @@ def load(path: str | Path, model: Model, *, force: bool = False, verify: bool = 
         return _load(file, model, force, verify)
 
 
-def _load(file: Opened, model: Model, force: bool, verify: bool) -> State:
+def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> State:
     path, header = file.path, _header(file)
-    config, own = _present(header.data["config"]), _config(model)
-    if (
-        isinstance(model, Attached)
-        and is_earlier(config.get("base"))
-        and same_base(model.base, config["base"])
-    ):
-        warnings.warn(
-            f"{path}: its digest covers samples of the pretrained model only; save it again for one of all weights",
-            stacklevel=2,
-        )
-        config = {**config, "base": own["base"]}
+    own = _config(model)
+    config = model.upgrade_config(upgraded(header.data["config"]), str(path))
     found = list(differences(config, own))
     differing = [f"{name} is {theirs!r} in the file, {ours!r} in the model" for name, theirs, ours in found]
     if differing and [name for name, *_ in found] != ["base"]:
@@ -144,7 +132,7 @@ def _load(file: Opened, model: Model, force: bool, verify: bool) -> State:
         raise ValueError(
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
         )
-    _compare(str(path), _shapes(model), header.entries)
+    _compare(str(path), _Shapes(*model.state_layout()), header.entries)
     tensors = _content(file, header, verify)
     unread = {name for name in header.large if tensors[name].nbytes > LARGE and not verify}
     state = fitted(str(path), model, tensors, unread)
@@ -213,13 +201,12 @@ def _check_plausible(path: Path, header: _Header) -> None:
             raise OtherConfigError(
                 f"{path}: its header does not describe its content: {config.depth:,} layers"
             )
-        small = config.condensed()[0]
-        _template(small)
+        shapes = _Shapes(*state_layout(config))
     except OtherConfigError:
         raise
     except (ValueError, TypeError, RuntimeError, OverflowError):  # of a newer version, or someone's own mixer
         return
-    _compare(str(path), _shapes_of(config), header.entries)
+    _compare(str(path), shapes, header.entries)
 
 
 def _content(file: Opened, header: _Header, verify: bool) -> dict[str, Tensor]:
@@ -257,28 +244,23 @@ def _large(header: dict[str, str], entries: Mapping[str, Entry]) -> dict[str, st
     return large if named_well and all(name in entries for name in large) else None
 
 
-def _config(model: Model) -> dict[str, Any]:
-    """A model's configuration; of an attached one, with its pretrained model as it is now."""
-    return (model.current_config() if isinstance(model, Attached) else model.config).to_dict()
+def _config(model: CausalModel) -> dict[str, Any]:
+    return model.current_config().to_dict()
 
 
-def _present(config: dict[str, Any]) -> dict[str, Any]:
-    """A file's configuration with the fields that are newer than the file, as they are by default."""
-    try:
-        return ModelConfig.from_dict(config).to_dict()
-    except (ValueError, TypeError):
-        return config
-
-
-def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str] | None = None) -> State:
+def fitted(
+    what: str, model: CausalModel, tensors: dict[str, Tensor], unread: set[str] | None = None
+) -> State:
     """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes
     sense; of those that stay `unread`, the numbers are not looked at.
     """
-    _compare(what, _shapes(model), {name: entry_of(tensor) for name, tensor in tensors.items()})
-    template = _template_of(model)
+    _compare(
+        what, _Shapes(*model.state_layout()), {name: entry_of(tensor) for name, tensor in tensors.items()}
+    )
+    template = model.state_template()
     growing = _growing(template)
     unbounded = {f"{path}.{field}" for path, part in parts(template) for field in part.minus_infinity}
-    state = assembled(template, tensors, model.embed.weight.device)
+    state = assembled(template, tensors, model.device)
     for name, tensor in named(state):  # as the model has them: a float64 can be too large for it
         if name not in (unread or ()):
             _check_finite(f"{what}: {name}", tensor, name in unbounded)
@@ -300,39 +282,11 @@ def fitted(what: str, model: Model, tensors: dict[str, Tensor], unread: set[str]
     return state
 
 
-def _template(config: ModelConfig, dtype: torch.dtype | None = None) -> State:
-    """A state as a model of this configuration has at first, without its numbers: a store is not allocated only to be
-    compared with.
-    """
-    with torch.device("meta"):
-        return Model(config).to(dtype).start(1)
-
-
-def _template_of(model: Model) -> State:
-    """The same of a model that is there. One that is attached to another has no configuration to be made from, and its
-    state at first is small.
-    """
-    if isinstance(model, Attached):
-        return model.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
-    return _template(model.config, model.embed.weight.dtype)
-
-
 class _Shapes(NamedTuple):
     """What a state is compared with: one of few layers, and for every layer the one that it is like."""
 
     template: State
     places: list[int]
-
-
-def _shapes_of(config: ModelConfig) -> _Shapes:
-    small, places = config.condensed()
-    return _Shapes(_template(small), places)
-
-
-def _shapes(model: Model) -> _Shapes:
-    if isinstance(model, Attached):
-        return _Shapes(_template_of(model), list(range(model.config.depth)))
-    return _shapes_of(model.config)
 
 
 def _compare(what: str, shapes: _Shapes, entries: Mapping[str, Entry]) -> None:

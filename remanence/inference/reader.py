@@ -7,7 +7,7 @@ run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from remanence.config import Mode
 from remanence.inference.graphs import longest_window, unsupported
 from remanence.inference.threads import threads_for
-from remanence.model import Model, State, Trace
+from remanence.model import CausalModel, Model, State, Trace
 from remanence.runtime.graphs import capture, copy_all
 from remanence.runtime.module import modules_of
 from remanence.runtime.state import positions_of
@@ -33,12 +33,12 @@ PATIENCE = 2
 """Whole pieces that a model reads before they are captured, which takes as long as some pieces."""
 
 
-def piece_of(model: Model) -> int:
+def piece_of(model: CausalModel) -> int:
     return max(PIECE, LARGE) if model.embed.weight.device.type == "cuda" else PIECE
 
 
 def traces(
-    model: Model,
+    model: CausalModel,
     tokens: Tensor,
     state: State | None = None,
     *,
@@ -75,7 +75,7 @@ class Read(NamedTuple):
 
 @torch.no_grad()
 def read(
-    model: Model,
+    model: CausalModel,
     tokens: Tensor,
     state: State | None = None,
     *,
@@ -88,7 +88,7 @@ def read(
 
 
 def _read(
-    model: Model, tokens: Tensor, state: State | None, mask: Tensor | None, memory: Mode | None
+    model: CausalModel, tokens: Tensor, state: State | None, mask: Tensor | None, memory: Mode | None
 ) -> Read:
     state = model.start(tokens.shape[0]) if state is None else state
     last = model.embed.weight.new_zeros(tokens.shape[0], model.config.dim)
@@ -156,13 +156,16 @@ class _Counted(NamedTuple):
     graph: Captured | None
 
 
-_COUNTED: WeakKeyDictionary[Model, _Counted] = WeakKeyDictionary()
+_COUNTED: WeakKeyDictionary[CausalModel, _Counted] = WeakKeyDictionary()
 
 
-def _captured(model: Model, tokens: Tensor, state: State, size: int, memory: Mode | None) -> Captured | None:
+def _captured(
+    model: CausalModel, tokens: Tensor, state: State, size: int, memory: Mode | None
+) -> Captured | None:
     """The graph that reads a piece, if it is a whole one and one of many; else None."""
     if not tokens.is_cuda or tokens.shape[1] != size or (memory or model.memory) != "on" or _narrows(tokens):
         return None
+    model = cast(Model, model)  # what can be captured has our own layers
     window = longest_window(model)
     if unsupported(model, size, True) is not None or window > size:
         return None

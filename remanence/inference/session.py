@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 
@@ -12,7 +12,7 @@ from remanence.attached.folder import load_model
 from remanence.inference import memfile
 from remanence.inference.generate import WRITES, Generation, Sampling, SamplingFields, Write, check_tokenizer
 from remanence.inference.reader import Read, piece_of, read
-from remanence.model import Model, State
+from remanence.model import CausalModel, State
 from remanence.runtime.errors import DivergedError
 from remanence.runtime.state import positions_of
 from remanence.tokenizers.tokens import Tokenizer
@@ -42,17 +42,22 @@ class Session:
     """
 
     def __init__(
-        self, model: Model | str | Path, tokenizer: Tokenizer | None = None, *, write: Write = "all"
+        self, model: CausalModel | str | Path, tokenizer: Tokenizer | None = None, *, write: Write = "all"
     ) -> None:
-        if isinstance(model, (str, Path)):
-            model = load_model(model).eval()
         if write not in WRITES:
             raise ValueError(f"write: expected one of {', '.join(WRITES)}, got {write!r}")
-        # What `remanence.attach` returns, and every model in Hugging Face's clothes, has ours inside.
-        model = model if isinstance(model, Model) else model.model
-        self.model, self.write = model, write
-        self.tokenizer = check_tokenizer(model, tokenizer)
-        self._now: State | Generation = model.start(1)
+        found: Any = load_model(model).eval() if isinstance(model, (str, Path)) else model
+        if not isinstance(found, CausalModel):  # a Hugging Face wrapper, as `remanence.attach` returns?
+            found = getattr(found, "model", None)
+        if not isinstance(found, CausalModel):
+            got = type(model).__name__
+            raise ValueError(
+                f"model: expected a folder, a Model, or what remanence.attach returns, got {got}"
+            )
+        self.model: CausalModel = found
+        self.write = write
+        self.tokenizer = check_tokenizer(self.model, tokenizer)
+        self._now: State | Generation = self.model.start(1)
         self._streams = False
 
     @property
@@ -106,8 +111,7 @@ class Session:
 
     def _read(self, tokens: list[int]) -> Read:
         self._check_idle("read")
-        place = self.model.embed.weight.device
-        piece = read(self.model, torch.tensor([tokens], device=place), self.state)
+        piece = read(self.model, torch.tensor([tokens], device=self.model.device), self.state)
         if piece.diverged:
             raise DivergedError(
                 f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}"

@@ -18,7 +18,7 @@ from remanence.inference.threads import threads_for
 from remanence.layers import unit
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers import MemoryTrace
-from remanence.model import Model, State, memories
+from remanence.model import CausalModel, Model, State, memories
 from remanence.ops import settle
 from remanence.runtime.errors import DivergedError
 
@@ -69,8 +69,12 @@ class Look(NamedTuple):
     passed: int
 
 
-def watched(model: Model, only: Sequence[int] = ()) -> dict[int, NeuralMemory]:
+def watched(model: CausalModel, only: Sequence[int] = ()) -> dict[int, NeuralMemory]:
     """The model's memories by layer, counted from 0; of all layers, or `only` of some."""
+    if not isinstance(model, Model):
+        raise ValueError(
+            "model: expected one of ours, got one attached to a pretrained model, whose layers are not ours"
+        )
     parts = ((index, part) for index, block in enumerate(model.blocks) for part in block.modules())
     found = {index: part for index, part in parts if isinstance(part, NeuralMemory)}
     if not found:
@@ -83,13 +87,13 @@ def watched(model: Model, only: Sequence[int] = ()) -> dict[int, NeuralMemory]:
     return {index: layer for index, layer in found.items() if index in only or not only}
 
 
-def stride(model: Model, tokens: int) -> int:
+def stride(model: CausalModel, tokens: int) -> int:
     """Tokens to read at a time, in full chunks, so that a text of about `tokens` has enough points for its norms."""
     chunk = model.config.memory.chunk
     return min(max(1, PIECE // chunk), -(-tokens // (POINTS * chunk)) or 1) * chunk
 
 
-def surprise_unit(model: Model) -> str:
+def surprise_unit(model: CausalModel) -> str:
     """What surprise is, for who reads its mean: the loss of the memory's rule, and over how many numbers it sums."""
     found = {
         (layer.rule.loss, layer.head_dim) for layer in model.modules() if isinstance(layer, NeuralMemory)

@@ -45,6 +45,8 @@ def make_optimizer(model: Model | Network, config: TrainConfig) -> torch.optim.A
 
 def compile_parts(model: Model | Network) -> None:
     """Compile what is the same for every call: the feed-forward nets. A memory's loop over chunks would be unrolled."""
+    if not hasattr(model, "blocks"):
+        raise ValueError("compile: expected False for a model attached to a pretrained one, got True")
     for block in model.blocks:
         block.ffn.compile(dynamic=True)  # type: ignore[union-attr]
 
