@@ -14,12 +14,15 @@ from remanence.cli.arguments import Device, Folder, Mode
 from remanence.cli.progress import Progress
 from remanence.runtime.overrides import by_owner, format_length, split_prefix
 from remanence.runtime.terminal import say
+from remanence.verticals import evaluations
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from remanence.evaluate import Row, Subject, Task
 
+MEASURED = ("lm", "wikitext", "lambada", "niah", "babilong", "recall", "commonsense", *evaluations())
+"""The tasks that measure a model, for --help, which does not import them."""
 RECIPE = "recipe."
 """What an override of the recipe's config begins with, instead of a task's name."""
 HIDDEN = ("memory", "digest", "stories", "seed")
@@ -37,7 +40,7 @@ LENGTHS = ("length", "window", "from", "before", "max_tokens")
 
 @dataclass(frozen=True)
 class Eval:
-    """Measure a model: lm, wikitext, lambada, niah, babilong, recall, commonsense, dna, forecast.
+    """Measure a model: {tasks}.
 
     Of a recipe instead: ablate, depth.
 
@@ -84,10 +87,15 @@ class Eval:
         self._check()
         recipe, others = split_prefix(self.overrides, RECIPE)
         names = {name: TASKS[name].Settings.__dataclass_fields__ for name in self.tasks}
-        own = {name: self._limited(name, given) for name, given in by_owner(others, names).items()}
+        given = by_owner(others, names)
+        limits = {name: self._limits(name, given[name]) for name in given}
+        own = {name: limits[name] | dict(given[name]) for name in given}
         settings = {name: configured(TASKS[name], given) for name, given in own.items()}
         subject = self._subject(recipe)
         tasks = [TASKS[name](subject, settings[name]) for name in self.tasks]
+        for name in filter(limits.get, limits):
+            measured = ", ".join(f"{setting}={own[name][setting]}" for setting in limits[name])
+            say(f"{name}: a quick look with {measured}; --full measures all", error=True)
         rows = self._measure(subject, tasks)
         origin = provenance(subject)
         for task in tasks:
@@ -97,14 +105,10 @@ class Eval:
             plots = _plots(tasks, rows, self.memory, self.json)
             say(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
 
-    def _limited(self, name: str, given: Mapping[str, str]) -> Mapping[str, str]:
-        """A task's settings, limited to a quick look unless it was said how much to measure."""
-        if self.full or name not in QUICK or any(setting in given for setting in OWN[name]):
-            return given
-        limits = QUICK[name] | dict(given)
-        said = ", ".join(f"{setting}={limits[setting]}" for setting in QUICK[name])
-        say(f"{name}: a quick look with {said}; --full measures all", error=True)
-        return limits
+    def _limits(self, name: str, given: Mapping[str, str]) -> dict[str, str]:
+        """Settings of a quick look; none where it was said how much to measure."""
+        full = self.full or name not in QUICK or any(setting in given for setting in OWN[name])
+        return {} if full else QUICK[name]
 
     def _check(self) -> None:
         """Refuse wrong arguments before anything is loaded."""
@@ -176,6 +180,9 @@ class Eval:
                         error=True,
                     )
                 raise
+
+
+Eval.__doc__ = (Eval.__doc__ or "").format(tasks=", ".join(MEASURED))
 
 
 def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], json: Path) -> list[Path]:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from remanence.attached.model import Attached
 from remanence.model import Model
 from remanence.runtime.device import resolve
 
@@ -84,10 +83,6 @@ def shard(model: Any, world: World) -> Any:
     """
     if world.size == 1:
         return model
-    if isinstance(model, Attached):
-        raise ValueError(
-            f"torchrun: expected one process for a model that is attached to another, got {world.size}"
-        )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from remanence.backbone import Trace
-from remanence.data.series import Series, read_series
+from remanence.backbone import State, Trace
+from remanence.forecast.config import ForecastConfig, Shape
+from remanence.forecast.network import Network, WindowBatch, make_network, read_shape
+from remanence.forecast.protocol import Protocol, errors_of
+from remanence.forecast.series import Series, read_series
 from remanence.runtime.device import resolve
 from remanence.runtime.graphs import capture
-from remanence.series.config import Shape
-from remanence.series.network import Network, WindowBatch, make_network
 from remanence.tasks.draw import step_rng
-from remanence.tasks.forecast import Protocol, errors_of
+from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
+from remanence.train.distributed import World
+from remanence.train.sources import Source, make_source
+from remanence.train.task import Gradients
 
 VALIDATED = 2048
 """About as many windows of the validation part are looked at, evenly spaced: neighbours differ in a single row."""
@@ -27,7 +34,9 @@ class Forecasting:
     """A source of windows in a shuffled order, anew for every epoch, all of them on the device that trains."""
 
     def __init__(self, config: TrainConfig, batch: int, series: Series | None = None) -> None:
-        data, self.config, self.batch = config.data, config, batch
+        data: Any = config.data
+        own: ForecastConfig = config.forecast  # type: ignore[attr-defined]  # a field of this vertical
+        self.config, self.batch = config, batch
         if series is None:
             if data.path is None:
                 raise ValueError(
@@ -36,11 +45,11 @@ class Forecasting:
             series = read_series(data.path, columns=data.columns, missing=data.missing, name="data.path")
         self.protocol = Protocol.of(series, data.split)
         device = resolve(config.device)
-        span = (config.forecast.history + 1) * data.length
+        span = (own.history + 1) * data.length
         self.train = self.protocol.windows("train", span, data.horizon).to(device)
         self.val = self.protocol.windows("val", data.length, data.horizon).to(device)
         self.shape = Shape(
-            forecast=config.forecast,
+            forecast=own,
             model=config.model,
             lookback=data.length,
             horizon=data.horizon,
@@ -87,21 +96,62 @@ class Forecasting:
             network.train()
 
 
-def learn(
-    network: Network, batch: WindowBatch, config: TrainConfig, number: int, graph: Captured | None
-) -> tuple[Tensor, int, Trace]:
-    """Forward and backward of a step: the loss, how many values were read, and what the memories did.
+def window_source(config: TrainConfig, batch: int, rank: int, world: int) -> Forecasting:
+    """The source of the kind "forecast"."""
+    if world > 1:
+        raise ValueError(f"torchrun: expected one process for data.kind='forecast', got {world}")
+    return Forecasting(config, batch)
 
-    Dropout is a function of the step, so that a run that goes on draws what it would have drawn.
-    """
-    torch.manual_seed((config.seed * 1_000_003 + number) % 2**63)
-    if graph is not None:
-        loss, trace = graph(batch)
-    else:
-        with torch.autocast(network.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            loss, trace = network.loss(batch)
-        loss.backward()
-    return loss.detach(), batch.x.numel(), trace
+
+class ForecastTask:
+    """The `remanence.train.TrainTask` of forecasting networks."""
+
+    prefetch = False
+    """The data is on the device that trains."""
+
+    def __init__(self, config: TrainConfig, world: World, source: Source | None = None) -> None:
+        self.config, self.world = config, world
+        self.source: Any = source or make_source(config, world.rank, world.size)
+
+    def build_model(self, resumed: bool) -> Network:
+        return self.source.network()
+
+    def shard(self, model: Network) -> Network:
+        return model
+
+    def stored_config(self, folder: Path, model: Network) -> Shape:
+        return read_shape(folder)
+
+    def captured_steps(self, model: Network, begins: bool) -> Captured:
+        return Captured(model, self.config)
+
+    def before_step(self, model: Network, carried: State | None, number: int) -> State | None:
+        return carried
+
+    def gradients(
+        self,
+        model: Network,
+        batches: Sequence[WindowBatch],
+        state: State | None,
+        number: int,
+        begin: Begin | None,
+        graph: Captured | None,
+        carried: State | None,
+    ) -> Gradients:
+        """Dropout is a function of the step, so that a run that goes on draws what it would have drawn."""
+        torch.manual_seed((self.config.seed * 1_000_003 + number) % 2**63)
+        (batch,) = batches
+        if graph is not None:
+            loss, trace = graph(batch)
+        else:
+            bfloat16 = self.config.precision == "bfloat16"
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+                loss, trace = model.loss(batch)
+            loss.backward()
+        return Gradients(loss.detach(), batch.x.numel(), trace)
+
+    def validate(self, model: Network) -> float:
+        return self.source.validate(model)
 
 
 class Captured:

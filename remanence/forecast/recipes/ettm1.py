@@ -4,7 +4,8 @@ remanence train forecast/ettm1 --data.path=ETTm1.csv --out out/ettm1 --data.hori
 remanence eval out/ettm1 forecast --forecast.data=ETTm1.csv --memory on off frozen
 """
 
-from remanence.train import TrainConfig, forecasting
+from remanence.forecast.recipes import forecasting
+from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:

@@ -11,15 +11,16 @@ import numpy as np
 import torch
 
 from remanence.config import Mode, change
-from remanence.data.series import FILLS, Series, read_series
+from remanence.forecast.network import Network, load_network
+from remanence.forecast.online import Rolled, roll
+from remanence.forecast.protocol import SPLITS, Errors, Protocol, Scaler, errors_of
+from remanence.forecast.recipes import forecasting
+from remanence.forecast.series import FILLS, Series, read_series
+from remanence.forecast.task import Forecasting
 from remanence.io.files import replacing_folder
 from remanence.runtime.choices import check_choice
 from remanence.runtime.device import resolve
-from remanence.series.network import Network, load_network
-from remanence.series.online import Rolled, roll
-from remanence.tasks.forecast import SPLITS, Errors, Protocol, Scaler, errors_of
-from remanence.train import TrainConfig, fit, forecasting
-from remanence.train.windows import Forecasting
+from remanence.train import TrainConfig, fit
 
 
 class Forecaster:
@@ -32,8 +33,8 @@ class Forecaster:
         seed: the same seed gives the same weights on the same machine.
         device: "auto", "cpu", "cuda" or "mps".
         missing: what becomes of missing values: "refuse", or "previous" for the value of the row before.
-        config: a whole training run instead, as `remanence.train.forecasting` makes one.
-        **changes: of the run's steps, batch and so on, or of its `remanence.series.config.ForecastConfig`.
+        config: a whole training run instead, as `remanence.forecast.recipes.forecasting` makes one.
+        **changes: of the run's steps, batch and so on, or of its `remanence.forecast.config.ForecastConfig`.
     """
 
     def __init__(
@@ -50,15 +51,17 @@ class Forecaster:
     ) -> None:
         check_choice("split", split, SPLITS)
         check_choice("missing", missing, FILLS)
-        run = config or forecasting(split, lookback=lookback, horizon=horizon)
+        run: Any = config or forecasting(split, lookback=lookback, horizon=horizon)
         known = [each.name for part in (run, run.forecast) for each in fields(part)]
         for name in changes:
             check_choice(name, name, known)
         own = {name: changes.pop(name) for name in list(changes) if hasattr(run.forecast, name)}
         model = change(run.model, changes.pop("model", {}))
-        data = replace(run.data, missing=missing)  # type: ignore[arg-type]  # checked there
+        data = replace(run.data, missing=missing)
         shared = {"seed": seed, "device": device, **changes}
-        self.config = replace(run, model=model, data=data, forecast=replace(run.forecast, **own), **shared)
+        self.config: Any = replace(
+            run, model=model, data=data, forecast=replace(run.forecast, **own), **shared
+        )
         self.network: Network | None = None
 
     def fit(self, data: Any, out: str | Path | None = None, *, resume: bool = False) -> Forecaster:
@@ -126,15 +129,15 @@ class Forecaster:
         return errors_of(self.fitted.eval(), windows)
 
     def roll(self, data: Any, start: int, *, memory: Mode = "on", warm: int = 8, phases: int = 4) -> Rolled:
-        """Errors of forecasts along a stream, from row `start` on: `remanence.series.online.roll`. With memory "on" the
-        network goes on learning from what it reads.
+        """Errors of forecasts along a stream, from row `start` on: `remanence.forecast.online.roll`. With memory "on"
+        the network goes on learning from what it reads.
         """
         values = self._standardized(self._read(data))
         return roll(self.fitted, values, start, mode=memory, warm=warm, phases=phases)
 
     def plot(self, data: Any, path: str | Path, *, channels: tuple[str, ...] = (), truth: Any = None) -> Path:
         """Draw the end of `data` and the forecast of what follows it as a PNG file; with `truth`, also what came."""
-        from remanence.evaluate.plots import forecasts
+        from remanence.forecast.plots import forecasts
 
         for name in channels:
             check_choice("channels", name, self.names)
@@ -166,7 +169,7 @@ class Forecaster:
         inner = folder / "model"
         network = load_network(inner if (inner / "config.json").is_file() else folder, device=resolve(device))
         shape = network.config
-        run = forecasting(split, lookback=shape.lookback, horizon=shape.horizon)
+        run: Any = forecasting(split, lookback=shape.lookback, horizon=shape.horizon)
         run = replace(run, model=shape.model, forecast=shape.forecast, device=device)
         made = cls(config=run, device=device)
         made.network = network.eval()

@@ -4,7 +4,8 @@ remanence train forecast/csv --data.path=mine.csv --out out/mine --data.horizon=
 remanence eval out/mine forecast --forecast.data=mine.csv --memory on off frozen
 """
 
-from remanence.train import TrainConfig, forecasting
+from remanence.forecast.recipes import forecasting
+from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:

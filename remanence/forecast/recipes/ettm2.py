@@ -4,7 +4,8 @@ remanence train forecast/ettm2 --data.path=ETTm2.csv --out out/ettm2 --data.hori
 remanence eval out/ettm2 forecast --forecast.data=ETTm2.csv --memory on off frozen
 """
 
-from remanence.train import TrainConfig, forecasting
+from remanence.forecast.recipes import forecasting
+from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:

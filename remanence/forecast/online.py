@@ -11,8 +11,8 @@ from torch import Tensor
 
 from remanence.backbone import State
 from remanence.config import MODES, Mode
+from remanence.forecast.network import Network
 from remanence.runtime.choices import check_choice
-from remanence.series.network import Network
 
 
 class Rolled(NamedTuple):

@@ -6,7 +6,8 @@ remanence eval out/traffic forecast --forecast.data=traffic.csv --memory on off 
 
 from dataclasses import replace
 
-from remanence.train import TrainConfig, forecasting
+from remanence.forecast.recipes import forecasting
+from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:

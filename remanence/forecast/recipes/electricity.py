@@ -6,7 +6,8 @@ remanence eval out/electricity forecast --forecast.data=electricity.csv --memory
 
 from dataclasses import replace
 
-from remanence.train import TrainConfig, forecasting
+from remanence.forecast.recipes import forecasting
+from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from remanence.data.sources import OPENERS, read_pieces
+from remanence.dna.alphabet import base_tokens
 from remanence.runtime.choices import brief
-from remanence.tokenizers.dna import base_tokens
 
 TABLES = (".csv", ".tsv")
 SEQUENCE, LABEL = ("sequence", "seq"), ("label", "class")

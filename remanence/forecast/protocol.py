@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from remanence.data.series import Series
+from remanence.forecast.series import Series
 from remanence.runtime.choices import check_choice
 
 PARTS = ("train", "val", "test")

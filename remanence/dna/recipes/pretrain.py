@@ -5,7 +5,7 @@ remanence eval out/genome/model lm --lm.data=held-out.fna --lm.views=stream --fu
 """
 
 from remanence.config import ModelConfig
-from remanence.tokenizers.dna import VOCABULARY
+from remanence.dna.alphabet import VOCABULARY
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 
@@ -23,7 +23,7 @@ def recipe() -> TrainConfig:
     )
     return TrainConfig(
         model=model,
-        data=DataConfig(kind="genome", length=1024, reverse_complement=True),
+        data=DataConfig(kind="genome", length=1024, reverse_complement=True),  # type: ignore[call-arg]
         optimizer=OptimizerConfig(lr=2e-3, warmup=100),
         steps=3000,
         batch=32,

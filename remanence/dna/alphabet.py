@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -68,11 +68,20 @@ class DnaTokenizer:
 
     vocabulary: int = VOCABULARY
     end: int | None = ENDS
+    unit = "base"
+    """What a token stands for."""
+    example: ClassVar = {"file": "bases.txt", "stem": "bases", "prompt": "ATG", "text": "ACGT" * 8}
+    """A file, a prompt and a text, for a model card."""
 
     def __init__(self, labels: Sequence[str] = ()) -> None:
         if len(labels) > MOST_LABELS:
             raise ValueError(f"labels: expected at most {MOST_LABELS} classes, got {len(labels)}")
         self.labels = tuple(labels)
+
+    @property
+    def identity(self) -> object:
+        """What a digest of the tokenizer is made of."""
+        return dna_json(self.labels)
 
     def encode(self, text: str) -> list[int]:
         return base_tokens(utf8(text)).tolist()

@@ -6,7 +6,8 @@ remanence eval out/etth2 forecast --forecast.data=ETTh2.csv --memory on off froz
 
 from dataclasses import replace
 
-from remanence.train import TrainConfig, forecasting
+from remanence.forecast.recipes import forecasting
+from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
 from remanence.config import ModelConfig
 from remanence.runtime.choices import brief, check_choice
@@ -19,7 +19,7 @@ class ForecastConfig:
     """A forecasting network, but for its backbone.
 
     Attributes:
-        network: name of an entry of `remanence.series.network.NETWORKS`: "memory", "linear" or "dlinear".
+        network: name of an entry of `remanence.forecast.network.NETWORKS`: "memory", "linear" or "dlinear".
         patch, stride: memory: values of a token, and how far the next one begins behind it.
         linear: memory: whether a linear map from look-back to horizon stands beside the memory. It made errors larger.
         cycle: memory: rows after which a season comes again, as 24 for a day of hours; a learned season is taken out in
@@ -106,3 +106,35 @@ class Shape:
                 )
         built: dict[str, Any] = {name: part.from_dict(data[name]) for name, part in parts.items()}  # type: ignore[attr-defined]
         return cls(lookback=data["lookback"], horizon=data["horizon"], names=tuple(data["names"]), **built)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFields:
+    """
+    Attributes:
+        horizon: forecast: rows that are forecast, from a look-back of `length` rows of the CSV file `path`.
+        split: forecast: which rows train, validate and test, an entry of `remanence.forecast.protocol.SPLITS`.
+        columns, missing: forecast: the columns to read (none: all but a date), and what becomes of missing values:
+            "refuse", or "previous" for the value of the row before.
+    """
+
+    horizon: int = 96
+    split: str = "7/1/2"
+    columns: tuple[str, ...] = ()
+    missing: Literal["refuse", "previous"] = "refuse"
+
+    @staticmethod
+    def check(config: Any) -> None:
+        """Called with every `DataConfig`."""
+        if config.horizon <= 0:
+            raise ValueError(f"horizon: expected a number above 0, got {config.horizon!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFields:
+    """
+    Attributes:
+        forecast: forecast: the network, of which `model` is the backbone.
+    """
+
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)

@@ -4,7 +4,8 @@ remanence train forecast/etth1 --data.path=ETTh1.csv --out out/etth1 --data.hori
 remanence eval out/etth1 forecast --forecast.data=ETTh1.csv --memory on off frozen
 """
 
-from remanence.train import TrainConfig, forecasting
+from remanence.forecast.recipes import forecasting
+from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from remanence.data.labelled import LAYOUTS, SPLITS, read_labelled
+from remanence.dna.alphabet import FIRST, DnaTokenizer, reverse_complement
+from remanence.dna.labelled import LAYOUTS, SPLITS, read_labelled
+from remanence.dna.task import asked, confusion, scores
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
 from remanence.inference.reader import traces
 from remanence.runtime.choices import check_choice
 from remanence.runtime.errors import DivergedError
-from remanence.tasks.dna import asked, confusion, scores
-from remanence.tokenizers.dna import FIRST, DnaTokenizer, reverse_complement
 
 UNIT = 512
 """Sequences whose result is kept together."""

@@ -4,7 +4,8 @@ remanence train forecast/weather --data.path=weather.csv --out out/weather --dat
 remanence eval out/weather forecast --forecast.data=weather.csv --memory on off frozen
 """
 
-from remanence.train import TrainConfig, forecasting
+from remanence.forecast.recipes import forecasting
+from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:

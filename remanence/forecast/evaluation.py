@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from remanence.data.series import read_series
-from remanence.evaluate.plots import forecasts, series
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, at_least
+from remanence.forecast.network import Network
+from remanence.forecast.online import SHIFTS, roll
+from remanence.forecast.plots import forecasts, series
+from remanence.forecast.protocol import SPLITS, Protocol, errors_of
+from remanence.forecast.series import read_series
 from remanence.runtime.choices import check_choice
-from remanence.series.online import SHIFTS, roll
-from remanence.tasks.forecast import SPLITS, Protocol, errors_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,12 @@ class Forecast(Task):
 
     def __init__(self, subject: Subject, settings: ForecastSettings) -> None:
         super().__init__(subject, settings)
-        self.network = subject.forecaster
+        if not isinstance(subject.network, Network):
+            raise ValueError(
+                "model: expected a forecasting network, as `remanence train forecast/csv` makes one, got "
+                f"{subject.source}"
+            )
+        self.network = subject.network
         shape = self.network.config
         if settings.data is None:
             raise ValueError("forecast.data: expected a CSV file, got none")

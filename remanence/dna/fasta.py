@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from remanence.data.sources import OPENERS, PIECE, read_pieces
+from remanence.dna.alphabet import AMBIGUOUS, BAD, BASES, BLANK, TOKENS, wrong_letter
 from remanence.runtime.choices import brief
-from remanence.tokenizers.dna import AMBIGUOUS, BAD, BASES, BLANK, TOKENS, wrong_letter
 
 _CLEANED = bytes(BASES.encode()[token] if token < len(BASES) else 0 for token in TOKENS.tolist())
 _BLANK = bytes(byte for byte, token in enumerate(TOKENS.tolist()) if token == BLANK)
@@ -53,6 +53,11 @@ def records(path: Path, size: int = PIECE) -> Iterator[Record]:
         yield Record(header.name, header.line, pieces)
         deque(pieces, maxlen=0)  # what was not asked for
         header = rest.next
+
+
+def documents(path: Path) -> Iterator[Iterator[bytes]]:
+    """The bases of each sequence, in pieces: a file as documents of text."""
+    return (record.pieces for record in records(path))
 
 
 class _Header(NamedTuple):

@@ -14,7 +14,7 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 def recipe() -> TrainConfig:
     return replace(
         load_recipe(Path(__file__).with_name("pretrain.py")),
-        data=DataConfig(kind="dna", length=1024, weight=0.0, reverse_complement=True),
+        data=DataConfig(kind="dna", length=1024, weight=0.0, reverse_complement=True),  # type: ignore[call-arg]
         optimizer=OptimizerConfig(lr=1e-3, warmup=100),
         steps=2000,
         batch=64,

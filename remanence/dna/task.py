@@ -6,17 +6,22 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from math import sqrt
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from remanence.data import Batch
-from remanence.data.labelled import Labelled
+from remanence.data.sources import files
+from remanence.dna.alphabet import ASKS, BASES, FIRST, DnaTokenizer, base_tokens, reverse_complement
+from remanence.dna.fasta import records
+from remanence.dna.labelled import Labelled, read_labelled
+from remanence.dna.vertical import STRETCH
 from remanence.tasks.draw import IGNORED, plain_batch, rank_rows, step_rng
-from remanence.tokenizers.dna import ASKS, BASES, FIRST, DnaTokenizer, reverse_complement
+from remanence.train.config import TrainConfig
+from remanence.train.sources import check_vocabulary
 
-STRETCH = 128
-"""The most pieces that a row reads on from one place, where rows carry their memory."""
 PADDING = BASES.index("N")
 """What stands behind a sequence that ends before its row. A causal model never sees it where it is asked."""
 
@@ -199,3 +204,32 @@ def scores(found: np.ndarray) -> dict[str, float]:
         "mcc": (right * total - float(true @ chosen)) / spread if spread else 0.0,
         "f1": float(np.mean(2 * np.diag(found)[present] / (true + chosen)[present])),
     }
+
+
+def genome_source(config: TrainConfig, batch: int, rank: int, world: int) -> Genome:
+    """The source of the kind "genome". A byte for each base is held in memory."""
+    data: Any = config.data
+    if data.path is None or not Path(data.path).exists():
+        raise ValueError(f"data.path: expected a FASTA file or a folder of them, got {data.path or 'none'}")
+    found = [
+        np.concatenate([base_tokens(piece) for piece in record.pieces])
+        for file in files([Path(data.path)])
+        for record in records(file)
+    ]
+    source = Genome(
+        found, data.length, batch, config.seed, rank, world,
+        stretch=STRETCH if config.carry else 1, reverse_complement=data.reverse_complement,
+    )  # fmt: skip
+    check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)
+    return source
+
+
+def class_source(config: TrainConfig, batch: int, rank: int, world: int) -> Classes:
+    """The source of the kind "dna"."""
+    data: Any = config.data
+    source = Classes(
+        read_labelled("data.path", data.path, "train"), data.length, batch, config.seed, rank, world,
+        weight=data.weight, reverse_complement=data.reverse_complement,
+    )  # fmt: skip
+    check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)
+    return source

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from remanence.backbone import Backbone, State, Trace
 from remanence.config import MODES, Mode
+from remanence.forecast.config import Shape
+from remanence.forecast.protocol import Scaler
 from remanence.io.files import read_json, sealed, unsealed, write_json
 from remanence.io.tensors import aligned, opened, read_header, read_tensors, write_tensors
 from remanence.runtime.choices import brief, check_choice
-from remanence.series.config import Shape
-from remanence.tasks.forecast import Scaler
+from remanence.runtime.terminal import shown
 
 KIND = "remanence-forecast"
 """What a folder's config.json calls itself."""
@@ -26,6 +27,20 @@ EPSILON = 1e-5
 """Added to a look-back's variance: a constant one is divided by nearly nothing otherwise."""
 AVERAGED = 25
 """Rows of DLinear's moving average."""
+
+
+CARD = """    remanence eval {name} forecast --forecast.data=series.csv
+
+In Python:
+
+    from remanence.forecast import Forecaster
+
+    forecaster = Forecaster.load("{name}")
+    print(forecaster.predict("series.csv"))
+
+A file has the columns {channels}, and at least {lookback:,} rows.
+
+"""
 
 
 class WindowBatch(NamedTuple):
@@ -46,6 +61,8 @@ class Network(nn.Module):
     network with a memory reads a stream, too (`read`): look-back after look-back, with a state that goes on.
     """
 
+    title = "forecasting network"
+    """What an error calls it."""
     log_unigrams = None
     """What token models with a store of rare tokens count."""
     checkpointing = False
@@ -119,6 +136,17 @@ class Network(nn.Module):
         if self.scaler is not None:
             scaler = {name: values.tolist() for name, values in self.scaler._asdict().items()}
         return {"model_type": KIND, "remanence": sealed({**self.config.to_dict(), "scaler": scaler})}
+
+    def card_parts(self, name: str) -> dict[str, str]:
+        """What a model card says of it."""
+        config = self.config
+        channels = ", ".join(f"`{shown(each, keep='')}`" for each in config.names)
+        return {
+            "pipeline": "time-series-forecasting",
+            "facts": f"a forecast of {config.horizon:,} rows from {config.lookback:,}.",
+            "use": CARD.format(name=name, channels=channels, lookback=config.lookback),
+            "measure": f"remanence eval {name} forecast --forecast.data=FILE.csv",
+        }
 
     def save(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors``."""
