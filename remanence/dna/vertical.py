@@ -10,13 +10,13 @@ VERTICAL = Vertical(
     kinds={
         "genome": Kind(
             source="remanence.dna.task:genome_source",
-            fields=("path", "reverse_complement"),
+            fields=("path", "held_out", "reverse_complement"),
             carries=True,
             pieces=STRETCH,
         ),
         "dna": Kind(
             source="remanence.dna.task:class_source",
-            fields=("path", "weight", "reverse_complement"),
+            fields=("path", "held_out", "weight", "reverse_complement"),
             evaluation="dna --dna.data=FOLDER",
         ),
     },

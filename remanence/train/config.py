@@ -120,14 +120,14 @@ class OptimizerConfig:
 
 
 KINDS: dict[str, Kind] = {
-    "packed": Kind(fields=("path",)),
-    "documents": Kind(fields=("path",), carries=True),
-    "text": Kind(fields=("path",), carries=True),
+    "packed": Kind(fields=("path", "held_out")),
+    "documents": Kind(fields=("path", "held_out"), carries=True),
+    "text": Kind(fields=("path", "held_out"), carries=True),
     "recall": Kind(fields=("pairs", "rounds", "keys", "noise")),
     "needle": Kind(fields=("pairs",)),
-    "facts": Kind(fields=("path", "weight", "ramp", "ends"), carries=True),
-    "told": Kind(fields=("path", "pairs", "share", "weight", "curriculum", "ramp"), carries=True),
-    "babilong": Kind(fields=("path", "books", "tasks", "curriculum")),
+    "facts": Kind(fields=("path", "held_out", "weight", "ramp", "ends"), carries=True),
+    "told": Kind(fields=("path", "held_out", "pairs", "share", "weight", "curriculum", "ramp"), carries=True),
+    "babilong": Kind(fields=("path", "held_out", "books", "tasks", "curriculum")),
     **kinds(),
 }
 """What is known of each kind of data."""
@@ -156,6 +156,8 @@ class DataConfig:
         path: packed, documents, facts, told: the folder of the shards; text: a file, a folder of them or hf:NAME;
             babilong: bAbI's folder or archive, or hf:NAME; genome: a FASTA file or a folder of them; dna: a table, or a
             folder in GUE's or GenomicBenchmarks' layout.
+        held_out: data of the same kind and form as `path` that is not trained on, for ``validate_every``. Of "text" the
+            end of `path` is held out without it; kinds without a path generate other rows.
         length: tokens of a row; dna: the most, as rows are no longer than the longest sequence needs.
         pairs: recall: pairs of a row; needle: needles of a row; told: the most facts of a conversation.
         share: told: the share of the rows that are conversations; the others read texts.
@@ -174,6 +176,7 @@ class DataConfig:
 
     kind: str = "packed"
     path: str | None = None
+    held_out: str | None = None
     length: int = 256
     pairs: int = 8
     rounds: int = 2
@@ -252,9 +255,9 @@ class TrainConfig:
         graph: whether a step's forward and backward are captured as a CUDA graph and replayed. None: where that is
             possible and leaves enough of the GPU's memory free; docs/training.md.
         seed: of weights and batches.
-        validate_every: forecast: steps between two looks at the validation part; the run's model is then the best by
-            these. 0: never, and the model is the last.
-        stop_after: looks in a row without a better one after which the run ends. 0: never.
+        validate_every: steps between two validations, on ``data.held_out`` or what the kind of data holds out; the
+            run's model is then the one with the lowest loss in them. 0: never, and the model is the last.
+        stop_after: validations in a row without a lower loss after which the run ends. 0: never.
         save_every, keep: steps between checkpoints, and how many of the last ones stay.
         log_every: steps between lines of the log.
         trackers: where metrics go in addition to metrics.jsonl: "tensorboard", "wandb".
@@ -361,6 +364,8 @@ class TrainConfig:
                 raise ValueError(f"{name}: expected {fixed!r} with data.kind={kind!r}, got {value!r}")
         if self.stop_after and not self.validate_every:
             raise ValueError("stop_after: expected 0, or validate_every above 0, got neither")
+        if self.data.held_out is not None and not self.validate_every:
+            raise ValueError("data.held_out: expected validate_every above 0 beside it, got 0")
 
     def window_at(self, step: int, own: int | None) -> int | None:
         """The window of a step, counted from 0, of a model whose own it is in the end."""
@@ -371,6 +376,8 @@ class TrainConfig:
         plain = {**asdict(self), "model": self.model.to_dict()}
         if self.data.kind != "facts" or not self.data.ends:
             del plain["data"]["ends"]  # the config of a run of an earlier version stays as it was
+        if self.data.held_out is None:
+            del plain["data"]["held_out"]
         return plain
 
     @classmethod
@@ -384,6 +391,7 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
     changes = current_fields("train", changes)
     data = apply_overrides(config, changes)
     data["data"].setdefault("ends", config.data.ends)  # to_dict leaves it out for other kinds
+    data["data"].setdefault("held_out", None)
     for dotted in changes:
         if dotted.startswith("data."):
             # Refuse a given field of another kind; what the recipe has for another kind is dropped by from_dict.

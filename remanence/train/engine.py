@@ -7,7 +7,6 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remanence.data import Batch
@@ -15,7 +14,8 @@ from remanence.model import Model, State, Trace
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full
-from remanence.train.graphed import Graphed, cost_at, summed_loss, writing
+from remanence.train.graphed import Graphed, cost_at, writing
+from remanence.train.loss import batch_loss, target_count
 from remanence.train.task import Gradients, TrainTask
 
 
@@ -98,7 +98,7 @@ def token_gradients(
     """Forward and backward of every part of a step of tokens: this process's loss, all processes' tokens, the trace,
     and what the answers cost where a step is not captured.
     """
-    targets_here = sum(_target_count(batch) for batch in batches)
+    targets_here = sum(target_count(batch) for batch in batches)
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
     count, tokens = world.total(targets_here, tokens_here)
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
@@ -116,7 +116,7 @@ def token_gradients(
             state = begin.begun(fresh, batch, number * config.accumulate + part)
         keep = config.carry or begin is not None
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            loss, trace, known = _forward(model, batch, state, world.device, keep=keep, dense=dense)
+            loss, trace, known = batch_loss(model, batch, state, world.device, keep=keep, dense=dense)
             answers.append(known)
             loss = loss / max(1, count)
             wanted = loss * world.size  # FSDP takes the mean over processes, of what is a share of the sum
@@ -126,29 +126,3 @@ def token_gradients(
         loss_here = loss_here + loss.detach()
     costs = torch.cat(answers) if answers else torch.empty(0)
     return Gradients(loss_here, int(tokens), trace, float(costs.mean()) if costs.numel() else None)
-
-
-def _forward(
-    model: Model, batch: Batch, state: State | None, device: torch.device, *, keep: bool, dense: bool
-) -> tuple[Tensor, Trace, Tensor]:
-    """The summed cross-entropy of a batch, its trace, and the cross-entropy of each target that counts whole, where
-    others count less. `dense` means that every position has a target.
-    """
-    # Where documents are read to their ends, padding follows the last token of one, and its row begins anew.
-    mask = batch.mask if batch.begins is None else None
-    tokens, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
-    mask = None if mask is None else mask.to(device, non_blocking=True)
-    trace = model.trace(tokens, state, mask=mask, offsets=batch.offsets, keep=keep)
-    chosen = slice(None) if dense else targets >= 0
-    weights = None if batch.weights is None else batch.weights.to(device, non_blocking=True)[chosen].flatten()
-    logits, wanted = model.logits(trace.hidden[chosen]).flatten(0, -2), targets[chosen].flatten()
-    with torch.no_grad():
-        whole = weights == 1 if weights is not None else slice(0)
-        known = F.cross_entropy(logits[whole].float(), wanted[whole], reduction="none")
-    return summed_loss(logits, wanted, weights), trace, known
-
-
-def _target_count(batch: Batch) -> float:
-    """Targets of a batch, each as much as it counts."""
-    asked = batch.targets >= 0
-    return float(asked.sum() if batch.weights is None else batch.weights[asked].sum())

@@ -15,13 +15,41 @@ from remanence.attached.config import AttachConfig
 from remanence.data import Batch
 from remanence.folder import read_config
 from remanence.model import Model, State
-from remanence.train import distributed, engine
+from remanence.train import distributed, engine, text
 from remanence.train.begin import Begin
-from remanence.train.config import TrainConfig
+from remanence.train.carry import carry_in, carry_out
+from remanence.train.config import TrainConfig, kind_of
 from remanence.train.distributed import World
 from remanence.train.graphed import Graphed, Graphs
+from remanence.train.loss import batch_loss, target_count
 from remanence.train.sources import Source, make_source, model_folder
 from remanence.train.task import TASKS, Gradients, TrainTask
+
+VALIDATED = 8
+"""Batches of a validation, each as large as a part of a training step."""
+ELSEWHERE = 2**62
+"""Added to the seed, of 63 bits, of generated rows that are not trained on."""
+
+
+def held_out_source(config: TrainConfig, rank: int, world: int) -> Source:
+    """Data of the run's kind that it does not train on, in its final form: no ramp, the longest rows as `length`."""
+    data = config.data
+    if data.held_out is None and data.kind == "text":
+        return text.held_out_source(config, config.batch // (config.accumulate * world), rank, world)
+    generated = data.held_out is None and "path" not in kind_of(config).fields
+    if data.held_out is None and not generated:
+        wanted = f"data of kind {data.kind!r} that is not trained on, for validate_every"
+        raise ValueError(f"data.held_out: expected {wanted}, got none; --data.held_out=PATH gives it")
+    if data.held_out is not None and data.held_out == data.path:
+        raise ValueError(f"data.held_out: expected other data than data.path, got {data.held_out} for both")
+    own: dict[str, Any] = {} if generated else {"path": data.held_out, "held_out": None}
+    seed = config.seed ^ ELSEWHERE if generated else config.seed
+    data = replace(data, **own, ramp=0, curriculum=())
+    try:
+        return make_source(replace(config, data=data, seed=seed, validate_every=0, stop_after=0), rank, world)
+    except ValueError as error:
+        problem = str(error).removeprefix("data: ").removeprefix("data.path: ")
+        raise ValueError(f"data.held_out: {problem}") from None
 
 
 class LanguageModeling:
@@ -32,6 +60,7 @@ class LanguageModeling:
     def __init__(self, config: TrainConfig, world: World, source: Source | None = None) -> None:
         self.config, self.world = config, world
         self.source = source or make_source(config, world.rank, world.size)
+        self.held_out = held_out_source(config, world.rank, world.size) if config.validate_every else None
 
     def build_model(self, resumed: bool) -> Any:
         if self.config.init_from is None or resumed:
@@ -64,8 +93,26 @@ class LanguageModeling:
             model, self.config, batches, state, number, self.world, begin, graph, carried
         )
 
+    @torch.no_grad()
     def validate(self, model: Any) -> float:
-        raise NotImplementedError
+        """The mean loss of the first `VALIDATED` held-out batches, the same ones each time."""
+        assert self.held_out is not None, "there is one where validate_every is above 0"
+        device, carried, total, count = self.world.device, None, 0.0, 0.0
+        bfloat16 = self.config.precision == "bfloat16"
+        model.eval()
+        try:
+            for number in range(VALIDATED):
+                batch = self.held_out.step(number)
+                carries = self.config.carry and batch.offsets is None
+                state = carry_in(model, carried, batch) if carries else None
+                with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+                    loss, trace, _ = batch_loss(model, batch, state, device, keep=carries, dense=False)
+                carried = carry_out(model, trace.state, batch, False) if carries else None
+                total, count = total + float(loss), count + target_count(batch)
+        finally:
+            model.train()
+        total, count = self.world.total(total, count)
+        return total / max(1.0, count)
 
 
 class AttachedModeling(LanguageModeling):

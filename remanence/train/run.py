@@ -146,7 +146,7 @@ class Run:
         self.optimizer = engine.make_optimizer(self.model, config)
         world.one(lambda: self._make_folder(resume))
         self.progress, self.carried = self._load(resume)
-        self.validation = Validation(out, self.progress.step, config.stop_after)
+        self.validation = Validation(out, self.progress.step, config.stop_after, world)
         if not self.done:
             # A model is there if the run was to be shorter before.
             world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))
@@ -362,7 +362,10 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
     """A new run's config with absolute paths, and with the shape of the model that `init_from` names, if any."""
     if config is None:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
-    data = replace(config.data, path=_absolute(config.data.path), books=_absolute(config.data.books))
+    data = config.data
+    data = replace(
+        data, path=_absolute(data.path), books=_absolute(data.books), held_out=_absolute(data.held_out)
+    )
     return resolve_start(replace(config, data=data))
 
 
