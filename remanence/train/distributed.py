@@ -101,6 +101,13 @@ def shard(model: Any, world: World) -> Any:
     return model
 
 
+def reshard(model: Any) -> None:
+    """Free the gathered weights of a forward pass that no backward pass follows, which would free them."""
+    for module in model.modules():
+        if hasattr(module, "set_reshard_after_backward"):  # an FSDPModule
+            module.reshard()
+
+
 def gather_model(model: Any, world: World) -> Any:
     """The model with all its weights on the CPU, in the first process. The others must call this, too: they get
     None.

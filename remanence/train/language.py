@@ -111,6 +111,7 @@ class LanguageModeling:
                 total, count = total + float(loss), count + target_count(batch)
         finally:
             model.train()
+            distributed.reshard(model)
         total, count = self.world.total(total, count)
         return total / max(1.0, count)
 
