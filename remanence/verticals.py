@@ -1,6 +1,6 @@
 """Packages that add a field of application, such as `remanence.forecast`, and what they register. Imports no torch.
 
-A vertical is a folder of this package with a file ``vertical.py``, which defines ``VERTICAL = Vertical(...)``. The rest
+A vertical is a folder of this package with a module `vertical`, which defines ``VERTICAL = Vertical(...)``. The rest
 of the package finds kinds of data, evaluations, recipes, model types, tokenizers and file formats through the functions
 here and never imports a vertical by name: without its folder, everything else works.
 """
