@@ -43,17 +43,17 @@ import torch
 from books import Row, Rows, add_arguments, bits_of, machine, table_row, table_rule
 
 from remanence.config import Mode, change
-from remanence.data.fasta import records
-from remanence.data.labelled import Labelled, read_labelled
-from remanence.evaluate.dna import label_scores
+from remanence.dna.alphabet import BASES, base_tokens, reverse_complement
+from remanence.dna.evaluation import label_scores
+from remanence.dna.fasta import records
+from remanence.dna.labelled import Labelled, read_labelled
+from remanence.dna.task import confusion, scores
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import wilson
 from remanence.io.files import replacing
 from remanence.model import Model, matched, parameters
 from remanence.recipes import load_recipe
-from remanence.tasks.dna import confusion, scores
 from remanence.tasks.markov import Mixture
-from remanence.tokenizers.dna import BASES, base_tokens, reverse_complement
 from remanence.train import TrainConfig, fit
 from remanence.train.config import DataConfig, OptimizerConfig, override
 from remanence.train.run import Run

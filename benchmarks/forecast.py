@@ -5,7 +5,7 @@ python benchmarks/forecast.py FOLDER --out forecast.json --table
 python benchmarks/forecast.py FOLDER --out forecast.json --plot forecast.png
 
 FOLDER holds ETTh1.csv and so on, or archives with them (ETT-small.zip, weather.zip), which are read where they lie. A
-run trains one network by its recipe (remanence/recipes/forecast) and measures it on all windows of the test part:
+run trains one network by its recipe (remanence/forecast/recipes) and measures it on all windows of the test part:
 
 - dlinear: the baseline, to see that the protocol is the published one;
 - memory: the recipe as it is; measured with its memory on, off and frozen;
@@ -38,15 +38,15 @@ from books import Rows, add_arguments, machine
 from forecast_rows import MODES, plot, table
 
 from remanence.config import change
-from remanence.data.series import Series, read_series
+from remanence.forecast.network import Network
+from remanence.forecast.online import SHIFTS, roll
+from remanence.forecast.protocol import HORIZONS, errors_of
+from remanence.forecast.series import Series, read_series
+from remanence.forecast.task import Forecasting
 from remanence.model import matched, parameters
 from remanence.recipes import load_recipe
 from remanence.runtime.device import resolve
-from remanence.series.network import Network
-from remanence.series.online import SHIFTS, roll
-from remanence.tasks.forecast import HORIZONS, errors_of
 from remanence.train import Run, TrainConfig
-from remanence.train.windows import Forecasting
 
 Row = dict[str, Any]
 DATASETS = ("ETTh1", "ETTh2", "ETTm1", "ETTm2", "weather", "electricity", "traffic")

@@ -11,8 +11,8 @@ from typing import Any
 from books import comparable, table_row, table_rule
 
 from remanence.evaluate.published import TABLE3, TABLE3_COLUMNS
-from remanence.series.online import SHIFTS
-from remanence.tasks.forecast import HORIZONS
+from remanence.forecast.online import SHIFTS
+from remanence.forecast.protocol import HORIZONS
 
 Row = dict[str, Any]
 Pair = tuple[float, float]

@@ -28,13 +28,14 @@ import torch
 from books import Rows, add_arguments, machine, table_row, table_rule
 
 from remanence.config import change
-from remanence.data.series import Series
+from remanence.forecast.config import ForecastConfig
+from remanence.forecast.network import Network
+from remanence.forecast.online import roll
+from remanence.forecast.recipes import forecasting
+from remanence.forecast.series import Series
+from remanence.forecast.task import Forecasting
 from remanence.runtime.device import resolve
-from remanence.series.config import ForecastConfig
-from remanence.series.network import Network
-from remanence.series.online import roll
-from remanence.train import OptimizerConfig, Run, TrainConfig, forecasting
-from remanence.train.windows import Forecasting
+from remanence.train import OptimizerConfig, Run, TrainConfig
 
 Row = dict[str, Any]
 LOOKBACK, PERIOD, REPEATS, CHANNELS, WAVES = 24, 96, 10, 8, 6

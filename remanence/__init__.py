@@ -5,7 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from remanence.verticals import find_moved_modules
+
 __version__ = "0.2.0"
+
+find_moved_modules()
 
 # Names are imported when first used: the command line must answer before torch has loaded.
 _HOMES = {

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from remanence.config import ModelConfig
-from remanence.series.config import ForecastConfig, Shape
-from remanence.series.network import make_network
+from remanence.forecast.config import ForecastConfig, Shape
+from remanence.forecast.network import make_network
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 MODEL = ModelConfig(

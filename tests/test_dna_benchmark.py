@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remanence.data.labelled import read_labelled
+from remanence.dna.alphabet import BASES
+from remanence.dna.labelled import read_labelled
 from remanence.model import parameters
-from remanence.tokenizers.dna import BASES
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

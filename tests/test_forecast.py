@@ -10,9 +10,9 @@ from series import MODEL, network, shape, waves, written
 
 from remanence.backbone import Backbone
 from remanence.forecast import Forecaster
+from remanence.forecast.network import NETWORKS, WindowBatch, load_network, make_network
+from remanence.forecast.online import SHIFTS, roll
 from remanence.io.files import sealed, unsealed
-from remanence.series.network import NETWORKS, WindowBatch, load_network, make_network
-from remanence.series.online import SHIFTS, roll
 from remanence.train import OptimizerConfig
 
 QUICK = {"lookback": 24, "horizon": 8, "device": "cpu", "patch": 8, "stride": 4, "steps": 8, "batch": 8}

@@ -10,10 +10,10 @@ from models import config, model
 from test_memfile import TEXT, session
 
 from remanence import Model, Session, folder
+from remanence.forecast import network
+from remanence.forecast.config import ForecastConfig, Shape
 from remanence.inference import memfile
 from remanence.io.tensors import opened, read_header, read_tensors, write_tensors
-from remanence.series import network
-from remanence.series.config import ForecastConfig, Shape
 from remanence.testing import assert_close
 
 

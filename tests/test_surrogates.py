@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from remanence import Session
 from remanence.cli import main
+from remanence.dna.alphabet import DnaTokenizer
 from remanence.inference.chat import Turns
 from remanence.io.tensors import read_header
-from remanence.tokenizers.dna import DnaTokenizer
 from remanence.tokenizers.tokens import ByteTokenizer
 
 HALF, PAIR, BYTE = "\ud800", "\ud83d\ude00", "\udcff"

@@ -14,12 +14,15 @@ from remanence.cli.arguments import Device, Folder, Mode
 from remanence.cli.progress import Progress
 from remanence.runtime.overrides import by_owner, format_length, split_prefix
 from remanence.runtime.terminal import say
+from remanence.verticals import evaluations
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from remanence.evaluate import Row, Subject, Task
 
+MEASURED = ("lm", "wikitext", "lambada", "niah", "babilong", "recall", "commonsense", *evaluations())
+"""The tasks that measure a model, for --help, which does not import them."""
 RECIPE = "recipe."
 """What an override of the recipe's config begins with, instead of a task's name."""
 HIDDEN = ("memory", "digest", "stories", "seed")
@@ -37,7 +40,7 @@ LENGTHS = ("length", "window", "from", "before", "max_tokens")
 
 @dataclass(frozen=True)
 class Eval:
-    """Measure a model: lm, wikitext, lambada, niah, babilong, recall, commonsense, dna, forecast.
+    """Measure a model: {tasks}.
 
     Of a recipe instead: ablate, depth.
 
@@ -178,6 +181,9 @@ class Eval:
                         error=True,
                     )
                 raise
+
+
+Eval.__doc__ = (Eval.__doc__ or "").format(tasks=", ".join(MEASURED))
 
 
 def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], json: Path) -> list[Path]:

@@ -87,12 +87,12 @@ class Export:
     """Which row."""
 
     def run(self) -> None:
-        from remanence.series.network import is_network
         from remanence.train import export
+        from remanence.verticals import model_loader
 
         with naming("out", "run") if not (self.run_folder / "config.json").is_file() else nullcontext():
             checkpoint = export(self.run_folder, self.out, self.memory, self.row)
-        others = "" if is_network(self.out) else " and Hugging Face"
+        others = "" if model_loader(self.out) else " and Hugging Face"
         say(f"{self.out}: the model of {checkpoint}, for remanence{others}")
         if self.memory is not None:
             say(f"{self.memory}: what row {self.row} remembered")

@@ -7,7 +7,7 @@ from importlib import import_module
 MOVED = {
     "runtime": "cache choices device errors graphs keywords module overrides ragged sampling shapes state terminal",
     "io": "files migrations outputs shipped tensors",
-    "tokenizers": "converted dna tokens vocabulary",
+    "tokenizers": "converted tokens vocabulary",
     "cli": "console fields progress",
     "evaluate": "published",
 }

@@ -1,4 +1,4 @@
-"""Where documents come from: text files, jsonl, parquet, FASTA, folders of them, compressed or not."""
+"""Where documents come from: text files, jsonl, parquet, formats of verticals, folders of them, compressed or not."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from remanence.verticals import Format, formats, imported
+
 PLAIN, LINES, TABLE = (".txt", ".md", ".text"), (".jsonl", ".ndjson"), ".parquet"
-FASTA = (".fa", ".fasta", ".fna", ".fas", ".ffn", ".frn", ".faa")
-"""The last is a protein's: it is refused with its line, as any file that is no DNA."""
+FORMATS: dict[str, Format] = {suffix: each for each in formats() for suffix in each.suffixes}
+"""The formats of verticals by suffix."""
 PIECE = 1 << 18
 """Bytes of a file that are read at a time."""
 ROWS = 1024
@@ -92,7 +94,7 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
 def kind(path: Path) -> str | None:
     """The suffix of a file's content, without that of a compression; None for a file that is not read."""
     inner = Path(path.stem) if path.suffix in OPENERS else path
-    return inner.suffix if inner.suffix in (*PLAIN, *LINES, *FASTA, TABLE) else None
+    return inner.suffix if inner.suffix in (*PLAIN, *LINES, *FORMATS, TABLE) else None
 
 
 def files(sources: list[Path]) -> list[Path]:
@@ -102,8 +104,9 @@ def files(sources: list[Path]) -> list[Path]:
         if source.is_dir():
             inside = sorted(path for path in source.rglob("*") if path.is_file() and kind(path))
             if not inside:
-                suffixes = ", ".join((*PLAIN, *LINES, TABLE, *FASTA))
-                wanted = f"text, jsonl, parquet or FASTA files ({suffixes}, also compressed)"
+                suffixes = ", ".join((*PLAIN, *LINES, TABLE, *FORMATS))
+                *names, last = ("text", "jsonl", "parquet", *(each.name for each in formats()))
+                wanted = f"{', '.join(names)} or {last} files ({suffixes}, also compressed)"
                 raise ValueError(f"{source}: expected {wanted}, got none")
             if any(kind(path) == TABLE for path in inside):  # then a README describes the dataset
                 inside = [path for path in inside if path.name != "README.md"]
@@ -139,18 +142,16 @@ class File:
 
 
 def documents(path: Path, field: str = "text") -> Iterator[Document | None]:
-    """The documents of one file: each line's or row's `field` of jsonl and parquet; each sequence of FASTA, its bases
-    alone; any other file is one document.
+    """The documents of one file: each line's or row's `field` of jsonl and parquet; what a vertical's format
+    has (`remanence.verticals.Format`); any other file is one document.
 
     None stands for a line or row whose field is null. A document must be read to its end before the next.
     """
     if kind(path) == TABLE:
         yield from _rows(path, field)
         return
-    if kind(path) in FASTA:
-        from remanence.data.fasta import records  # it is built on this file
-
-        yield from (record.pieces for record in records(path))
+    if (suffix := kind(path)) in FORMATS:
+        yield from imported(FORMATS[suffix].documents)(path)
         return
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
         if kind(path) in LINES:
@@ -168,7 +169,7 @@ def foreign_share(data: bytes) -> float:
 
 def binary_warning(path: Path, *, unpack: bool = True) -> str | None:
     """One line about a file whose beginning does not look like text; None if it does. Tables are not looked at."""
-    if unpack and kind(path) in (TABLE, *LINES, *FASTA):
+    if unpack and kind(path) in (TABLE, *LINES, *FORMATS):
         return None
     opener = OPENERS.get(path.suffix) if unpack else None
     with (opener or (lambda each: open(each, "rb")))(path) as file:

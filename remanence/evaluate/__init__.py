@@ -2,8 +2,6 @@
 
 from remanence.evaluate.babilong import Babilong
 from remanence.evaluate.commonsense import Commonsense
-from remanence.evaluate.dna import Dna
-from remanence.evaluate.forecast import Forecast
 from remanence.evaluate.grid import Ablate, Depth
 from remanence.evaluate.lm import Lm
 from remanence.evaluate.niah import Niah
@@ -12,10 +10,14 @@ from remanence.evaluate.run import evaluate, provenance, write_rows
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Row, Task, configured
 from remanence.evaluate.wikitext_lambada import Lambada, Wikitext
+from remanence.verticals import Registry, evaluations
 
-TASKS: dict[str, type[Task]] = {
-    task.name: task
-    for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense, Dna, Forecast, Ablate, Depth)
-}
+TASKS: Registry[type[Task]] = Registry(
+    {
+        **{task.name: task for task in (Lm, Wikitext, Lambada, Niah, Babilong, Recall, Commonsense)},
+        **evaluations(),
+        **{task.name: task for task in (Ablate, Depth)},
+    }
+)
 
 __all__ = ["TASKS", "Row", "Subject", "Task", "configured", "evaluate", "provenance", "write_rows"]

@@ -23,7 +23,6 @@ from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perple
 from remanence.model import State
 from remanence.runtime.overrides import format_length
 from remanence.tasks.markov import MOST, Mixture
-from remanence.tokenizers.dna import DnaTokenizer
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, byte_level_json
 
 EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
@@ -79,7 +78,7 @@ class Lm(Task):
             if not path.stat().st_size:
                 raise ValueError(f"lm.data: expected texts of at least two tokens, got the empty file {path}")
         self.tokenizer = subject.tokenizer
-        self.unit = "base" if isinstance(self.tokenizer, DnaTokenizer) else "byte"
+        self.unit = getattr(self.tokenizer, "unit", "byte")
         if "markov" in settings.views and self.unit != "base":
             raise ValueError("lm.views: expected markov with a model of DNA, got a model of text")
         self.files: dict[str, Path | None] = {path.name: path for path in self.texts.paths} or {

@@ -14,7 +14,7 @@ PATTERNS = ("-", ":", "--", "-.")
 Points = Sequence[tuple[float, float]]
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +41,7 @@ def curves(
     `looks` are indices of each line's colour and pattern; without them every line has a colour. Earlier lines are
     broader, so that a line behind another can be seen.
     """
-    plt = _pyplot()
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
     greys = ("#555555", "#8a8a8a", "#b0b0b0", "#c8c8c8")
     for index, (name, points) in enumerate((published or {}).items()):
@@ -81,7 +81,7 @@ def curves(
     axis.spines[["top", "right"]].set_visible(False)
     if len(lines) + len(published or {}) > 1:
         figure.legend(frameon=False, fontsize=8, loc="outside right upper")
-    return _saved(figure, path, plt)
+    return save_figure(figure, path, plt)
 
 
 def heat(
@@ -94,7 +94,7 @@ def heat(
     wide: int = 3,
 ) -> Path:
     """Shares from 0 to 1 by two axes, a map for each name, `wide` in a line."""
-    plt = _pyplot()
+    plt = pyplot()
     columns = sorted({cell[0] for cells in maps.values() for cell in cells})
     lines = sorted({cell[1] for cells in maps.values() for cell in cells})
     wide = min(wide, len(maps))
@@ -119,61 +119,15 @@ def heat(
         axis.set_title(name, fontsize=10)
     figure.colorbar(image, ax=axes, format=lambda share, _: f"{100 * share:.0f} %")
     figure.suptitle(title, fontsize=11)
-    return _saved(figure, path, plt)
+    return save_figure(figure, path, plt)
 
 
-def series(
-    path: Path, lines: Mapping[str, Points], *, title: str, x: str, y: str, mark: float | None = None
-) -> Path:
-    """Lines over time; `mark` is where something changed."""
-    plt = _pyplot()
-    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
-    if mark is not None:
-        axis.axvline(mark, color="#8a8a8a", linewidth=1, linestyle="--")
-    for index, (name, points) in enumerate(lines.items()):
-        axis.plot(
-            *zip(*points, strict=True), color=COLOURS[index], linewidth=_width(index, lines), label=name
-        )
-    axis.set(xlabel=x, ylabel=y)
-    axis.set_ylim(bottom=0)
-    axis.set_title(title, fontsize=11)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, fontsize=8, loc="outside right upper")
-    return _saved(figure, path, plt)
-
-
-def _width(index: int, lines: Mapping[str, Any]) -> float:
+def line_width(index: int, lines: Mapping[str, Any]) -> float:
     """Earlier lines are broader, so that a line behind another can be seen."""
     return 1.2 + 2.4 * (len(lines) - 1 - index) / len(lines)
 
 
-Panel = tuple[str, Any, Any, Mapping[str, Any]]
-"""A channel's name, what was known of it, what came, and what was forecast, by whom."""
-
-
-def forecasts(path: Path, panels: Sequence[Panel], *, title: str) -> Path:
-    """One panel for each forecast: the past and what came in grey and black, forecasts in colours."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(9, 0.8 + 2.1 * len(panels)), layout="constrained", squeeze=False
-    )
-    for axis, (name, past, truth, lines) in zip(axes[:, 0], panels, strict=True):
-        ahead = range(1, len(truth) + 1)
-        axis.plot(range(1 - len(past), 1), past, color="#8a8a8a", linewidth=1.2, label="look-back")
-        axis.plot(ahead, truth, color="#333333", linewidth=1.2, label="what came")
-        for index, (label, line) in enumerate(lines.items()):
-            axis.plot(ahead, line, color=COLOURS[index], linewidth=_width(index, lines), label=label)
-        axis.axvline(0.5, color="#c8c8c8", linewidth=1)
-        axis.set_ylabel(name, fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("rows from the forecast's origin")
-    figure.suptitle(title, fontsize=11)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside right upper")
-    return _saved(figure, path, plt)
-
-
-def _saved(figure: Any, path: Path, plt: Any) -> Path:
+def save_figure(figure: Any, path: Path, plt: Any) -> Path:
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=130, format="png")
     plt.close(figure)

@@ -38,7 +38,6 @@ from remanence.io.migrations import first_fields
 from remanence.io.outputs import make_folder
 from remanence.model import CausalModel
 from remanence.runtime.choices import check_choice
-from remanence.tokenizers.dna import DnaTokenizer, dna_json
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 
 MADE_BY = "remanence eval"
@@ -221,15 +220,15 @@ def describe(subject: Subject) -> Any:
     if subject.recipe is not None:
         return {"recipe": first_fields("train", subject.recipe.to_dict())}
     return {
-        "model": fingerprint(subject.network)._asdict(),  # type: ignore[arg-type]
+        "model": fingerprint(subject.network)._asdict(),
         "tokenizer_digest": _tokenizer_digest(subject.tokens),
     }
 
 
 def _tokenizer_digest(tokenizer: Tokenizer | None) -> str:
     """The same weights read another text through another tokenizer. A model without one reads bytes."""
-    if isinstance(tokenizer, DnaTokenizer):
-        return _digest(dna_json(tokenizer.labels))
+    if (identity := getattr(tokenizer, "identity", None)) is not None:
+        return _digest(identity)
     return _digest([tokenizer.text, tokenizer.end_text]) if isinstance(tokenizer, JsonTokenizer) else "bytes"
 
 

@@ -23,10 +23,10 @@ from remanence.io.migrations import accepts_old_names
 from remanence.io.shipped import located
 from remanence.model import Model, State
 from remanence.runtime.errors import DivergedError
-from remanence.series.network import Network, is_network, load_network
 from remanence.tasks.answers import Answer, Likelihood
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer, pair_tokens
 from remanence.train import TRAINED, TrainConfig
+from remanence.verticals import model_loader
 
 LOGITS = 1 << 23
 """The most logits that are computed at a time for losses."""
@@ -40,7 +40,7 @@ class Subject:
     device: torch.device
     seed: int = 0
     folder: Path | None = None
-    network: Model | Network | None = None
+    network: Any = None
     tokens: Tokenizer | None = None
     recipe: TrainConfig | None = None
     source: Path = field(default_factory=Path)
@@ -54,8 +54,8 @@ class Subject:
     def load(cls, source: Path, device: torch.device, **fields: object) -> Subject:
         source = located(source)
         source = source / "model" if (source / "model" / "config.json").is_file() else source  # a run's
-        if is_network(source):
-            return cls(device, network=load_network(source, device=device).eval(), source=source, **fields)  # type: ignore[arg-type]
+        if (loader := model_loader(source)) is not None:
+            return cls(device, network=loader(source, device=device).eval(), source=source, **fields)  # type: ignore[arg-type]
         model = load_model(source, device=device).eval()
         own = (source / "tokenizer.json").is_file()
         tokenizer = check_tokenizer(model, load_tokenizer(source)) if own else None
@@ -65,18 +65,9 @@ class Subject:
     def model(self) -> Model:
         if self.network is None:
             raise ValueError(f"model: expected the folder of a model, got the recipe {self.source}")
-        if isinstance(self.network, Network):
-            raise ValueError(
-                f"model: expected one that reads tokens, got the forecasting network {self.source}"
-            )
-        return self.network
-
-    @property
-    def forecaster(self) -> Network:
-        if not isinstance(self.network, Network):
-            raise ValueError(
-                f"model: expected a forecasting network, as `remanence train forecast/csv` makes one, got {self.source}"
-            )
+        if not isinstance(self.network, Model):
+            title = getattr(self.network, "title", type(self.network).__name__)
+            raise ValueError(f"model: expected one that reads tokens, got the {title} {self.source}")
         return self.network
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -12,6 +12,12 @@ FIELDS: dict[str, str] = {
     "subject.place": "subject.device",
 }
 """Fields of configs in files, on the command line and in calls: old dotted name, new dotted name."""
+
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "train": ("forecast",),
+    "data": ("horizon", "split", "columns", "missing", "reverse_complement"),
+}
+"""Fields that a vertical adds to a config. Every run's file has them, also where the vertical is not present."""
 
 Class = TypeVar("Class", bound=type)
 
@@ -27,6 +33,12 @@ def current_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in old} | {
         current_field(owner, name): value for name, value in old.items()
     }
+
+
+def without_absent(owner: str, given: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
+    """`given` without the fields of verticals that are not there."""
+    absent = set(OPTIONAL[owner]) - set(present)
+    return {name: value for name, value in given.items() if name not in absent}
 
 
 def first_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Training runs that come with the package, each a file with a function `recipe`: found by name, or by path.
 
-One in a folder is named with it: ``dna/pretrain``.
+Those of a vertical are named with it: ``dna/pretrain``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remanence.runtime.choices import did_you_mean
+from remanence.verticals import recipes
 
 if TYPE_CHECKING:
     from remanence.train import TrainConfig
 
-FOLDER = Path(__file__).parent
-NAMES = tuple(
-    sorted(
-        path.relative_to(FOLDER).with_suffix("").as_posix()
-        for path in FOLDER.rglob("*.py")
-        if path.stem != "__init__"
-    )
-)
+_own = {path.stem: path for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__"}
+FILES = dict(sorted({**_own, **recipes()}.items()))
+"""Each recipe's file by its name."""
+NAMES = tuple(FILES)
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -31,7 +28,7 @@ def find_recipe(name: str | Path) -> Path:
         return path
     own = path.with_suffix("").as_posix().removeprefix("recipes/")
     if own in NAMES and path.suffix in ("", ".py"):
-        return FOLDER / f"{own}.py"
+        return FILES[own]
     hint = did_you_mean(own, NAMES)
     raise ValueError(f"recipe: expected a Python file or one of {', '.join(NAMES)}, got {name}{hint}")
 

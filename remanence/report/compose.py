@@ -14,6 +14,7 @@ from remanence.report import plots
 from remanence.report.comparisons import Compared, Measured, compare, short
 from remanence.report.document import MARK, Heading, Part, Picture, Table, Text, markdown, page
 from remanence.report.rows import Found, Row, Run, read
+from remanence.verticals import kinds
 
 TITLE = "What was measured"
 SOURCE = ("from", "recipe", "model", "parameters", "training_tokens", "tokenizer")
@@ -175,8 +176,9 @@ def _parameters(run: Run) -> str:
     from remanence.model import parameters
 
     data = run.config.get("data")
-    if isinstance(data, dict) and data.get("kind") == "forecast":
-        return "-"  # its config tells of the backbone alone
+    kind = kinds().get(data.get("kind", "")) if isinstance(data, dict) else None
+    if kind is not None and not kind.causal:
+        return "-"  # its config tells of a part of the model
     try:
         return f"{parameters(ModelConfig.from_dict(run.config['model'])):,}"
     except (ValueError, TypeError) as error:

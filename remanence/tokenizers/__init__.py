@@ -1,1 +1,1 @@
-"""Text and DNA to tokens and back."""
+"""Text to tokens and back."""

@@ -17,6 +17,7 @@ from remanence.runtime.choices import LONGEST, brief
 from remanence.runtime.errors import first_line
 from remanence.tokenizers.converted import converted
 from remanence.tokenizers.vocabulary import BYTES
+from remanence.verticals import tokenizer_of as vertical_tokenizer
 
 TRAINED, TOKENIZER, REACH = "trained.json", "tokenizer", "reach"
 """Beside a trained model: the steps and tokens it was trained on, the kind of their data, whether it was saved with a
@@ -310,10 +311,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         )
     if tokenizer == byte_level_json():
         return ByteTokenizer()
-    from remanence.tokenizers.dna import read_dna_json  # it is built on this file
-
-    if (bases := read_dna_json(tokenizer)) is not None:
-        return bases
+    if (own := vertical_tokenizer(tokenizer)) is not None:
+        return own
     end, words = settings.get("eos_token"), _words(path, settings)
     if words.get("eos_token") is None and end is not None:
         where = path.with_name(SETTINGS)

@@ -3,25 +3,34 @@
 `Run` is the same one step at a time.
 """
 
+from typing import Any
+
 from remanence.train.config import DataConfig, OptimizerConfig, TrainConfig, override
 from remanence.train.export import TRAINED, export, run_config
-from remanence.train.papers import forecasting, pretraining
+from remanence.train.papers import pretraining
 from remanence.train.run import Run, TrainingError, fit, resolve_config
 from remanence.train.sources import SOURCES
+from remanence.train.task import TASKS, TrainTask
+from remanence.verticals import moved_attribute
 
 __all__ = [
     "SOURCES",
+    "TASKS",
     "TRAINED",
     "DataConfig",
     "OptimizerConfig",
     "Run",
     "TrainConfig",
+    "TrainTask",
     "TrainingError",
     "export",
     "fit",
-    "forecasting",
     "override",
     "pretraining",
     "resolve_config",
     "run_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return moved_attribute(__name__, name)

@@ -10,10 +10,8 @@ import remanence
 from remanence.io.files import replacing
 from remanence.model import Model
 from remanence.runtime.terminal import shown
-from remanence.series.network import Network
-from remanence.tokenizers.dna import DnaTokenizer
 from remanence.tokenizers.tokens import load_tokenizer
-from remanence.train.config import DataConfig
+from remanence.train.config import KINDS, DataConfig
 
 CARD = """---
 library_name: remanence
@@ -77,29 +75,19 @@ WITHOUT_TOKENIZER = """With Hugging Face (`pip install 'remanence[hf]'`; tokens 
     model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 
 """
-FORECAST = """    remanence eval {name} forecast --forecast.data=series.csv
-
-In Python:
-
-    from remanence.forecast import Forecaster
-
-    forecaster = Forecaster.load("{name}")
-    print(forecaster.predict("series.csv"))
-
-A file has the columns {channels}, and at least {lookback:,} rows.
-
-"""
+TEXT = {"file": "book.txt", "stem": "book", "prompt": "And then", "text": "A text of any length."}
+"""What a card reads, unless the tokenizer has an `example` of its own."""
 
 
-def write_card(
-    model: Model | Network, folder: Path, name: str, trained: dict[str, Any], data: DataConfig
-) -> None:
+def write_card(model: Any, folder: Path, name: str, trained: dict[str, Any], data: DataConfig) -> None:
     """Write ``README.md`` to a model's folder, which is to have this name. `data` is what it was trained on: its
-    commands run as they are written, on files of that kind.
+    commands run as they are written, on files of that kind. A model that is no `Model` describes itself, by a method
+    `card_parts`.
     """
     name = shown(name, keep="")
     count = sum(parameter.numel() for parameter in model.parameters())
-    parts = _of_network(model, name) if isinstance(model, Network) else _of_model(model, folder, name, data)
+    own = getattr(model, "card_parts", None)
+    parts = _of_model(model, folder, name, data) if own is None else own(name)
     text = CARD.format(
         name=name,
         pipeline=parts["pipeline"],
@@ -113,18 +101,6 @@ def write_card(
     )
     with replacing(folder / "README.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def _of_network(network: Network, name: str) -> dict[str, str]:
-    config = network.config
-    channels = ", ".join(f"`{shown(each, keep='')}`" for each in config.names)
-    use = FORECAST.format(name=name, channels=channels, lookback=config.lookback)
-    return {
-        "pipeline": "time-series-forecasting",
-        "facts": f"a forecast of {config.horizon:,} rows from {config.lookback:,}.",
-        "use": use,
-        "measure": f"remanence eval {name} forecast --forecast.data=FILE.csv",
-    }
 
 
 def _of_model(model: Model, folder: Path, name: str, data: DataConfig) -> dict[str, str]:
@@ -145,10 +121,8 @@ def _of_model(model: Model, folder: Path, name: str, data: DataConfig) -> dict[s
             name=name, settings=settings, last=config.vocabulary - 1, vocabulary=config.vocabulary
         )
         return parts | {"use": use, "measure": f"remanence eval {name} recall {settings}"}
-    bases = own and isinstance(load_tokenizer(folder), DnaTokenizer)
-    about = {"file": "bases.txt", "stem": "bases", "prompt": "ATG", "text": "ACGT" * 8} if bases else {
-        "file": "book.txt", "stem": "book", "prompt": "And then", "text": "A text of any length."
-    }  # fmt: skip
-    if data.kind == "dna":
-        parts["measure"] = f"remanence eval {name} dna --dna.data=FOLDER"
+    about = getattr(load_tokenizer(folder), "example", TEXT) if own else TEXT
+    kind = KINDS.get(data.kind)
+    if kind is not None and kind.evaluation is not None:
+        parts["measure"] = f"remanence eval {name} {kind.evaluation}"
     return parts | {"use": (READ + (HUGGING_FACE if own else WITHOUT_TOKENIZER)).format(name=name, **about)}

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +21,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from remanence.attached import folder as attached
-from remanence.attached.base import is_earlier, same_base
-from remanence.attached.model import Attached
 from remanence.folder import read_config
 from remanence.inference import memfile
 from remanence.io.files import DIGEST, file_digest, flush, read_json, sealed, write_json
@@ -32,10 +29,10 @@ from remanence.io.tensors import read_header, read_tensors, write_tensors
 from remanence.model import Model, State
 from remanence.runtime.errors import OtherConfigError, first_line
 from remanence.runtime.overrides import differences
-from remanence.series.network import Network, is_network, load_network, read_shape
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, spread
+from remanence.verticals import model_loader
 
 PARTS = "parts"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -145,12 +142,21 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load(
-    path: Path, model: Any, optimizer: torch.optim.Optimizer, world: World, begin: Begin | None = None
+    path: Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    begin: Begin | None = None,
+    *,
+    stored_config: Callable[[Path, Any], Any] = lambda path, _: read_config(path),
 ) -> tuple[Progress, State | None]:
-    """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood."""
+    """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood.
+
+    `stored_config` reads the config of the checkpoint's model, which must be `model`'s.
+    """
     progress, facts = _progress(path)
     world.one(lambda: _check_complete(path, facts))
-    theirs = _config_of(path, model)
+    theirs = stored_config(path, model)
     if theirs != model.config:
         changed = ", ".join(name for name, *_ in differences(theirs.to_dict(), model.config.to_dict()))
         raise OtherConfigError(
@@ -208,23 +214,12 @@ def _check_complete(path: Path, facts: dict[str, Any]) -> None:
         raise ValueError(f"{path / PARTS}: altered or damaged: its files are not those that were written")
 
 
-def _config_of(path: Path, model: Any) -> Any:
-    """What a checkpoint says that its model is, of the kind that this model is."""
-    if isinstance(model, Network):
-        return read_shape(path)
-    if not isinstance(model, Attached):
-        return read_config(path)
-    config = attached.read_config(path)[0]
-    earlier = is_earlier(config.base) and same_base(model.base, config.base)
-    return replace(config, base=model.config.base) if earlier else config
-
-
 def load_model(path: Path) -> Any:
     """Only the model, with all its weights, of a checkpoint of either kind or of a model's folder."""
     if (path / "progress.json").is_file():
         _check_complete(path, _progress(path)[1])
-    if is_network(path):
-        return load_network(path)
+    if (loader := model_loader(path)) is not None:
+        return loader(path)
     if not (path / PARTS).is_dir():
         return attached.load_model(path)
     with torch.device("meta"):

@@ -9,10 +9,10 @@ from math import cos, isfinite, pi
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from remanence.config import FOLLOWS, ModelConfig, preset
-from remanence.io.migrations import accepts_old_names, current_fields
+from remanence.io.migrations import accepts_old_names, current_fields, without_absent
 from remanence.runtime.choices import check_choice
 from remanence.runtime.overrides import apply_overrides
-from remanence.series.config import ForecastConfig
+from remanence.verticals import Kind, check_vertical_fields, kinds, with_vertical_fields
 
 
 def _check(config: Any) -> None:
@@ -119,23 +119,31 @@ class OptimizerConfig:
         return self.lr * (self.final + (1 - self.final) * left)
 
 
-KIND_FIELDS: dict[str, tuple[str, ...]] = {
-    "packed": ("path",),
-    "documents": ("path",),
-    "text": ("path",),
-    "recall": ("pairs", "rounds", "keys", "noise"),
-    "needle": ("pairs",),
-    "facts": ("path", "weight", "ramp", "ends"),
-    "told": ("path", "pairs", "share", "weight", "curriculum", "ramp"),
-    "babilong": ("path", "books", "tasks", "curriculum"),
-    "genome": ("path", "reverse_complement"),
-    "dna": ("path", "weight", "reverse_complement"),
-    "forecast": ("path", "horizon", "split", "columns", "missing"),
+KINDS: dict[str, Kind] = {
+    "packed": Kind(fields=("path", "held_out")),
+    "documents": Kind(fields=("path", "held_out"), carries=True),
+    "text": Kind(fields=("path", "held_out"), carries=True),
+    "recall": Kind(fields=("pairs", "rounds", "keys", "noise")),
+    "needle": Kind(fields=("pairs",)),
+    "facts": Kind(fields=("path", "held_out", "weight", "ramp", "ends"), carries=True),
+    "told": Kind(fields=("path", "held_out", "pairs", "share", "weight", "curriculum", "ramp"), carries=True),
+    "babilong": Kind(fields=("path", "held_out", "books", "tasks", "curriculum")),
+    **kinds(),
 }
+"""What is known of each kind of data."""
+KIND_FIELDS = {name: kind.fields for name, kind in KINDS.items()}
 """The fields of each kind of data beside `kind` and `length`. A kind that you add to `SOURCES` may use all fields."""
+CARRIED = tuple(name for name, kind in KINDS.items() if kind.carries)
+"""Kinds of data whose rows go on from step to step."""
+
+
+def kind_of(config: TrainConfig) -> Kind:
+    """What is known of a run's kind of data; of one that a user has added, that it is one of tokens."""
+    return KINDS.get(config.data.kind, Kind())
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_vertical_fields("data")
 class DataConfig:
     """Where batches come from. A field that the kind does not have (`KIND_FIELDS`) is refused.
 
@@ -143,10 +151,13 @@ class DataConfig:
         kind: an entry of `remanence.train.sources.SOURCES`: "packed" or "documents" (prepared shards), "text" (a text
             as it is, whose end is held out), "recall" or "needle" (generated), "facts" (planted in prepared shards and
             asked for later), "told" (facts told and asked for in conversations, beside the shards' texts), "babilong"
-            (stories hidden in books), "genome" (FASTA), "dna" (sequences with labels).
+            (stories hidden in books), or a kind of a vertical (`remanence.verticals`): "genome" (FASTA), "dna"
+            (sequences with labels), "forecast" (time series).
         path: packed, documents, facts, told: the folder of the shards; text: a file, a folder of them or hf:NAME;
             babilong: bAbI's folder or archive, or hf:NAME; genome: a FASTA file or a folder of them; dna: a table, or a
             folder in GUE's or GenomicBenchmarks' layout.
+        held_out: data of the same kind and form as `path` that is not trained on, for ``validate_every``. Of "text" the
+            end of `path` is held out without it; kinds without a path generate other rows.
         length: tokens of a row; dna: the most, as rows are no longer than the longest sequence needs.
         pairs: recall: pairs of a row; needle: needles of a row; told: the most facts of a conversation.
         share: told: the share of the rows that are conversations; the others read texts.
@@ -161,15 +172,11 @@ class DataConfig:
         curriculum: babilong, told: the lengths of texts, from short to long, each for an equal part of the steps (one
             given twice, for two), 0 for stories alone. Steps then have batch x length tokens, in rows of the part's
             length. Without it, every row has `length` tokens, of babilong one text with one question.
-        reverse_complement: genome, dna: whether half of the rows, by chance, are read on the other strand.
-        horizon: forecast: rows that are forecast, from a look-back of `length` rows of the CSV file `path`.
-        split: forecast: which rows train, validate and test, an entry of `remanence.tasks.forecast.SPLITS`.
-        columns, missing: forecast: the columns to read (none: all but a date), and what becomes of missing values:
-            "refuse", or "previous" for the value of the row before.
     """
 
     kind: str = "packed"
     path: str | None = None
+    held_out: str | None = None
     length: int = 256
     pairs: int = 8
     rounds: int = 2
@@ -182,15 +189,10 @@ class DataConfig:
     books: str | None = None
     tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
     curriculum: tuple[int, ...] = ()
-    reverse_complement: bool = False
-    horizon: int = 96
-    split: str = "7/1/2"
-    columns: tuple[str, ...] = ()
-    missing: Literal["refuse", "previous"] = "refuse"
 
     def __post_init__(self) -> None:
         _check(self)
-        _positive(horizon=self.horizon)
+        check_vertical_fields("data", self)
         _positive(length=self.length, pairs=self.pairs, rounds=self.rounds, keys=self.keys, noise=self.noise)
         _between(0, 1, weight=self.weight, share=self.share)
         _between(0, float("inf"), ramp=self.ramp)
@@ -216,12 +218,10 @@ class DataConfig:
         kind = data.get("kind", cls.kind)
         if kind == "facts":
             data = {"ends": False, **data}  # saved before the field existed
+        data = without_absent("data", data, [each.name for each in fields(cls)])
         foreign = {name for names in KIND_FIELDS.values() for name in names if not cls.has_field(kind, name)}
         return _build(cls, {name: value for name, value in data.items() if name not in foreign})
 
-
-CARRIED = ("documents", "text", "facts", "told", "genome")
-"""Kinds of data whose rows go on from step to step."""
 
 PLAIN = {"attention", "window", "conv_window", "knn"}
 """Blocks without a neural memory."""
@@ -229,12 +229,12 @@ PLAIN = {"attention", "window", "conv_window", "knn"}
 
 @accepts_old_names("train")
 @dataclass(frozen=True, kw_only=True)
+@with_vertical_fields("train")
 class TrainConfig:
     """One run.
 
     Attributes:
-        model, data, optimizer: see their classes. Of a forecasting network, `model` is the backbone.
-        forecast: the rest of a forecasting network (data.kind "forecast").
+        model, data, optimizer: see their classes.
         init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s. Of one
             that is attached to a pretrained model, only what is new is trained.
         windows: of an attached model: windows that its attention has, one after the other in equal parts of the run's
@@ -255,9 +255,9 @@ class TrainConfig:
         graph: whether a step's forward and backward are captured as a CUDA graph and replayed. None: where that is
             possible and leaves enough of the GPU's memory free; docs/training.md.
         seed: of weights and batches.
-        validate_every: forecast: steps between two looks at the validation part; the run's model is then the best by
-            these. 0: never, and the model is the last.
-        stop_after: looks in a row without a better one after which the run ends. 0: never.
+        validate_every: steps between two validations, on ``data.held_out`` or what the kind of data holds out; the
+            run's model is then the one with the lowest loss in them. 0: never, and the model is the last.
+        stop_after: validations in a row without a lower loss after which the run ends. 0: never.
         save_every, keep: steps between checkpoints, and how many of the last ones stay.
         log_every: steps between lines of the log.
         trackers: where metrics go in addition to metrics.jsonl: "tensorboard", "wandb".
@@ -269,7 +269,6 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=lambda: preset("tiny"))
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    forecast: ForecastConfig = field(default_factory=ForecastConfig)
     init_from: str | None = None
     windows: tuple[int, ...] = ()
     steps: int = 1000
@@ -313,7 +312,7 @@ class TrainConfig:
         check_choice("begin", self.begin, ("fresh", "passed", "noise"))
         _check(self)
         _between(0, 2**63 - 1, seed=self.seed, validate_every=self.validate_every, stop_after=self.stop_after)
-        self._check_forecast()
+        self._check_kind()
         if any(type(window) is not int or window < 2 for window in self.windows):
             raise ValueError(f"windows: expected numbers of tokens of at least 2, got {self.windows}")
         _between(0, 1, begin_share=self.begin_share)
@@ -351,22 +350,22 @@ class TrainConfig:
                 f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}"
             )
 
-    def _check_forecast(self) -> None:
-        """Refuse what only forecasts have elsewhere, and what they have not."""
-        if self.data.kind != "forecast":
-            own = {"forecast": ForecastConfig(), "validate_every": 0, "stop_after": 0}
-            for name, default in own.items():
-                if getattr(self, name) != default:
-                    raise ValueError(
-                        f"{name}: expected only with data.kind='forecast', got it with {self.data.kind!r}"
-                    )
-            return
-        plain = {"init_from": None, "accumulate": 1, "carry": False, "begin": "fresh", "write_cost": 0.0}
-        for name, default in plain.items():
-            if (value := getattr(self, name)) != default:
-                raise ValueError(f"{name}: expected {default!r} with data.kind='forecast', got {value!r}")
+    def _check_kind(self) -> None:
+        """Refuse what only other kinds of data have, and what this one does not support."""
+        check_vertical_fields("train", self)
+        own, kind = kind_of(self), self.data.kind
+        defaults = {each.name: each.default_factory for each in fields(self)}
+        for owner, other in KINDS.items():
+            for name in set(other.sections) - set(own.sections):
+                if getattr(self, name) != defaults[name]():  # type: ignore[operator]
+                    raise ValueError(f"{name}: expected only with data.kind={owner!r}, got it with {kind!r}")
+        for name, fixed in own.fixed.items():
+            if (value := getattr(self, name)) != fixed:
+                raise ValueError(f"{name}: expected {fixed!r} with data.kind={kind!r}, got {value!r}")
         if self.stop_after and not self.validate_every:
             raise ValueError("stop_after: expected 0, or validate_every above 0, got neither")
+        if self.data.held_out is not None and not self.validate_every:
+            raise ValueError("data.held_out: expected validate_every above 0 beside it, got 0")
 
     def window_at(self, step: int, own: int | None) -> int | None:
         """The window of a step, counted from 0, of a model whose own it is in the end."""
@@ -377,11 +376,14 @@ class TrainConfig:
         plain = {**asdict(self), "model": self.model.to_dict()}
         if self.data.kind != "facts" or not self.data.ends:
             del plain["data"]["ends"]  # the config of a run of an earlier version stays as it was
+        if self.data.held_out is None:
+            del plain["data"]["held_out"]
         return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
-        return _build(cls, current_fields("train", data))
+        present = without_absent("train", current_fields("train", data), [each.name for each in fields(cls)])
+        return _build(cls, present)
 
 
 def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
@@ -389,6 +391,7 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
     changes = current_fields("train", changes)
     data = apply_overrides(config, changes)
     data["data"].setdefault("ends", config.data.ends)  # to_dict leaves it out for other kinds
+    data["data"].setdefault("held_out", None)
     for dotted in changes:
         if dotted.startswith("data."):
             # Refuse a given field of another kind; what the recipe has for another kind is dropped by from_dict.

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from remanence.attached.model import Attached
 from remanence.model import Model
 from remanence.runtime.device import resolve
 
@@ -84,10 +83,6 @@ def shard(model: Any, world: World) -> Any:
     """
     if world.size == 1:
         return model
-    if isinstance(model, Attached):
-        raise ValueError(
-            f"torchrun: expected one process for a model that is attached to another, got {world.size}"
-        )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -104,6 +99,13 @@ def shard(model: Any, world: World) -> Any:
     for method in ("start", "trace", "logits"):
         register_fsdp_forward_method(model, method)
     return model
+
+
+def reshard(model: Any) -> None:
+    """Free the gathered weights of a forward pass that no backward pass follows, which would free them."""
+    for module in model.modules():
+        if hasattr(module, "set_reshard_after_backward"):  # an FSDPModule
+            module.reshard()
 
 
 def gather_model(model: Any, world: World) -> Any:

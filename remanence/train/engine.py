@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remanence.data import Batch
 from remanence.model import Model, State, Trace
-from remanence.series.network import Network, WindowBatch
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full
-from remanence.train.graphed import Graphed, cost_at, summed_loss, writing
-from remanence.train.windows import Captured, learn
+from remanence.train.graphed import Graphed, cost_at, writing
+from remanence.train.loss import batch_loss, target_count
+from remanence.train.task import Gradients, TrainTask
 
 
 class Step(NamedTuple):
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     answers: float | None = None
 
 
-def make_optimizer(model: Model | Network, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices only: not gains, biases, embeddings' rows of rare tokens, or where a memory begins."""
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     decayed = [weight for name, weight in named if name.endswith("proj.weight") or ".ffn." in name]
@@ -43,65 +43,64 @@ def make_optimizer(model: Model | Network, config: TrainConfig) -> torch.optim.A
     return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused)
 
 
-def compile_parts(model: Model | Network) -> None:
+def compile_parts(model: Any) -> None:
     """Compile what is the same for every call: the feed-forward nets. A memory's loop over chunks would be unrolled."""
     if not hasattr(model, "blocks"):
         raise ValueError("compile: expected False for a model attached to a pretrained one, got True")
     for block in model.blocks:
-        block.ffn.compile(dynamic=True)  # type: ignore[union-attr]
+        block.ffn.compile(dynamic=True)
 
 
 def take_step(
-    model: Model | Network,
+    model: Any,
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
-    batches: list[Batch] | list[WindowBatch],
+    batches: Sequence[Any],
     state: State | None,
     number: int,
     world: World | None = None,
     begin: Begin | None = None,
     *,
-    graph: Graphed | Captured | None = None,
+    graph: Any = None,
     carried: State | None = None,
+    task: TrainTask | None = None,
 ) -> Step:
     """Forward and backward of every part, then the update; skipped if the loss or the gradient is not finite.
 
     Rows that carry nothing begin in `state`, or as `begin` says. With a `graph` they go on from what they `carried`
-    themselves.
+    themselves. Without a `task`, batches are of tokens.
     """
     world = world or World(model.device)
     optimizer.zero_grad(set_to_none=True)
-    answers = None
-    if isinstance(model, Network):
-        loss_here, tokens, trace = learn(model, batches[0], config, number, graph)  # type: ignore[arg-type]
+    if task is not None:
+        found = task.gradients(model, batches, state, number, begin, graph, carried)
     else:
-        given: Any = (config, batches, state, number, world, begin, graph, carried)
-        loss_here, tokens, trace, answers = _read_tokens(model, *given)
+        found = token_gradients(model, config, batches, state, number, world, begin, graph, carried)
     gradient = full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
-    loss_total, norm = world.total(float(loss_here))[0], float(gradient)
+    loss_total, norm = world.total(float(found.loss))[0], float(gradient)
     taken = isfinite(loss_total) and isfinite(norm)
     if taken:
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.rate(number, config.steps)
         optimizer.step()
-    return Step(loss_total, norm, taken, tokens, trace, answers)
+    return Step(loss_total, norm, taken, found.tokens, found.trace, found.answers)
 
 
-def _read_tokens(
+def token_gradients(
     model: Model,
     config: TrainConfig,
-    batches: list[Batch],
+    batches: Sequence[Batch],
     state: State | None,
     number: int,
     world: World,
     begin: Begin | None,
     graph: Graphed | None,
     carried: State | None,
-) -> tuple[Any, int, Trace, float | None]:
+) -> Gradients:
     """Forward and backward of every part of a step of tokens: this process's loss, all processes' tokens, the trace,
     and what the answers cost where a step is not captured.
     """
-    targets_here = sum(_target_count(batch) for batch in batches)
+    targets_here = sum(target_count(batch) for batch in batches)
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
     count, tokens = world.total(targets_here, tokens_here)
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
@@ -119,7 +118,7 @@ def _read_tokens(
             state = begin.begun(fresh, batch, number * config.accumulate + part)
         keep = config.carry or begin is not None
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            loss, trace, known = _forward(model, batch, state, world.device, keep=keep, dense=dense)
+            loss, trace, known = batch_loss(model, batch, state, world.device, keep=keep, dense=dense)
             answers.append(known)
             loss = loss / max(1, count)
             wanted = loss * world.size  # FSDP takes the mean over processes, of what is a share of the sum
@@ -128,30 +127,4 @@ def _read_tokens(
         wanted.backward()
         loss_here = loss_here + loss.detach()
     costs = torch.cat(answers) if answers else torch.empty(0)
-    return loss_here, int(tokens), trace, float(costs.mean()) if costs.numel() else None
-
-
-def _forward(
-    model: Model, batch: Batch, state: State | None, device: torch.device, *, keep: bool, dense: bool
-) -> tuple[Tensor, Trace, Tensor]:
-    """The summed cross-entropy of a batch, its trace, and the cross-entropy of each target that counts whole, where
-    others count less. `dense` means that every position has a target.
-    """
-    # Where documents are read to their ends, padding follows the last token of one, and its row begins anew.
-    mask = batch.mask if batch.begins is None else None
-    tokens, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
-    mask = None if mask is None else mask.to(device, non_blocking=True)
-    trace = model.trace(tokens, state, mask=mask, offsets=batch.offsets, keep=keep)
-    chosen = slice(None) if dense else targets >= 0
-    weights = None if batch.weights is None else batch.weights.to(device, non_blocking=True)[chosen].flatten()
-    logits, wanted = model.logits(trace.hidden[chosen]).flatten(0, -2), targets[chosen].flatten()
-    with torch.no_grad():
-        whole = weights == 1 if weights is not None else slice(0)
-        known = F.cross_entropy(logits[whole].float(), wanted[whole], reduction="none")
-    return summed_loss(logits, wanted, weights), trace, known
-
-
-def _target_count(batch: Batch) -> float:
-    """Targets of a batch, each as much as it counts."""
-    asked = batch.targets >= 0
-    return float(asked.sum() if batch.weights is None else batch.weights[asked].sum())
+    return Gradients(loss_here, int(tokens), trace, float(costs.mean()) if costs.numel() else None)

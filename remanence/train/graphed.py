@@ -9,7 +9,6 @@ import logging
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.data import Batch
@@ -20,19 +19,13 @@ from remanence.runtime.module import Watch
 from remanence.runtime.state import positions_of, where
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
+from remanence.train.loss import summed_loss
 
 SHARE = {False: 0.75, True: 0.45}
 """The share of a GPU's memory up to which a step is captured by default, by whether rows carry a state.
 
 With a state there are two graphs, and the second is tried out beside the first.
 """
-
-
-def summed_loss(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Cross-entropy, summed over targets (-100 is none), each times its weight."""
-    if weights is None:
-        return F.cross_entropy(logits.float(), targets, reduction="sum")
-    return (F.cross_entropy(logits.float(), targets, reduction="none") * weights).sum()
 
 
 def writing(seen: Trace, threshold: float) -> Tensor:

@@ -22,7 +22,7 @@ from remanence.model import Trace
 from remanence.runtime.choices import check_choice
 from remanence.runtime.errors import first_line
 from remanence.train.checkpoint import Progress
-from remanence.train.config import TrainConfig
+from remanence.train.config import TrainConfig, kind_of
 from remanence.train.engine import Step
 from remanence.train.plan import flops_per_token, peak
 
@@ -123,8 +123,8 @@ class Metrics:
             temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self.written = len(lines)
         self.before = time.perf_counter(), progress.tokens
-        tokens = config.data.kind != "forecast"  # whose values are no tokens of a language model
-        self.flops = flops_per_token(config.model, config.data.length) if tokens else None
+        causal = kind_of(config).causal  # else the config tells of a part of the model
+        self.flops = flops_per_token(config.model, config.data.length) if causal else None
 
     def __enter__(self) -> Metrics:
         self.file = self.path.open("a", encoding="utf-8")

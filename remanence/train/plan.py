@@ -16,7 +16,7 @@ from remanence.model import Model
 from remanence.model import parameters as count_parameters
 from remanence.runtime.choices import check_choice
 from remanence.runtime.device import memory_of, resolve
-from remanence.train.config import TrainConfig, override
+from remanence.train.config import TrainConfig, kind_of, override
 from remanence.train.speeds import reached, table
 
 PEAKS = {
@@ -86,10 +86,8 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
     it cannot fit.
     """
     check_choice("gpu", gpu, GPUS)
-    if config.data.kind == "forecast":
-        raise ValueError(
-            "data.kind: expected a kind of tokens for --dry-run, got 'forecast', which takes minutes"
-        )
+    if not kind_of(config).causal:
+        raise ValueError(f"data.kind: expected a kind of tokens for --dry-run, got {config.data.kind!r}")
     devices = gpus or 1
     shares = config.accumulate * devices
     if config.batch % shares:

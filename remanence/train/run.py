@@ -18,32 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remanence.attached import folder as attached
-from remanence.attached.config import AttachConfig
-from remanence.attached.model import Attached
 from remanence.data import Batch
 from remanence.data.streams import PREFIX
-from remanence.folder import read_config
 from remanence.inference.generate import Generation, Sampling
 from remanence.io.files import locked, remove_leftovers, replacing_folder, write_json
 from remanence.io.tensors import write_tensors
 from remanence.memory.policies import unigrams
-from remanence.model import Model, State
+from remanence.model import State
 from remanence.ops import leashed
-from remanence.runtime.choices import check_choice
 from remanence.runtime.errors import DivergedError, OtherConfigError
 from remanence.runtime.overrides import differences
-from remanence.series.network import Network
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 from remanence.train import checkpoint, engine
 from remanence.train.begin import begin_of
 from remanence.train.carry import carry_in, carry_out
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World, gather_model, joined, shard, spread
+from remanence.train.distributed import World, gather_model, joined, spread
 from remanence.train.engine import Step
 from remanence.train.export import run_config, save_model, trained_on
-from remanence.train.graphed import Graphs
+from remanence.train.language import make_task, resolve_start
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
 from remanence.train.signals import received_signals
@@ -53,11 +47,9 @@ from remanence.train.sources import (
     Source,
     check_corpus,
     corpus,
-    model_folder,
     tokenizer_of,
 )
 from remanence.train.validation import Validation
-from remanence.train.windows import Captured, Forecasting
 
 PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
 """A text on which two tokenizers that differ will probably differ."""
@@ -83,8 +75,8 @@ def fit(
     overwritten. With `resume` the run's own config counts, and `config` may be None. `log` gets each line of the
     metrics. SIGTERM saves a checkpoint and returns; Ctrl-C does, too, before it interrupts (pressed twice, at once);
     SIGUSR1 writes a sample to samples.jsonl. `source` stands in for the one that the config names: data that is in no
-    file. Returned is the model, or with data.kind "forecast" the network that was best in validation. Started by
-    `torchrun`, the processes share the rows and the weights (FSDP2); the result is the same up to rounding.
+    file. Returned is the model, the best in validation if the run validates (`validate_every`). Started by `torchrun`,
+    the processes share the rows and the weights (FSDP2); the result is the same up to rounding.
     """
     with Run.open(config, out, resume=resume, log=log, source=source) as run:
         run.train()
@@ -122,7 +114,7 @@ class Run:
                 resources.enter_context(_begun_or_not(out, world))
             world.one(lambda: remove_leftovers(out))
             run = cls(config, out, world, resume, source)
-            if world.device.type == "cuda" and not isinstance(run.source, Forecasting):  # whose data is there
+            if world.device.type == "cuda" and run.task.prefetch:
                 run.ahead = resources.enter_context(closing(Ahead(run.source)))
             metrics = run._open_metrics(log)
             run.metrics = resources.enter_context(metrics) if metrics else None
@@ -136,29 +128,29 @@ class Run:
         self.config, self.out, self.world = config, out, world
         self.metrics: Metrics | None = None
         self._resources = ExitStack()
-        self.source, self.begin = source or _source(config, resume, world), begin_of(config, world)
+        check_trackers(config.trackers)
+        self.task, self.begin = make_task(config, world, source), begin_of(config, world)
+        self.source = self.task.source
+        if source is None and not resume:
+            _check_tokenizer(config.init_from, tokenizer_of(self.source))
         self.ahead: Ahead | None = None
         if config.graph and world.device.type != "cuda":
             kind = world.device.type
             raise ValueError(f"graph: expected None or false on {kind}, which has no CUDA graphs, got true")
         torch.manual_seed(config.seed)
-        self.model: Any = _initial_model(config, self.source, out if resume else None)
-        self.model = shard(self.model.to(world.device).train(), world)
+        resumed = resume and bool(checkpoint.checkpoints(out / "checkpoints"))
+        self.model: Any = self.task.shard(self.task.build_model(resumed).to(world.device).train())
         self.model.checkpointing = config.checkpointing
         if config.compile:
             engine.compile_parts(self.model)
         self.optimizer = engine.make_optimizer(self.model, config)
         world.one(lambda: self._make_folder(resume))
         self.progress, self.carried = self._load(resume)
-        self.validation = Validation(out, self.progress.step, config.stop_after)
+        self.validation = Validation(out, self.progress.step, config.stop_after, world)
         if not self.done:
             # A model is there if the run was to be shorter before.
             world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))
-        self.graphs: Any = (
-            Captured(self.model, config)
-            if isinstance(self.model, Network)
-            else Graphs(self.model, config, world, self.begin is not None)
-        )
+        self.graphs = self.task.captured_steps(self.model, self.begin is not None)
         self._leashed = leashed()  # in this process so far
 
     @property
@@ -185,8 +177,7 @@ class Run:
     def step(self) -> Step:
         """The next step, its line in the metrics and, at every `save_every`-th, a checkpoint."""
         config, number = self.config, self.progress.step
-        if isinstance(self.model, Attached):
-            self._narrow(config.window_at(number, self.model.config.window))
+        self.carried = self.task.before_step(self.model, self.carried, number)
         first = number * config.accumulate
         batches = [
             (self.ahead or self.source).step(index) for index in range(first, first + config.accumulate)
@@ -197,7 +188,7 @@ class Run:
         begin = None if config.carry else self.begin
         step = engine.take_step(
             self.model, self.optimizer, config, batches, state, number, self.world, begin,
-            graph=graph, carried=self.carried,
+            graph=graph, carried=self.carried, task=self.task,
         )  # fmt: skip
         if self.begin is not None and step.taken:
             self.begin.ended(step.trace.state, batches[-1])
@@ -213,13 +204,6 @@ class Run:
         if self.progress.step % config.save_every == 0:
             self.checkpoint()
         return step
-
-    def _narrow(self, window: int | None) -> None:
-        """Give an attached model's attention another window, and what rows carry with it."""
-        if window != self.model.window:
-            self.model.window = window
-        if self.carried is not None:
-            self.carried = self.model.narrowed(self.carried)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of now, if there is none, and remove all but the last `keep`."""
@@ -290,7 +274,10 @@ class Run:
             self._count_unigrams()
             return Progress(), None
         try:
-            progress, carried = checkpoint.load(found[-1], self.model, self.optimizer, self.world, self.begin)
+            progress, carried = checkpoint.load(
+                found[-1], self.model, self.optimizer, self.world, self.begin,
+                stored_config=self.task.stored_config,
+            )  # fmt: skip
             self._compare(checkpoint.saved_config(found[-1]), carried)
             return progress, carried
         except OtherConfigError:
@@ -348,7 +335,7 @@ class Run:
         every, at = self.config.validate_every, self.progress.step
         if not every or (at % every and at != self.config.steps):
             return None
-        value = self.source.validate(self.model)  # type: ignore[attr-defined]
+        value = self.task.validate(self.model)
         self.validation.add(at, value, self.model)
         return value
 
@@ -375,39 +362,11 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
     """A new run's config with absolute paths, and with the shape of the model that `init_from` names, if any."""
     if config is None:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
-    data = replace(config.data, path=_absolute(config.data.path), books=_absolute(config.data.books))
-    config = replace(config, data=data)
-    if config.init_from is None:
-        if config.windows:
-            raise ValueError(
-                "windows: expected init_from=, the folder of an attached model, beside it, got none"
-            )
-        return config
-    folder = model_folder(config.init_from)
-    if attached.is_attached(folder):
-        described = attached.read_config(folder)[0]
-        _check_windows(config.windows, described)
-        own = described.outline()
-    elif config.windows:
-        raise ValueError(f"windows: expected an attached model to begin from, got {config.init_from}")
-    else:
-        own = read_config(folder)
-    return replace(config, init_from=str(folder.resolve()), model=own)
-
-
-def _check_windows(windows: tuple[int, ...], model: AttachConfig) -> None:
-    """Refuse windows for a model whose attention is not narrowed in the end: what it carries then is another state. And
-    such as are narrower than where a store begins: nobody would see what lies between.
-    """
-    own = model.window
-    if windows and own is None:
-        raise ValueError(
-            f"windows: expected none (--windows=), as this model's attention is not narrowed, got {windows}"
-        )
-    if model.kind == "knn" and any(window < (own or 0) for window in windows):
-        raise ValueError(
-            f"windows: expected none below {own}, where the store begins (--windows= for none), got {windows}"
-        )
+    data = config.data
+    data = replace(
+        data, path=_absolute(data.path), books=_absolute(data.books), held_out=_absolute(data.held_out)
+    )
+    return resolve_start(replace(config, data=data))
 
 
 def _absolute(path: str | None) -> str | None:
@@ -436,25 +395,10 @@ def _check_free(out: Path) -> None:
         )
 
 
-def _source(config: TrainConfig, resume: bool, world: World) -> Source:
-    """What this process reads, after all checks of the config that need no model."""
-    shares = config.accumulate * world.size
-    if config.batch % shares:
-        raise ValueError(
-            f"batch: expected a multiple of accumulate x processes = {shares}, got {config.batch}"
-        )
-    check_choice("data.kind", config.data.kind, SOURCES)
-    check_trackers(config.trackers)
-    source = SOURCES[config.data.kind](config, config.batch // shares, world.rank, world.size)
-    if config.init_from is not None and not resume and (tokenizer := tokenizer_of(source)) is not None:
-        _check_tokenizer(config.init_from, tokenizer)
-    return source
-
-
-def _check_tokenizer(init_from: str, tokenizer: Tokenizer) -> None:
+def _check_tokenizer(init_from: str | None, tokenizer: Tokenizer | None) -> None:
     """A model that is trained further must be given the tokens it knows."""
-    if not (Path(init_from) / "tokenizer.json").is_file():
-        return  # trained on made-up symbols
+    if init_from is None or tokenizer is None or not (Path(init_from) / "tokenizer.json").is_file():
+        return  # a new model, or trained on made-up symbols
     own = load_tokenizer(init_from)
     if own.vocabulary != tokenizer.vocabulary or _probed(own) != _probed(tokenizer):
         hint = "prepare it with that tokenizer"
@@ -472,19 +416,6 @@ def _probed(tokenizer: Tokenizer) -> object:
 def _plain(config: TrainConfig) -> dict[str, Any]:
     """A config as a JSON file gives it back."""
     return json.loads(json.dumps(config.to_dict()))
-
-
-def _initial_model(config: TrainConfig, source: Source, resumed: Path | None) -> Model | Network:
-    """The model before the first step. One that goes on gets its weights from a checkpoint."""
-    if isinstance(source, Forecasting):
-        return source.network()
-    if config.init_from is not None and attached.is_attached(config.init_from):
-        narrow = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-        return attached.load(config.init_from, dtype=narrow, trained=True)
-    goes_on = resumed is not None and checkpoint.checkpoints(resumed / "checkpoints")
-    if config.init_from is None or goes_on:
-        return Model(config.model)
-    return Model.load(config.init_from, dtype=torch.float32)
 
 
 def _replayable(batches: list[Batch]) -> dict[str, Tensor]:

@@ -11,29 +11,24 @@ import numpy as np
 import torch
 
 from remanence.data import Batch, Documents, Packed, Tokens
-from remanence.data.fasta import records
-from remanence.data.labelled import read_labelled
-from remanence.data.sources import files
 from remanence.data.texts import Texts
 from remanence.io.files import read_json, sealed, write_json
 from remanence.io.shipped import located
 from remanence.runtime.choices import check_choice
 from remanence.tasks.babilong import ALL, Babilong, read_stories
 from remanence.tasks.curriculum import Curriculum
-from remanence.tasks.dna import STRETCH, Classes, Genome
 from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
 from remanence.tasks.told import Told
-from remanence.tokenizers.dna import base_tokens
 from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.train import text
 from remanence.train.config import TrainConfig
-from remanence.train.windows import Forecasting
+from remanence.verticals import Registry, kinds
 
 
 class Source(Protocol):
-    """A source that has windows instead of tokens also makes the model and validates it (`Forecasting`)."""
+    """Batches as a function of the step: of a language model, each is a `Batch`."""
 
     def step(self, number: int) -> Any: ...
 
@@ -94,11 +89,12 @@ def _shards(config: TrainConfig) -> Tokens:
     if config.data.path is None:
         raise ValueError("data.path: expected a folder made by `remanence data prepare`, got none")
     data = Tokens(config.data.path)
-    _check_vocabulary(config, "data", data.vocabulary)
+    check_vocabulary(config, "data", data.vocabulary)
     return data
 
 
-def _check_vocabulary(config: TrainConfig, owner: str, needed: int) -> None:
+def check_vocabulary(config: TrainConfig, owner: str, needed: int) -> None:
+    """Refuse a model that has no token for some of the data's."""
     if (present := config.model.vocabulary) < needed:
         raise ValueError(f"model.vocabulary: expected at least the {owner}'s {needed}, got {present}")
 
@@ -113,7 +109,7 @@ def _documents(config: TrainConfig, batch: int, rank: int, world: int) -> Source
 
 def _text(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     source = text.source(config, batch, rank, world)
-    _check_vocabulary(config, "text", source.data.vocabulary)
+    check_vocabulary(config, "text", source.data.vocabulary)
     return source
 
 
@@ -138,7 +134,7 @@ def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     kinds = {"keys": data.keys, "noise": data.noise}
     source = Recall(data.length, batch, data.pairs, data.rounds, config.seed, rank, world, **kinds)
-    _check_vocabulary(config, "task", source.vocabulary)
+    check_vocabulary(config, "task", source.vocabulary)
     return source
 
 
@@ -163,7 +159,7 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
         raise ValueError("data.tasks: expected at least one, got none")
     start = config.init_from
     tokenizer = ByteTokenizer() if start is None else load_tokenizer(model_folder(start))
-    _check_vocabulary(config, "tokenizer", tokenizer.vocabulary)
+    check_vocabulary(config, "tokenizer", tokenizer.vocabulary)
     stories = {task: read_stories("data.path", data.path, task, "train") for task in data.tasks}
     books = Texts("data.books", data.books, "a text to hide stories in: a file, a folder or hf:NAME")
     if not data.curriculum:
@@ -172,50 +168,29 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     return Curriculum(stories, books.sentences(), tokenizer, *about)
 
 
-def _genome(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
-    """A byte for each base is held in memory."""
-    path = config.data.path
-    if path is None or not Path(path).exists():
-        raise ValueError(f"data.path: expected a FASTA file or a folder of them, got {path or 'none'}")
-    found = [
-        np.concatenate([base_tokens(piece) for piece in record.pieces])
-        for file in files([Path(path)])
-        for record in records(file)
-    ]
-    source = Genome(
-        found, config.data.length, batch, config.seed, rank, world,
-        stretch=STRETCH if config.carry else 1, reverse_complement=config.data.reverse_complement,
-    )  # fmt: skip
-    _check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)
-    return source
+Factory = Callable[[TrainConfig, int, int, int], Source]
+
+SOURCES: Registry[Factory] = Registry(
+    {
+        "packed": _packed,
+        "documents": _documents,
+        "text": _text,
+        "facts": _facts,
+        "told": _told,
+        "recall": _recall,
+        "needle": _needle,
+        "babilong": _babilong,
+        **{name: kind.source for name, kind in kinds().items() if kind.source is not None},
+    }
+)
 
 
-def _dna(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
-    data = config.data
-    source = Classes(
-        read_labelled("data.path", data.path, "train"), data.length, batch, config.seed, rank, world,
-        weight=data.weight, reverse_complement=data.reverse_complement,
-    )  # fmt: skip
-    _check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)
-    return source
-
-
-def _forecast(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
-    if world > 1:
-        raise ValueError(f"torchrun: expected one process for data.kind='forecast', got {world}")
-    return Forecasting(config, batch)
-
-
-SOURCES: dict[str, Callable[[TrainConfig, int, int, int], Source]] = {
-    "packed": _packed,
-    "documents": _documents,
-    "text": _text,
-    "facts": _facts,
-    "told": _told,
-    "recall": _recall,
-    "needle": _needle,
-    "babilong": _babilong,
-    "genome": _genome,
-    "dna": _dna,
-    "forecast": _forecast,
-}
+def make_source(config: TrainConfig, rank: int = 0, world: int = 1) -> Source:
+    """The source of one of a run's processes, after all checks of the config that need no model."""
+    shares = config.accumulate * world
+    if config.batch % shares:
+        raise ValueError(
+            f"batch: expected a multiple of accumulate x processes = {shares}, got {config.batch}"
+        )
+    check_choice("data.kind", config.data.kind, SOURCES)
+    return SOURCES[config.data.kind](config, config.batch // shares, rank, world)

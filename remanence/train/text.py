@@ -10,7 +10,6 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from remanence.data import Documents, Packed
 from remanence.data.own import OwnText, OwnTokens, read_text
@@ -19,6 +18,7 @@ from remanence.model import Model
 from remanence.runtime.device import fastest_threads, resolve
 from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.train.config import TrainConfig
+from remanence.train.loss import token_losses
 from remanence.train.plan import measured
 
 SECONDS = 360
@@ -46,6 +46,13 @@ def source(config: TrainConfig, batch: int, rank: int, world: int) -> Packed | D
     tokens = own_tokens(config, tokenizer_for(config), batch * world)
     kind = Documents if config.carry else Packed
     return kind(tokens, config.data.length, batch, config.seed, rank, world)
+
+
+def held_out_source(config: TrainConfig, batch: int, rank: int, world: int) -> Packed:
+    """The end of the text, which is not trained on, for validation."""
+    held = read_text("data.path", config.data.path).held
+    tokens = OwnTokens(OwnText(held, [], False), tokenizer_for(config))
+    return Packed(tokens, config.data.length, batch, config.seed, rank, world)
 
 
 def tokenizer_for(config: TrainConfig) -> Tokenizer:
@@ -103,7 +110,7 @@ def held_out(model: Model, tokenizer: Tokenizer, text: OwnText) -> HeldOut:
         tokens = torch.tensor([before + _encoded(tokenizer, document)], device=place)
         for part, trace in traces(model, tokens[:, :-1]):
             targets = tokens[0, 1:][part]
-            losses = F.cross_entropy(model.logits(trace.hidden[0]).float(), targets, reduction="none")
+            losses = token_losses(model.logits(trace.hidden[0]), targets)
             nats += float(losses[max(0, len(before) - 1 - part.start) :].double().sum())
     held, read = b"".join(text.held), b"".join(text.train)[-XZ:]
     after = _xz(read + held) - _xz(read)

@@ -6,12 +6,14 @@ What was measured is in the metrics, so that a run that goes on knows it, too.
 from __future__ import annotations
 
 import json
+from math import inf, isfinite
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from remanence.io.tensors import read_tensors, write_tensors
+from remanence.train.distributed import World, full, spread
 
 BEST = "best.safetensors"
 
@@ -19,8 +21,8 @@ BEST = "best.safetensors"
 class Validation:
     """What a run has measured so far, up to the step that it goes on from."""
 
-    def __init__(self, run: Path, step: int, stop_after: int) -> None:
-        self.path, self.stop_after = run / BEST, stop_after
+    def __init__(self, run: Path, step: int, stop_after: int, world: World | None = None) -> None:
+        self.path, self.stop_after, self.world = run / BEST, stop_after, world or World(torch.device("cpu"))
         self.history: list[tuple[int, float]] = []
         lines = run / "metrics.jsonl"
         for line in (
@@ -28,11 +30,13 @@ class Validation:
         ):
             try:
                 found = json.loads(line)
-                at, value = found["step"], found.get("validation")
+                at, value = found["step"], found["validation"]
             except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # cut short by a kill
-            if value is not None and at <= step:
-                self.history.append((at, value))
+                continue  # cut short by a kill, or not validated
+            if at <= step:
+                self.history.append(
+                    (at, inf if value is None else value)
+                )  # written for a loss that is not finite
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -46,19 +50,20 @@ class Validation:
             return False
         return sum(step > self.best[0] for step, _ in self.history) >= self.stop_after
 
-    def add(self, step: int, value: float, model: nn.Module) -> None:
-        """Note a value, and keep the weights if there is none better."""
+    def add(self, step: int, value: float, model: Any) -> None:
+        """Note a value, and keep the weights if there is none better. All processes call it."""
+        value = value if isfinite(value) else inf
         self.history.append((step, value))
-        if self.best == (step, value):
-            weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-            write_tensors(self.path, weights, {"step": str(step)})
+        if self.best == (step, value) and isfinite(value):
+            weights = {name: full(parameter.detach()) for name, parameter in model.saved_parameters()}
+            self.world.one(lambda: write_tensors(self.path, weights, {"step": str(step)}))
 
     @torch.no_grad()
-    def restore(self, model: nn.Module) -> None:
+    def restore(self, model: Any) -> None:
         """Give a model its best weights; without any, it keeps its own."""
         if self.best is None or not self.path.is_file():
             return
         stored = read_tensors(self.path)
         if stored.metadata.get("step") == str(self.best[0]):
-            for name, parameter in model.named_parameters():
-                parameter.copy_(stored.tensors[name])
+            for name, parameter in model.saved_parameters():
+                parameter.copy_(spread(stored.tensors[name].to(parameter.dtype), parameter))

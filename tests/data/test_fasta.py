@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remanence.data.fasta import records
 from remanence.data.sources import documents, files
-from remanence.tokenizers.dna import BASES, DnaTokenizer, base_tokens, reverse_complement
+from remanence.dna.alphabet import BASES, DnaTokenizer, base_tokens, reverse_complement
+from remanence.dna.fasta import records
 from remanence.tokenizers.tokens import load_tokenizer
 
 

@@ -5,8 +5,8 @@ import lzma
 
 import pytest
 
-from remanence.data.labelled import Labelled, read_labelled
-from remanence.tokenizers.dna import DnaTokenizer
+from remanence.dna.alphabet import DnaTokenizer
+from remanence.dna.labelled import Labelled, read_labelled
 
 ROWS = [("ACGT", "1"), ("ggtt", "0"), ("ACNNR", "1")]
 

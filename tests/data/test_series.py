@@ -9,7 +9,7 @@ import pytest
 import torch
 from series import waves, written
 
-from remanence.data.series import Series, read_series
+from remanence.forecast.series import Series, read_series
 
 
 class Table:

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from evaluations import measured
 
 from remanence import Model, ModelConfig
+from remanence.dna.alphabet import BASES, DnaTokenizer, base_tokens
+from remanence.dna.evaluation import label_scores
+from remanence.dna.task import confusion, scores
 from remanence.evaluate import Subject
-from remanence.evaluate.dna import label_scores
 from remanence.inference.reader import PIECE
-from remanence.tasks.dna import confusion, scores
 from remanence.tasks.markov import Mixture
-from remanence.tokenizers.dna import BASES, DnaTokenizer, base_tokens
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
 from remanence.train.checkpoint import checkpoints
 

@@ -8,10 +8,10 @@ import torch
 from evaluations import measured
 from series import config, waves, written
 
-from remanence.data.series import read_series
-from remanence.series.network import load_network
-from remanence.series.online import SHIFTS, roll
-from remanence.tasks.forecast import Protocol, errors_of
+from remanence.forecast.network import load_network
+from remanence.forecast.online import SHIFTS, roll
+from remanence.forecast.protocol import Protocol, errors_of
+from remanence.forecast.series import read_series
 from remanence.train import fit
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remanence.data.labelled import Labelled
-from remanence.tasks.dna import Classes, Genome, confusion, scores
+from remanence.dna.alphabet import ASKS, FIRST, reverse_complement
+from remanence.dna.labelled import Labelled
+from remanence.dna.task import Classes, Genome, confusion, scores
 from remanence.tasks.markov import RECENT, Markov, Mixture
-from remanence.tokenizers.dna import ASKS, FIRST, reverse_complement
 
 RNG = np.random.default_rng(0)
 RECORDS = [RNG.integers(4, size=size).astype(np.uint8) for size in (900, 400, 9)]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from series import waves
 
-from remanence.data.series import Series
-from remanence.tasks.forecast import PARTS, Protocol, Scaler, errors_of
+from remanence.forecast.protocol import PARTS, Protocol, Scaler, errors_of
+from remanence.forecast.series import Series
 
 
 def series(rows, channels=1):

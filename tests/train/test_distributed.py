@@ -218,3 +218,18 @@ def test_torchrun_and_the_command_line(tmp_path):
     assert done.stdout.count("parameters, see metrics.jsonl") == 1, "only one process speaks"
     assert list(losses(tmp_path / "run")) == [1, 2]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["batch"] == 2
+
+
+def test_two_processes_validate_as_one(tmp_path):
+    """The losses, the weights that are kept, and training after a validation."""
+    given = config(steps=4, validate_every=2)
+    fit(given, tmp_path / "one")
+    on_two(fit, given, tmp_path / "two")
+    found = [
+        [json.loads(line).get("validation") for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (tmp_path / "one", tmp_path / "two")
+    ]
+    assert [value is None for value in found[0]] == [True, False, True, False]
+    assert found[1][1::2] == pytest.approx(found[0][1::2], rel=1e-5)
+    for name, tensor in weights(tmp_path / "one").items():
+        assert_close(tensor, weights(tmp_path / "two")[name], 1e-4)

@@ -12,12 +12,12 @@ import torch
 from runs import losses
 from series import config, waves, written
 
-from remanence.data.series import Series
-from remanence.series.config import ForecastConfig
-from remanence.series.network import load_network
+from remanence.forecast.config import ForecastConfig
+from remanence.forecast.network import load_network
+from remanence.forecast.series import Series
+from remanence.forecast.task import Forecasting
 from remanence.train import DataConfig, OptimizerConfig, Run, TrainConfig, export, fit, override
 from remanence.train.validation import Validation
-from remanence.train.windows import Forecasting
 
 ROOT = Path(__file__).parent.parent.parent
 

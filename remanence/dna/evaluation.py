@@ -1,0 +1,141 @@
+"""How well sequences are told apart: accuracy, Matthews' correlation and F1 of a model that was trained on classes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from remanence.dna.alphabet import FIRST, DnaTokenizer, reverse_complement
+from remanence.dna.labelled import LAYOUTS, SPLITS, read_labelled
+from remanence.dna.task import asked, confusion, scores
+from remanence.evaluate.subject import Subject
+from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.inference.reader import traces
+from remanence.runtime.choices import check_choice
+from remanence.runtime.errors import DivergedError
+
+UNIT = 512
+"""Sequences whose result is kept together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DnaSettings:
+    """
+    Attributes:
+        data: a table with the columns sequence and label, or a folder in GUE's or GenomicBenchmarks' layout.
+        split: train, dev or test, where data is a folder.
+        reverse_complement: read each sequence on both strands, and take the mean of the two answers.
+        samples: only so many sequences, spread evenly over the split.
+        rows: sequences of a batch.
+    """
+
+    data: str | None = None
+    split: str = "test"
+    reverse_complement: bool = False
+    samples: int | None = None
+    rows: int = 64
+
+    def __post_init__(self) -> None:
+        check_choice("split", self.split, SPLITS)
+        at_least(1, rows=self.rows, samples=self.samples)
+
+
+class Dna(Task):
+    """Which of its labels a model gives each sequence. It chooses among those it was trained on."""
+
+    name = "dna"
+    Settings = DnaSettings
+
+    def __init__(self, subject: Subject, settings: DnaSettings) -> None:
+        super().__init__(subject, settings)
+        tokenizer = subject.tokens
+        if not isinstance(tokenizer, DnaTokenizer) or not tokenizer.labels:
+            got = "none" if not isinstance(tokenizer, DnaTokenizer) else "one that knows bases but no labels"
+            hint = "`remanence train dna/classify` makes one"
+            raise ValueError(f"model: expected a classifier of DNA, got {got}; {hint}")
+        if settings.data is None:
+            raise ValueError(f"dna.data: expected {LAYOUTS}, got none; --dna.data=PATH gives one")
+        self.labels = tokenizer.labels
+        found = read_labelled("dna.data", settings.data, settings.split)
+        for place, label in zip(found.places, found.labels, strict=True):
+            if label not in self.labels:
+                known = ", ".join(self.labels)
+                raise ValueError(f"{place}: expected one of the model's labels ({known}), got {label!r}")
+        count = len(found.labels)
+        kept = [
+            index * count // (settings.samples or count)
+            for index in range(min(settings.samples or count, count))
+        ]
+        self.sequences = [found.sequences[index] for index in kept]
+        self.classes = [self.labels.index(found.labels[index]) for index in kept]
+        told = hashlib.sha256(b"".join(each.tobytes() + b"\n" for each in self.sequences))
+        told.update(bytes(self.classes))
+        self.digest = told.hexdigest()[:16]
+
+    @property
+    def identity(self) -> Setting:
+        s = self.settings
+        name = Path(s.data).name
+        return {
+            "data": name, "split": s.split, "digest": self.digest, "reverse_complement": s.reverse_complement
+        }  # fmt: skip
+
+    def units(self) -> list[list[Setting]]:
+        return [[{"from": start}] for start in range(0, len(self.sequences), UNIT)]
+
+    def cost(self, unit: Setting) -> int:
+        own = self.sequences[unit["from"] : unit["from"] + UNIT]
+        return (1 + self.settings.reverse_complement) * sum(len(each) + 1 for each in own)
+
+    def measure(self, units: list[Setting]) -> list[Result]:
+        return [self._measured(unit["from"]) for unit in units]
+
+    def _measured(self, start: int) -> Result:
+        sequences, chosen = self.sequences[start : start + UNIT], []
+        for first in range(0, len(sequences), self.settings.rows):
+            own = sequences[first : first + self.settings.rows]
+            scored = label_scores(self.subject, own, len(self.labels))
+            if self.settings.reverse_complement:
+                other = [reverse_complement(each) for each in own]
+                scored = scored + label_scores(self.subject, other, len(self.labels))
+            chosen += scored.argmax(1).tolist()
+        found = confusion(self.classes[start : start + UNIT], chosen, len(self.labels))
+        return {"confusion": found.tolist()}
+
+    def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
+        found = np.sum([result["confusion"] for _, result in results], 0)
+        told, count = scores(found), int(found.sum())
+        return [
+            self.row("accuracy", **share(int(np.trace(found)), count)),
+            self.row("MCC", told["mcc"], count=count),
+            self.row("F1", told["f1"], count=count),
+            *(
+                self.row("taken for", int(found[true, taken]), {"label": label, "taken": other}, detail=True)
+                for true, label in enumerate(self.labels)
+                for taken, other in enumerate(self.labels)
+            ),
+        ]
+
+
+@torch.no_grad()
+def label_scores(subject: Subject, sequences: Sequence[np.ndarray], labels: int) -> torch.Tensor:
+    """The logarithm of each label's probability, among labels ``[b labels]``, for sequences of any lengths."""
+    tokens, ends = asked(sequences)
+    rows, places = torch.from_numpy(tokens.astype(np.int64)).to(subject.device), torch.from_numpy(ends)
+    found: Any = None
+    for part, trace in traces(subject.model, rows):
+        inside = (places >= part.start) & (places < part.stop)
+        hidden = trace.hidden[inside.to(subject.device), (places[inside] - part.start).to(subject.device)]
+        found = trace.hidden.new_zeros(len(rows), trace.hidden.shape[-1]) if found is None else found
+        found[inside.to(subject.device)] = hidden
+        subject.passed(rows[:, part].numel())
+        if bool(trace.state.diverged.any()):
+            raise DivergedError("memory: expected finite numbers, got a memory that diverged in a sequence")
+    logits = subject.model.logits(found)[:, FIRST : FIRST + labels]
+    return logits.float().log_softmax(-1).cpu()

@@ -1,0 +1,132 @@
+"""Sequences with a class each: tables (GUE's layout), and folders of classes (GenomicBenchmarks' layout)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from remanence.data.sources import OPENERS, read_pieces
+from remanence.dna.alphabet import base_tokens
+from remanence.runtime.choices import brief
+
+TABLES = (".csv", ".tsv")
+SEQUENCE, LABEL = ("sequence", "seq"), ("label", "class")
+"""The names of the columns, in any case."""
+SPLITS = {"train": ("train",), "dev": ("dev", "valid", "val", "validation"), "test": ("test",)}
+"""The parts of a dataset, and what their files or folders may be called."""
+LAYOUTS = (
+    "a .csv table, or a folder with train.csv and test.csv or with train/CLASS/*.txt and test/CLASS/*.txt"
+)
+
+
+class Labelled(NamedTuple):
+    """Sequences as tokens, the label of each, and where each was read, for errors."""
+
+    sequences: list[np.ndarray]
+    labels: list[str]
+    places: list[str]
+
+    @property
+    def names(self) -> list[str]:
+        """The classes, in order: as numbers where all are."""
+        found = set(self.labels)
+        return sorted(found, key=int) if all(name.isdecimal() for name in found) else sorted(found)
+
+
+def read_labelled(what: str, source: str | None, split: str) -> Labelled:
+    """A split of a dataset; a table is read whole, whatever the split. `what` is the setting that `source` is."""
+    if source is None:
+        raise ValueError(f"{what}: expected {LAYOUTS}, got none; --{what}=PATH gives one")
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"{what}: expected {LAYOUTS}, got {source}, which is not there")
+    if path.is_file():
+        return _gathered(path, _table(path))
+    file, folder = _split_of(path, split)
+    if file is not None:
+        return _gathered(file, _table(file))
+    if folder is not None:
+        return _gathered(folder, _folder(folder))
+    raise ValueError(f"{what}: expected a split {split!r} ({LAYOUTS}), got none in {source}")
+
+
+def _split_of(path: Path, split: str) -> tuple[Path | None, Path | None]:
+    """The table or else the folder of a split."""
+    for name in SPLITS.get(split, (split,)):
+        for table in TABLES:
+            for packed in ("", *OPENERS):
+                if (path / f"{name}{table}{packed}").is_file():
+                    return path / f"{name}{table}{packed}", None
+        if (path / name).is_dir():
+            return None, path / name
+    return None, None
+
+
+def _gathered(path: Path, found: Iterator[tuple[str, bytes, str]]) -> Labelled:
+    made = Labelled([], [], [])
+    for place, text, label in found:
+        try:
+            tokens = base_tokens(text)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        if not len(tokens):
+            raise ValueError(f"{place}: expected a sequence, got none")
+        if not label:
+            raise ValueError(f"{place}: expected a label, got none")
+        made.sequences.append(tokens)
+        made.labels.append(label)
+        made.places.append(place)
+    if not made.labels:
+        raise ValueError(f"{path}: expected sequences with labels, got none")
+    return made
+
+
+def _table(path: Path) -> Iterator[tuple[str, bytes, str]]:
+    """Rows of a table: where they stand, their sequence, their label."""
+    with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
+        raw = b"".join(read_pieces(path, lambda: file.read(1 << 20)))
+    if not raw.strip():
+        raise ValueError(f"{path}: expected a table, got an empty file")
+    text = raw.decode("utf-8-sig", "replace")
+    delimiter = "\t" if "\t" in text.partition("\n")[0] else ","
+    csv.field_size_limit(max(len(text), csv.field_size_limit()))  # a sequence may be longer than its 128 KiB
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        head = [name.strip().lower() for name in next(rows)]
+        sequence, label = _column(path, head, SEQUENCE), _column(path, head, LABEL)
+        for row in rows:
+            place = f"{path}: line {rows.line_num}"
+            if not any(row):
+                continue
+            if len(row) <= max(sequence, label):
+                raise ValueError(f"{place}: expected {len(head)} columns, got {len(row)}")
+            yield place, row[sequence].encode(), row[label].strip()
+    except csv.Error as error:
+        raise ValueError(f"{path}: line {rows.line_num}: not a table ({error})") from None
+
+
+def _column(path: Path, head: list[str], names: tuple[str, ...]) -> int:
+    for name in names:
+        if name in head:
+            return head.index(name)
+    got = ", ".join(brief(name) for name in head[:8])
+    raise ValueError(f"{path}: line 1: expected a column {' or '.join(map(repr, names))}, got {got}")
+
+
+def _folder(folder: Path) -> Iterator[tuple[str, bytes, str]]:
+    """A sequence for each file of each class's folder."""
+    classes = sorted(path for path in folder.iterdir() if path.is_dir())
+    if not classes:
+        raise ValueError(f"{folder}: expected a folder for each class, got none")
+    for each in classes:
+        files = sorted(path for path in each.iterdir() if path.is_file() and ".txt" in path.suffixes[-2:])
+        if not files:
+            raise ValueError(f"{each}: expected .txt files, one sequence each, got none")
+        for path in files:
+            with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
+                yield str(path), b"".join(read_pieces(path, lambda file=file: file.read(1 << 20))), each.name  # type: ignore[misc]

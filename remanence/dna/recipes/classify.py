@@ -1,0 +1,22 @@
+"""Classes of DNA sequences, by a model that was trained on a genome (``--init_from``), or from scratch without it.
+
+remanence train dna/classify --out out/promoters --data.path=GUE/prom/prom_300_tata --init_from=out/genome/model
+remanence eval out/promoters/model dna --dna.data=GUE/prom/prom_300_tata --memory on off --json out/promoters.json
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from remanence.recipes import load_recipe
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+
+
+def recipe() -> TrainConfig:
+    return replace(
+        load_recipe(Path(__file__).with_name("pretrain.py")),
+        data=DataConfig(kind="dna", length=1024, weight=0.0, reverse_complement=True),  # type: ignore[call-arg]
+        optimizer=OptimizerConfig(lr=1e-3, warmup=100),
+        steps=2000,
+        batch=64,
+        carry=False,
+    )

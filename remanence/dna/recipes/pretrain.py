@@ -1,0 +1,32 @@
+"""A small LMM on a genome, base by base: what `dna/classify` begins from, as in HyenaDNA's protocol.
+
+remanence train dna/pretrain --out out/genome --data.path=genome.fna.gz
+remanence eval out/genome/model lm --lm.data=held-out.fna --lm.views=stream --full --memory on off
+"""
+
+from remanence.config import ModelConfig
+from remanence.dna.alphabet import VOCABULARY
+from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+
+
+def recipe() -> TrainConfig:
+    model = ModelConfig(
+        vocabulary=VOCABULARY,
+        dim=256,
+        depth=4,
+        heads=4,
+        pattern=("lmm",),
+        window=128,
+        segment=128,
+        persistent=16,
+        memory={"head_dim": 64},  # type: ignore[arg-type]  # fields of the default, changed
+    )
+    return TrainConfig(
+        model=model,
+        data=DataConfig(kind="genome", length=1024, reverse_complement=True),  # type: ignore[call-arg]
+        optimizer=OptimizerConfig(lr=2e-3, warmup=100),
+        steps=3000,
+        batch=32,
+        carry=True,
+        prompt="ATG",
+    )

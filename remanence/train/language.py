@@ -1,0 +1,187 @@
+"""Language modelling: a causal model predicts the next token, trained from scratch or attached to another model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remanence.attached import folder as attached
+from remanence.attached.base import is_earlier, same_base
+from remanence.attached.config import AttachConfig
+from remanence.data import Batch
+from remanence.folder import read_config
+from remanence.model import Model, State
+from remanence.train import distributed, engine, text
+from remanence.train.begin import Begin
+from remanence.train.carry import carry_in, carry_out
+from remanence.train.config import TrainConfig, kind_of
+from remanence.train.distributed import World
+from remanence.train.graphed import Graphed, Graphs
+from remanence.train.loss import batch_loss, target_count
+from remanence.train.sources import Source, make_source, model_folder
+from remanence.train.task import TASKS, Gradients, TrainTask
+
+VALIDATED = 8
+"""Batches of a validation, each as large as a part of a training step."""
+ELSEWHERE = 2**62
+"""Added to the seed, of 63 bits, of generated rows that are not trained on."""
+
+
+def held_out_source(config: TrainConfig, rank: int, world: int) -> Source:
+    """Data of the run's kind that it does not train on, in its final form: no ramp, the longest rows as `length`."""
+    data = config.data
+    if data.held_out is None and data.kind == "text":
+        return text.held_out_source(config, config.batch // (config.accumulate * world), rank, world)
+    generated = data.held_out is None and "path" not in kind_of(config).fields
+    if data.held_out is None and not generated:
+        wanted = f"data of kind {data.kind!r} that is not trained on, for validate_every"
+        raise ValueError(f"data.held_out: expected {wanted}, got none; --data.held_out=PATH gives it")
+    if data.held_out is not None and data.held_out == data.path:
+        raise ValueError(f"data.held_out: expected other data than data.path, got {data.held_out} for both")
+    own: dict[str, Any] = {} if generated else {"path": data.held_out, "held_out": None}
+    seed = config.seed ^ ELSEWHERE if generated else config.seed
+    data = replace(data, **own, ramp=0, curriculum=())
+    try:
+        return make_source(replace(config, data=data, seed=seed, validate_every=0, stop_after=0), rank, world)
+    except ValueError as error:
+        problem = str(error).removeprefix("data: ").removeprefix("data.path: ")
+        raise ValueError(f"data.held_out: {problem}") from None
+
+
+class LanguageModeling:
+    """Next tokens of any source of `Batch`es: texts, facts, generated tasks, DNA."""
+
+    prefetch = True
+
+    def __init__(self, config: TrainConfig, world: World, source: Source | None = None) -> None:
+        self.config, self.world = config, world
+        self.source = source or make_source(config, world.rank, world.size)
+        self.held_out = held_out_source(config, world.rank, world.size) if config.validate_every else None
+
+    def build_model(self, resumed: bool) -> Any:
+        if self.config.init_from is None or resumed:
+            return Model(self.config.model)
+        return Model.load(self.config.init_from, dtype=torch.float32)
+
+    def shard(self, model: Any) -> Any:
+        return distributed.shard(model, self.world)
+
+    def stored_config(self, folder: Path, model: Any) -> Any:
+        return read_config(folder)
+
+    def captured_steps(self, model: Any, begins: bool) -> Graphs:
+        return Graphs(model, self.config, self.world, begins)
+
+    def before_step(self, model: Any, carried: State | None, number: int) -> State | None:
+        return carried
+
+    def gradients(
+        self,
+        model: Any,
+        batches: Sequence[Batch],
+        state: State | None,
+        number: int,
+        begin: Begin | None,
+        graph: Graphed | None,
+        carried: State | None,
+    ) -> Gradients:
+        return engine.token_gradients(
+            model, self.config, batches, state, number, self.world, begin, graph, carried
+        )
+
+    @torch.no_grad()
+    def validate(self, model: Any) -> float:
+        """The mean loss of the first `VALIDATED` held-out batches, the same ones each time."""
+        assert self.held_out is not None, "there is one where validate_every is above 0"
+        device, carried, total, count = self.world.device, None, 0.0, 0.0
+        bfloat16 = self.config.precision == "bfloat16"
+        model.eval()
+        try:
+            for number in range(VALIDATED):
+                batch = self.held_out.step(number)
+                carries = self.config.carry and batch.offsets is None
+                state = carry_in(model, carried, batch) if carries else None
+                with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+                    loss, trace, _ = batch_loss(model, batch, state, device, keep=carries, dense=False)
+                carried = carry_out(model, trace.state, batch, False) if carries else None
+                total, count = total + float(loss), count + target_count(batch)
+        finally:
+            model.train()
+            distributed.reshard(model)
+        total, count = self.world.total(total, count)
+        return total / max(1.0, count)
+
+
+class AttachedModeling(LanguageModeling):
+    """The same for a memory that is attached to a pretrained model, whose own weights stay frozen."""
+
+    def build_model(self, resumed: bool) -> Any:
+        assert self.config.init_from is not None
+        narrow = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
+        return attached.load(self.config.init_from, dtype=narrow, trained=True)
+
+    def shard(self, model: Any) -> Any:
+        if self.world.size > 1:
+            raise ValueError(
+                f"torchrun: expected one process for a model that is attached to another, got {self.world.size}"
+            )
+        return model
+
+    def stored_config(self, folder: Path, model: Any) -> Any:
+        config = attached.read_config(folder)[0]
+        earlier = is_earlier(config.base) and same_base(model.base, config.base)
+        return replace(config, base=model.config.base) if earlier else config
+
+    def before_step(self, model: Any, carried: State | None, number: int) -> State | None:
+        """Give the attention the step's window, and what rows carry with it."""
+        window = self.config.window_at(number, model.config.window)
+        if window != model.window:
+            model.window = window
+        return None if carried is None else model.narrowed(carried)
+
+
+def make_task(config: TrainConfig, world: World, source: Source | None = None) -> TrainTask:
+    """The task of a run: by its kind of data, and of language modelling by the model that it begins from."""
+    if config.data.kind in TASKS:
+        return TASKS[config.data.kind](config, world, source)
+    attaches = config.init_from is not None and attached.is_attached(config.init_from)
+    return (AttachedModeling if attaches else LanguageModeling)(config, world, source)
+
+
+def resolve_start(config: TrainConfig) -> TrainConfig:
+    """A config with the shape of the model that `init_from` names, if any."""
+    if config.init_from is None:
+        if config.windows:
+            raise ValueError(
+                "windows: expected init_from=, the folder of an attached model, beside it, got none"
+            )
+        return config
+    folder = model_folder(config.init_from)
+    if attached.is_attached(folder):
+        described = attached.read_config(folder)[0]
+        _check_windows(config.windows, described)
+        own = described.outline()
+    elif config.windows:
+        raise ValueError(f"windows: expected an attached model to begin from, got {config.init_from}")
+    else:
+        own = read_config(folder)
+    return replace(config, init_from=str(folder.resolve()), model=own)
+
+
+def _check_windows(windows: tuple[int, ...], model: AttachConfig) -> None:
+    """Refuse windows for a model whose attention is not narrowed in the end: what it carries then is another state. And
+    such as are narrower than where a store begins: no part of the model would see what lies between.
+    """
+    own = model.window
+    if windows and own is None:
+        raise ValueError(
+            f"windows: expected none (--windows=), as this model's attention is not narrowed, got {windows}"
+        )
+    if model.kind == "knn" and any(window < (own or 0) for window in windows):
+        raise ValueError(
+            f"windows: expected none below {own}, where the store begins (--windows= for none), got {windows}"
+        )
