@@ -212,7 +212,7 @@ class Model(Module):
         state: State | None = None,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
         memory: Mode | None = None,
     ) -> tuple[Float[Tensor, "b t v"], State]:
         """Logits of what follows each token, and the state.
@@ -237,7 +237,7 @@ class Model(Module):
         state: State | None = None,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
         memory: Mode | None = None,
         keep: bool = True,
     ) -> Trace:

@@ -134,6 +134,23 @@ def run(*arguments, **options):
     )
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def twice(x: int) -> int:\n    return undefined_name * x\n",
+        'def twice(x: "UndefinedType") -> int:\n    return 2\n',
+    ],
+)
+def test_the_linters_refuse_an_undefined_name(body, tmp_path):
+    """With the project's own configuration: a rule ignored there would show here."""
+    planted, config = tmp_path / "planted.py", str(ROOT / "pyproject.toml")
+    planted.write_text(body)
+    ruff = run("-m", "ruff", "check", "--no-cache", "--config", config, str(planted))
+    assert ruff.returncode == 1 and "F821" in ruff.stdout, ruff.stdout + ruff.stderr
+    mypy = run("-m", "mypy", "--config-file", config, "--cache-dir", str(tmp_path / "cache"), str(planted))
+    assert mypy.returncode == 1 and "[name-defined]" in mypy.stdout, mypy.stdout + mypy.stderr
+
+
 def test_the_command_line_and_the_package_load_without_torch():
     code = (
         "import sys, remanence.cli, remanence.config; assert not {'torch', 'matplotlib'} & set(sys.modules)"

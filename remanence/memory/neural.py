@@ -236,7 +236,7 @@ class NeuralMemory(Module):
         state: NeuralMemoryState | None = None,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
         traced: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState] | Trace:
         """Read x, answer, and return the state.
@@ -260,7 +260,7 @@ class NeuralMemory(Module):
         state: NeuralMemoryState | None = None,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
         aligned: bool = False,
     ) -> Trace:
         """`forward`, with the surprise and the gates of every token and head beside its result.
@@ -311,7 +311,7 @@ class NeuralMemory(Module):
         state: NeuralMemoryState,
         *,
         mask: Bool[Tensor, "b t"] | None = None,
-        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Ask without writing: the memory stays as `state` holds it, for every token of x."""
         if mask is not None:
@@ -324,7 +324,7 @@ class NeuralMemory(Module):
         x: Float[Tensor, "b t d"],
         state: NeuralMemoryState | None = None,
         *,
-        offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
         """`read`, and the state afterwards: the same memory, with convolutions that have gone on over x."""
         state, borders = self._checked(x, state, offsets)

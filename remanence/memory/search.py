@@ -21,7 +21,8 @@ from remanence.memory.store import StoreState
 from remanence.ops.triton import dispatch, launch
 from remanence.ops.triton.nearest import nearest, pack, unpack
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 BLOCK, SCORES = 2**16, 2**22
 """Entries that a query meets at once, and scores of a head held at once. The fastest of those tried on one core, 8K to

@@ -82,7 +82,7 @@ def memorize(
     net: Net = NETS["titans"],
     rule: Rule = RULES["titans"],
     chunk: int = 16,
-    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
     aligned: bool = False,
     backend: str = "auto",
     check: bool | None = None,
@@ -167,7 +167,7 @@ def recall(
     *,
     net: Net = NETS["titans"],
     rule: Rule = RULES["titans"],
-    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
 ) -> Float[Tensor, "b t h e"]:
     """Query a memory without writing to it, at its weights after everything that was read."""
     check_kinds(net, rule)
@@ -190,7 +190,7 @@ def ask(
     weights: Weights,
     *,
     net: Net = NETS["titans"],
-    offsets: Int[Tensor, "r+1"] | Sequence[int] | None = None,
+    offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
 ) -> Float[Tensor, "b t h e"]:
     """The answers of weights ``[r h ...]`` (from `settle`), one row of them for each batch row or packed document."""
     rows = weights[0].shape[0]
