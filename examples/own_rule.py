@@ -35,7 +35,7 @@ RULES["adagrad"] = Adagrad()
 
 def by_hand(q, k, v, gates, W, chunk):
     """The same for one head of a matrix memory, as a plain loop."""
-    n, answers = torch.full_like(W[:, :1], 1e-4), []
+    n, anchor, answers = torch.full_like(W[:, :1], 1e-4), W, []
     for t in range(len(k)):
         anchor = W if t % chunk == 0 else anchor
         u = grad(lambda A, t=t: 0.5 * (k[t] @ A - v[t]).square().sum())(anchor)
