@@ -128,7 +128,7 @@ class Session:
         return "".join(self.stream(prompt, **sampling))
 
     def stream(self, prompt: str, **sampling: Unpack[SamplingFields]) -> Iterator[str]:
-        """`generate`, piece by piece. Generated text is kept in the state even if the loop is left early. While unfinished,
+        """`generate`, piece by piece. Generated text stays in the state even if the loop is left early. Until its end,
         `save` and `fork` take what has come so far; `read`, `generate`, another stream and `load` are refused.
 
         If the memory diverges on the way, an error says so, and the session is where it was before the prompt.

@@ -330,8 +330,8 @@ class Told:
     def step(self, number: int) -> Batch:
         length, first = self.stage(number)
         rows = self.tokens // length
-        share = grown(number, self.ramp)
-        talks = rows if share < 1 else max(round(self.share * rows), self.share > 0)
+        growth = grown(number, self.ramp)
+        talks = rows if growth < 1 else max(round(self.share * rows), self.share > 0)
         read, answers, begins = [], [], []
         for row in range(rows):
             own = self.rank * rows + row
@@ -345,6 +345,6 @@ class Told:
             answers.append(marks)
             begins.append(begin)
         text = torch.from_numpy(np.stack(read))
-        weights = torch.where(torch.from_numpy(np.stack(answers))[:, 1:], 1.0, self.weight * share)
+        weights = torch.where(torch.from_numpy(np.stack(answers))[:, 1:], 1.0, self.weight * growth)
         targets = text[:, 1:].where(weights > 0, IGNORED)
         return Batch(text[:, :-1].contiguous(), targets, None, None, torch.tensor(begins), weights)
