@@ -78,6 +78,10 @@ class Network(nn.Module):
         self.register_buffer("step_weights", weights / weights.mean(), persistent=False)
 
     @property
+    def current_config(self) -> Shape:
+        """Its configuration, as files describe it."""
+        return self.config
+
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
