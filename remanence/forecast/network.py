@@ -77,11 +77,11 @@ class Network(nn.Module):
             weights = torch.arange(1, config.horizon + 1).float().rsqrt()
         self.register_buffer("step_weights", weights / weights.mean(), persistent=False)
 
-    @property
     def current_config(self) -> Shape:
         """Its configuration, as files describe it."""
         return self.config
 
+    @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
