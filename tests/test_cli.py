@@ -286,7 +286,9 @@ def test_training_by_a_recipe(run, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_make_configs(name):
-    recipe = ROOT / "remanence" / "recipes" / f"{name}.py"
+    vertical, slash, own = name.partition("/")
+    folder = ROOT / "remanence" / vertical / "recipes" if slash else ROOT / "remanence" / "recipes"
+    recipe = folder / f"{own or name}.py"
     assert find_recipe(name) == recipe, "a recipe has the name of its file"
     config = load_recipe(name)
     assert config == load_recipe(recipe)
