@@ -218,7 +218,8 @@ class Backbone(Module):
             mask: true where a token counts. Padding, wherever it stands, is not read; its output is zero.
             offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
             memory: for this call only, instead of ``backbone.memory``.
-            keep, text: see `trace`.
+            keep: whether to return the state, as in `trace`.
+            text: the tokens and their statistics, as in `trace`.
             traced: return all that `trace` does.
         """
         trace = self.trace(x, state, mask=mask, offsets=offsets, memory=memory, keep=keep, text=text)

@@ -366,13 +366,13 @@ class TestBadInput:
             (torch.tensor([[0, -1]]), r"tokens: expected numbers from 0 to 10 \(the vocabulary\), got -1"),
             (
                 torch.zeros(1, 2),
-                r"tokens: expected whole numbers \[batch, tokens\], got \[1, 2\] torch.float32",
+                r"tokens: expected integers \[batch, tokens\], got \[1, 2\] torch.float32",
             ),
             (
                 torch.zeros(2, dtype=torch.int64),
-                r"tokens: expected whole numbers \[batch, tokens\], got \[2\]",
+                r"tokens: expected integers \[batch, tokens\], got \[2\]",
             ),
-            ([1, 2], "tokens: expected whole numbers .* got list"),
+            ([1, 2], "tokens: expected integers .* got list"),
         ],
     )
     def test_tokens(self, bad, message):
