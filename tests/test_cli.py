@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -362,6 +363,7 @@ def test_wrong_overrides_are_one_line(run, arguments, message):
     ],
 )
 def test_a_wrong_name_gets_the_nearest_one(run, arguments, meant):
+    import_module("remanence.cli.fields")  # a submodule, which must not hide a name that the package imports
     assert f"did you mean {meant}?" in run(*arguments, code=2)
 
 

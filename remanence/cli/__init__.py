@@ -7,6 +7,7 @@ whatever needs torch imported inside.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -15,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Annotated, Any, NoReturn, get_args
 
 import tyro
@@ -145,7 +146,7 @@ def _options_hint(arguments: list[str]) -> str:
     """Names each argument that is no option of its command but looks like one of them."""
     if not arguments or arguments[0] not in COMMANDS:
         return ""
-    kinds = {each.name: str(each.type) for each in fields(COMMANDS[arguments[0]])}
+    kinds = {each.name: str(each.type) for each in dataclasses.fields(COMMANDS[arguments[0]])}
     own = [
         f"--{name.replace('_', '-')}" for name, kind in kinds.items()
         if kind != "Folder" and not any(mark in kind for mark in ("Positional", "Suppress"))
