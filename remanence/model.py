@@ -111,9 +111,9 @@ class CausalModel(Protocol):
     def pretrained_tokenizer(self) -> Any:
         """The tokenizer of the pretrained model inside; None without one."""
 
-    def uncapturable(self, carries: bool) -> str | None: ...
+    def capture_unsupported_reason(self, carries: bool) -> str | None: ...
 
-    def undecodable(self, mode: Mode) -> str | None: ...
+    def decode_unsupported_reason(self, mode: Mode) -> str | None: ...
 
     def save(self, folder: str | Path) -> None: ...
 
@@ -276,14 +276,14 @@ class Model(Module):
     def pretrained_tokenizer(self) -> None:
         return None
 
-    def uncapturable(self, carries: bool) -> str | None:
+    def capture_unsupported_reason(self, carries: bool) -> str | None:
         """Why calls cannot be captured as CUDA graphs, for rows that carry a state or begin; None if they can."""
-        reasons = (mixer.uncapturable(carries) for mixer in self.mixers)
+        reasons = (mixer.capture_unsupported_reason(carries) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
-    def undecodable(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, mode: Mode) -> str | None:
         """Why tokens cannot be decoded in place in this mode; None if they can."""
-        reasons = (mixer.undecodable(mode) for mixer in self.mixers)
+        reasons = (mixer.decode_unsupported_reason(mode) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def describe(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from remanence.backbone import Backbone, Block
 from remanence.inference import reader
 from remanence.inference.decoder import Decoder, in_place, unsupported
 from remanence.inference.generate import Generation
-from remanence.inference.graphs import uncaptured_code
+from remanence.inference.graphs import uncaptured_code_reason
 from remanence.layers import GateProjection, Linear, RMSNorm, ShortConv
 from remanence.layers.attention import SegmentAttention
 from remanence.memory.neural import NeuralMemory
@@ -293,7 +293,7 @@ def test_a_subclass_that_overrides_nothing_that_counts_stays_fast():
     subject = model()
     for block in subject.blocks:
         with_class(block.mixer, Named)
-    assert wavefront.unsupported(list(subject.blocks)) is None and uncaptured_code(subject) is None
+    assert wavefront.unsupported(list(subject.blocks)) is None and uncaptured_code_reason(subject) is None
     assert all(in_place(block) for block in subject.blocks)
 
 
@@ -394,7 +394,7 @@ def test_generation_runs_hooks():
 def test_what_a_captured_graph_would_not_run(kind):
     """Hooks and overrides run in Python, which a graph does not repeat."""
     subject = model()
-    assert uncaptured_code(subject) is None
+    assert uncaptured_code_reason(subject) is None
     block = subject.blocks[1]
     handle = None
     if kind == "forward hook":
@@ -415,20 +415,20 @@ def test_what_a_captured_graph_would_not_run(kind):
         block.ffn.up.forward = lambda x: x
     if kind == "block":
         with_class(block, type("Other", (Block,), {}))
-    assert uncaptured_code(subject) is not None
+    assert uncaptured_code_reason(subject) is not None
     if handle is not None:
         handle.remove()
-        assert uncaptured_code(subject) is None
+        assert uncaptured_code_reason(subject) is None
 
 
 def test_a_mixer_that_says_it_can_be_captured_can():
     class Said(Louder):
-        def uncapturable(self, carries):
+        def capture_unsupported_reason(self, carries):
             return None
 
     subject = model()
     with_class(subject.blocks[0].mixer, Said).extra = nn.Dropout(0.0)
-    assert uncaptured_code(subject) is None
+    assert uncaptured_code_reason(subject) is None
 
 
 def test_captured_steps_are_dropped_when_a_hook_comes():
@@ -501,7 +501,7 @@ def test_compiled_layers_run_hooks_and_overrides():
 def test_nothing_is_altered_at_first():
     for variant in VARIANTS:
         subject = model(variant)
-        assert altered(modules_of(subject)) is None and uncaptured_code(subject) is None
+        assert altered(modules_of(subject)) is None and uncaptured_code_reason(subject) is None
         assert all(in_place(block) for block in subject.blocks)
     assert isinstance(ForwardDecoder(subject.blocks[0], subject.start(1).blocks[0], "on").captured, bool)
     assert plain(model().blocks[0].mixer.memory, Memory)

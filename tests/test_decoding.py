@@ -226,7 +226,7 @@ def test_what_cannot_be_decoded_is_said():
     with torch.autocast(DEVICE):
         assert "autocast" in unsupported(subject)
     own = model("window")
-    own.mixers[0].undecodable = lambda mode: "it looks at values"
+    own.mixers[0].decode_unsupported_reason = lambda mode: "it looks at values"
     assert unsupported(own) == "it looks at values"
     subject.blocks[0].mixer.memory.layer.net = object()
     assert "closed form" in unsupported(subject)

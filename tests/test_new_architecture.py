@@ -10,7 +10,7 @@ from remanence import Model, Session, preset
 from remanence.backbone import Backbone
 from remanence.inference import memfile
 from remanence.inference.decoder import Decoder, unsupported
-from remanence.mixers import MIXERS
+from remanence.mixers import MIXERS, Mixer
 from remanence.testing import assert_close
 from remanence.train.plan import flops_per_token, plan
 
@@ -178,3 +178,13 @@ def test_weights_by_their_first_names():
     old = {name.replace("backbone.", ""): weight.clone() for name, weight in subject.state_dict().items()}
     assert "blocks.0.mixer.decay" in old
     made().load_state_dict(old)
+
+
+def test_earlier_names_of_methods_are_honoured_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="undecodable is deprecated: use decode_unsupported_reason"):
+
+        class Old(Mixer):
+            def undecodable(self, mode):
+                return "it cannot"
+
+    assert Old.__dict__["decode_unsupported_reason"] is Old.__dict__["undecodable"]

@@ -235,10 +235,10 @@ class Attached(nn.Module):
         """The longest text, for a base with learned positions; None: no limit."""
         return self.family.max_positions(self.base)
 
-    def uncapturable(self, carries: bool) -> str | None:
+    def capture_unsupported_reason(self, carries: bool) -> str | None:
         return "a pretrained model's own code runs, which may decide on the host"
 
-    def undecodable(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, mode: Mode) -> str | None:
         return "a pretrained model's own code runs, which has no decoder"
 
     # Reading.

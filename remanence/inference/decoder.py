@@ -29,10 +29,10 @@ def unsupported(model: Model, memory: Mode | None = None) -> str | None:
         return "memories that begin anew at every segment are not decoded in place"
     if torch.is_autocast_enabled(model.embed.weight.device.type):
         return "autocast is on, and decoding runs in the dtype of the weights"
-    if (reason := model.undecodable(memory or model.memory)) is not None:
+    if (reason := model.decode_unsupported_reason(memory or model.memory)) is not None:
         return reason
-    if (name := overridden(model, "undecodable", ("forward", "trace"))) is not None:
-        return f"{type(model).__name__} overrides {name} and not undecodable"
+    if (name := overridden(model, "decode_unsupported_reason", ("forward", "trace"))) is not None:
+        return f"{type(model).__name__} overrides {name} and not decode_unsupported_reason"
     if not ours(model.backbone):
         return f"{type(model.backbone).__name__} is a backbone of another class"
     if (reason := altered([model.backbone])) is not None:

@@ -18,9 +18,9 @@ def unsupported(model: Model, length: int, carries: bool) -> str | None:
         return "only CUDA has graphs"
     if any(type(parameter.data) is not Tensor for parameter in model.parameters()):
         return "the weights are sharded"
-    if (reason := model.uncapturable(carries)) is not None:
+    if (reason := model.capture_unsupported_reason(carries)) is not None:
         return reason
-    if (reason := uncaptured_code(model)) is not None:
+    if (reason := uncaptured_code_reason(model)) is not None:
         return reason
     border = border_of(model)
     if carries and length % border:
@@ -29,7 +29,7 @@ def unsupported(model: Model, length: int, carries: bool) -> str | None:
     return None
 
 
-def uncaptured_code(model: Model) -> str | None:
+def uncaptured_code_reason(model: Model) -> str | None:
     """What Python code in a model a captured graph would not run again, in words: hooks, and overrides that may decide
     on the host. None if there is none.
     """
@@ -39,13 +39,13 @@ def uncaptured_code(model: Model) -> str | None:
     for parameter in model.parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return "a parameter has hooks, which a captured graph would not call"
-    if (name := overridden(model, "uncapturable", ("forward", "trace", "logits"))) is not None:
-        return f"{type(model).__name__} overrides {name} and not uncapturable"
+    if (name := overridden(model, "capture_unsupported_reason", ("forward", "trace", "logits"))) is not None:
+        return f"{type(model).__name__} overrides {name} and not capture_unsupported_reason"
     known: set[nn.Module] = {model}
     for mixer in model.mixers:
-        if (name := overridden(mixer, "uncapturable")) is not None:
-            return f"{type(mixer).__name__} overrides {name} and not uncapturable"
-        known |= described(mixer, "uncapturable")
+        if (name := overridden(mixer, "capture_unsupported_reason")) is not None:
+            return f"{type(mixer).__name__} overrides {name} and not capture_unsupported_reason"
+        known |= described(mixer, "capture_unsupported_reason")
     for module in modules:
         if not (ours(module) or module in known or type(module) in (nn.Embedding, nn.Linear, nn.ModuleList)):
             return f"a module ({type(module).__name__}) is not one of ours, and may decide on the host"

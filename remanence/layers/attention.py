@@ -23,7 +23,7 @@ from remanence.layers.softmax import (
 )
 from remanence.ops.layout import from_rows, pick, to_rows
 from remanence.runtime.module import Module
-from remanence.runtime.state import TensorTuple, advanced, carry_on, note_positions, take_back
+from remanence.runtime.state import TensorTuple, advanced, note_positions, rewind, roll_history
 
 
 class Heads(Module):
@@ -117,7 +117,7 @@ class AttentionState(_AttentionState, TensorTuple):
             raise ValueError(
                 f"tokens: expected at most {int(self.slack.min())}, as the window is not longer, got {tokens}"
             )
-        k, v = take_back(self.k, tokens), take_back(self.v, tokens)
+        k, v = rewind(self.k, tokens), rewind(self.v, tokens)
         return AttentionState(k, v, self.position - tokens, self.slack - tokens)
 
     @classmethod
@@ -210,7 +210,7 @@ def carried(
     position = advanced(state.position, counts)
     back = position if history is None else (state.slack + counts).clamp(max=slack)
     if history is not None and offsets is None:
-        return AttentionState(carry_on(state.k, k), carry_on(state.v, v), position, back)
+        return AttentionState(roll_history(state.k, k), roll_history(state.v, v), position, back)
     k, v = (torch.cat([old, new.to(old.dtype)], 1) for old, new in ((state.k, k), (state.v, v)))
     if offsets is not None:
         length = int(position.max()) if history is None else history

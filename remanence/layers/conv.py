@@ -15,7 +15,7 @@ from remanence.layers.norm import unit
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
 from remanence.runtime.module import plain
-from remanence.runtime.state import carry_on
+from remanence.runtime.state import roll_history
 
 
 class ShortConv(nn.Module):
@@ -92,9 +92,9 @@ class ShortConv(nn.Module):
     ) -> Tensor:
         """Only the inputs to carry on, as `forward` would return them."""
         if offsets is None:
-            return layer_cpu.carry_on(past, x) if layer_cpu.fits(x) else carry_on(past, x)
+            return layer_cpu.roll_history(past, x) if layer_cpu.fits(x) else roll_history(past, x)
         return torch.cat(
-            [carry_on(past[row : row + 1], x[:, a:b]) for row, (a, b) in enumerate(pairwise(offsets))]
+            [roll_history(past[row : row + 1], x[:, a:b]) for row, (a, b) in enumerate(pairwise(offsets))]
         )
 
     def _convolve(self, x: Tensor) -> Tensor:

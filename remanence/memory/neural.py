@@ -31,7 +31,7 @@ from remanence.ops.state import Weights
 from remanence.runtime.choices import check_choice
 from remanence.runtime.keywords import MemoryFields
 from remanence.runtime.module import check_transforms
-from remanence.runtime.state import TensorTuple, take_back
+from remanence.runtime.state import TensorTuple, rewind
 from remanence.runtime.state import aligned as stands_aligned
 
 SHUT = -200.0
@@ -63,7 +63,7 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
 
     def crop(self, tokens: int) -> NeuralMemoryState:
         """The state before each row's last `tokens` tokens were read; they must lie in the open chunk."""
-        q, k, v = (take_back(past, tokens) for past in self.conv)
+        q, k, v = (rewind(past, tokens) for past in self.conv)
         return NeuralMemoryState(self.memory.crop(tokens), (q, k, v))
 
 

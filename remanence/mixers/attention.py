@@ -44,7 +44,7 @@ class AttentionMixer(Mixer):
     def decoder(self, state: AttentionState, mode: Mode) -> AttentionDecoder:
         return AttentionDecoder(self.attention, state)
 
-    def uncapturable(self, carries: bool) -> str | None:
+    def capture_unsupported_reason(self, carries: bool) -> str | None:
         return "what full attention carries grows" if carries and self.attention.window is None else None
 
     @property

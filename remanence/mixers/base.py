@@ -7,6 +7,7 @@ it overrides.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -130,6 +131,13 @@ class MixerDecoder:
         return None
 
 
+RENAMED_METHODS = {
+    "undecodable": "decode_unsupported_reason",
+    "uncapturable": "capture_unsupported_reason",
+}
+"""Earlier names of methods that a mixer overrides."""
+
+
 class Mixer(Module):
     """``y, state, trace = mixer(x, state, ctx)``: x ``[b t d]`` normalised, or packed documents; the state None at
     their start.
@@ -141,6 +149,15 @@ class Mixer(Module):
 
     State: ClassVar[type] = tuple
     """The type of its state: a NamedTuple that is a `TensorTuple`, with ``crop(tokens)``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old, new in RENAMED_METHODS.items():
+            if old in cls.__dict__:
+                warnings.warn(
+                    f"{cls.__name__}.{old} is deprecated: use {new}", DeprecationWarning, stacklevel=2
+                )
+                setattr(cls, new, cls.__dict__[old])
 
     def start(self, rows: int) -> Any:
         """The state of so many documents of which nothing has been read."""
@@ -155,7 +172,7 @@ class Mixer(Module):
         """Reads token after token in place, from a state on."""
         return ForwardDecoder(self, state, mode)
 
-    def undecodable(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, mode: Mode) -> str | None:
         """Why there is no decoder in this mode; None if there is one. `ForwardDecoder` has room for states of fixed
         size, and does not wait for other layers.
         """
@@ -163,7 +180,7 @@ class Mixer(Module):
             return None
         return ForwardDecoder.unsupported(self)
 
-    def uncapturable(self, carries: bool) -> str | None:
+    def capture_unsupported_reason(self, carries: bool) -> str | None:
         """Why `forward` cannot be captured as a CUDA graph, for rows that carry a state or begin; None if it can. A
         captured call must not decide anything on the host but by shapes and by whether rows stand at its `border`.
         """
@@ -238,7 +255,7 @@ class ForwardDecoder(MixerDecoder):
 
     def __init__(self, mixer: Module, state: Any, mode: Mode) -> None:
         self.mixer, self.mode = mixer, mode
-        self.captured = isinstance(mixer, Mixer) and mixer.uncapturable(True) is None
+        self.captured = isinstance(mixer, Mixer) and mixer.capture_unsupported_reason(True) is None
         self.buffers: TensorTuple = state.detach().map(torch.clone)
 
     @staticmethod

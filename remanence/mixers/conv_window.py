@@ -13,7 +13,7 @@ from remanence.layers.decoding import StepContext, WindowDecoder
 from remanence.mixers.attention import keys_seen, sliding_window
 from remanence.mixers.base import Context, Mixer, MixerDecoder, MixerOutput
 from remanence.ops.decode import keep
-from remanence.runtime.state import TensorTuple, take_back
+from remanence.runtime.state import TensorTuple, rewind
 
 
 class _ConvWindowState(NamedTuple):
@@ -27,7 +27,7 @@ class ConvWindowState(_ConvWindowState, TensorTuple):
     __slots__ = ()
 
     def crop(self, tokens: int) -> ConvWindowState:
-        return ConvWindowState(self.attention.crop(tokens), take_back(self.past, tokens))
+        return ConvWindowState(self.attention.crop(tokens), rewind(self.past, tokens))
 
 
 class ConvWindow(Mixer):
@@ -58,7 +58,7 @@ class ConvWindow(Mixer):
     def decoder(self, state: ConvWindowState, mode: Mode) -> ConvWindowDecoder:
         return ConvWindowDecoder(self, state)
 
-    def uncapturable(self, carries: bool) -> str | None:
+    def capture_unsupported_reason(self, carries: bool) -> str | None:
         return None
 
     @property

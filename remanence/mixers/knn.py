@@ -248,7 +248,7 @@ class Knn(Mixer):
     def decoder(self, state: KnnState, mode: Mode) -> KnnDecoder:
         return KnnDecoder(self, state, mode)
 
-    def undecodable(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, mode: Mode) -> str | None:
         return None  # though it may have a stride: what a store is to hold of a token is known when the next one comes
 
     def flops(self, length: int) -> float:

@@ -32,7 +32,7 @@ from remanence.runtime.state import (
     note_positions,
     noted_positions,
     positions_of,
-    take_back,
+    rewind,
     where,
 )
 
@@ -53,7 +53,7 @@ class MACState(_MACState, TensorTuple):
 
     def crop(self, tokens: int) -> MACState:
         return MACState(
-            self.memory.crop(tokens), self.weights, take_back(self.asked, tokens), self.segment.crop(tokens)
+            self.memory.crop(tokens), self.weights, rewind(self.asked, tokens), self.segment.crop(tokens)
         )
 
 

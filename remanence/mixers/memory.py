@@ -57,12 +57,12 @@ class Memory(Module):
         depth = 1 if self.layer.deep else config.depth or 2
         return (1 + (depth - 1) * (config.expansion or 4.0) / 4) / 2
 
-    def undecodable(self) -> str | None:
+    def decode_unsupported_reason(self) -> str | None:
         if self.layer.watch is not None:
             return "a memory is being watched"
         return decode.unsupported(self.layer.net, self.layer.rule)
 
-    def uncapturable(self) -> str | None:
+    def capture_unsupported_reason(self) -> str | None:
         return None if self.layer.watch is None else "a memory is being watched"
 
     def forward(
@@ -121,11 +121,11 @@ class MemoryMixer(Mixer):
 
     memory: Memory
 
-    def undecodable(self, mode: Mode) -> str | None:
-        return self.memory.undecodable()
+    def decode_unsupported_reason(self, mode: Mode) -> str | None:
+        return self.memory.decode_unsupported_reason()
 
-    def uncapturable(self, carries: bool) -> str | None:
-        return self.memory.uncapturable()
+    def capture_unsupported_reason(self, carries: bool) -> str | None:
+        return self.memory.capture_unsupported_reason()
 
     @property
     def border(self) -> int:

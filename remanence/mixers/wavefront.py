@@ -37,7 +37,7 @@ from remanence.layers.attention import Persistent
 from remanence.memory.neural import InitialMemory
 from remanence.mixers.base import MemoryTrace
 from remanence.runtime.module import altered, described, modules_of, ours, overridden
-from remanence.runtime.state import trains, where
+from remanence.runtime.state import needs_grad, where
 
 NARROW = (Linear, Features, InitialMemory, Persistent)
 """Whose parameters are operands of products, which autocast narrows."""
@@ -301,13 +301,13 @@ class Stack:
         self.dtypes = [narrow if narrow is not None and kinds[name] else group[0].dtype
                        for name, group in zip(self.names, self.groups, strict=True)]  # fmt: skip
         self.depth = len(blocks)
-        self.trains = trains(itertools.chain(*self.groups))
+        self.needs_grad = needs_grad(itertools.chain(*self.groups))
         flat = [_gathered(parameter) for group in self.groups for parameter in group]
         mesh = getattr(self.groups[0][0], "device_mesh", None)
         stacked = self.stack(flat)
         own = [group[0].dtype for group in self.groups]
         self.sums = Sums(stacked, own, 1 if mesh is None else mesh.size())
-        self.stacked = _Stacked.apply(self.sums, stacked, *flat) if self.trains else stacked
+        self.stacked = _Stacked.apply(self.sums, stacked, *flat) if self.needs_grad else stacked
 
     @torch.no_grad()
     def stack(self, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -320,10 +320,10 @@ class Stack:
         """Those of some layers in a row, by the names that `_Reads` has for them."""
         taken = (
             _Taken.apply(self.sums, first, last, *self.stacked)
-            if self.trains
+            if self.needs_grad
             else [each[first:last] for each in self.stacked]
         )
-        if self.trains:
+        if self.needs_grad:
             for index, each in enumerate(taken):
                 each.gradient_sum = partial(self.sums.of, index, first, last)  # which projections ask for
         return {f"block.{name}": each for name, each in zip(self.names, taken, strict=True)}

@@ -21,7 +21,7 @@ from remanence.ops.library import once_differentiable
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Coefficients, LinearRule, Rule, coefficients, coefficients_backward, is_linear
 from remanence.ops.state import Gates, MemoryState, RuleState, Weights
-from remanence.runtime.state import positions_of, trains
+from remanence.runtime.state import needs_grad, positions_of
 
 INFERENCE_STRETCH = 16
 """Chunks whose answers are computed together when nothing is saved for backward: enough to fill a machine."""
@@ -445,7 +445,7 @@ def _run(walk: Walk, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tens
     """Walk all chunks from a state: answers and surprise ``[n m c ...]``, the state's layers and buffers at the end."""
     start = [layer.flatten(0, 1) for layer in (*state.layers, *state.buffers)]
     tensors = (*stretch, *start, *walk.slow)
-    needed = trains(tensors)
+    needed = needs_grad(tensors)
     y, surprise, *end = _Sequence.apply(walk, needed, *tensors)
     if not walk.folds:
         return y, surprise, state.layers, state.buffers

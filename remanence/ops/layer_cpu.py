@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.ops.library import differentiable
-from remanence.runtime.state import carry_on as carried
+from remanence.runtime.state import roll_history as rolled
 
 _aten = torch.ops.aten
 
@@ -47,9 +47,9 @@ def lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return lift_forward(x, up, down)
 
 
-def carry_on(past: Tensor, new: Tensor) -> Tensor:
-    """`state.carry_on`, whose branch on the length would be compiled again for every length."""
-    return carry_on_forward(past, new)
+def roll_history(past: Tensor, new: Tensor) -> Tensor:
+    """`state.roll_history`, whose branch on the length would be compiled again for every length."""
+    return roll_history_forward(past, new)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def _features(rows: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
     return gate, value, active, u.to(rows.dtype), factor
 
 
-def _carry_on_backward(grad: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def _roll_history_backward(grad: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     length, count = past.shape[1], new.shape[1]
     kept = min(count, length)
     g_past = F.pad(grad[:, : length - kept], (0, 0, kept, 0))
@@ -282,10 +282,10 @@ gated_norm_forward = _register(
     "float eps",
 )
 lift_forward = _register("lift", _lift, _lift_backward, _lift_shape, "Tensor x, Tensor up, Tensor down")
-carry_on_forward = _register(
-    "carry_on",
-    carried,
-    _carry_on_backward,
+roll_history_forward = _register(
+    "roll_history",
+    rolled,
+    _roll_history_backward,
     lambda past, new: past.new_empty(past.shape),
     "Tensor past, Tensor new",
 )

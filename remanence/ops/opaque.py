@@ -28,7 +28,7 @@ from remanence.ops.library import GATES, operator, raise_on_double_backward
 from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
 from remanence.ops.state import Gates, MemoryState
-from remanence.runtime.state import trains
+from remanence.runtime.state import needs_grad
 
 STRETCH = 16
 """Chunks from one saved state to the next. Not the root of their number, which the compiler would have to know."""
@@ -138,7 +138,7 @@ def memorize(
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The arguments are those of `remanence.ops.memorize`, already checked."""
     call = _Call(q, k, v, gates, state, offsets, chunk, net, rule)
-    train = trains([*call.differentiable, *state.layers])
+    train = needs_grad([*call.differentiable, *state.layers])
     y, surprise, *rest = chunked_forward(*call.arguments, train)
     depth = len(state.layers)
     layers, (tail_k, tail_v), rest = tuple(rest[:depth]), rest[depth : depth + 2], rest[depth + 2 :]

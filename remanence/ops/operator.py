@@ -26,7 +26,7 @@ from remanence.ops.nets import MLP, NETS, Net
 from remanence.ops.rules import RULES, Rule, is_linear, stored
 from remanence.ops.state import Gates, MemoryState, Weights, fresh
 from remanence.ops.triton import dispatch, layer, memory
-from remanence.runtime.state import trains
+from remanence.runtime.state import needs_grad
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor, MemoryState, Tensor]]] = {
     "reference": reference.memorize,
@@ -152,7 +152,7 @@ def _backend(
     """The backend of a call. The kernels run only what `dispatch` lets them."""
     if backend not in ("auto", "triton"):
         return backend
-    train = trains([q, k, v, *gates, *state.layers, *state.buffers, state.k, state.v, *state.gates])
+    train = needs_grad([q, k, v, *gates, *state.layers, *state.buffers, state.k, state.v, *state.gates])
     if backend == "auto":
         return dispatch.memory_backend(q, v, net, rule, chunk, train)
     reason = dispatch.memory_reason(q, v, net, rule, chunk, train)

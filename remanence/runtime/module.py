@@ -205,7 +205,7 @@ def _overridden(kind: type, method: str, names: tuple[str, ...] | None) -> str |
 _CALLS = ("__call__", "__getattr__", "__getattribute__")
 _HARMLESS = {
     *("State", "activation_bytes", "check", "decoder", "extra_repr", "flops", "has_memory", "needs_unigrams"),
-    *("reset_own_parameters", "reset_parameters", "uncapturable", "undecodable"),
+    *("reset_own_parameters", "reset_parameters", "capture_unsupported_reason", "decode_unsupported_reason"),
 }
 
 

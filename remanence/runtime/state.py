@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-def trains(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether anyone can ask for a gradient of what is made of these. (A loop: torch 2.11 does not compile a generator
-    that is left halfway.)
+def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd records what is computed from these tensors. (A loop, because torch 2.11 does not compile a
+    generator that is not exhausted.)
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -221,9 +221,9 @@ class TensorTuple:
         return cls(*[_concat(children) for children in zip(*states, strict=True)])
 
 
-def carry_on(past: Tensor, new: Tensor) -> Tensor:
-    """A history ``[r s ...]``, newest last, after more has come; its length stays. Never a view, which keeps a whole
-    call.
+def roll_history(past: Tensor, new: Tensor) -> Tensor:
+    """A history ``[r s ...]``, newest entry last, with new entries appended and as many of the oldest dropped. Never a
+    view, which would keep the tensors of a whole call alive.
     """
     length, count = past.shape[1], new.shape[1]
     if count >= length:
@@ -231,10 +231,10 @@ def carry_on(past: Tensor, new: Tensor) -> Tensor:
     return torch.cat([past[:, count:], new.to(past.dtype)], 1)
 
 
-def take_back(past: Tensor, tokens: int) -> Tensor:
-    """A history ``[r s ...]``, newest last, without its last entries; zeros take the oldest places."""
-    gone = min(tokens, past.shape[1])
-    return torch.cat([torch.zeros_like(past[:, :gone]), past[:, : past.shape[1] - gone]], 1)
+def rewind(past: Tensor, tokens: int) -> Tensor:
+    """A history ``[r s ...]``, newest entry last, without its last `tokens` entries; zeros fill the oldest places."""
+    removed = min(tokens, past.shape[1])
+    return torch.cat([torch.zeros_like(past[:, :removed]), past[:, : past.shape[1] - removed]], 1)
 
 
 def where(rows: list[bool] | Tensor, new: Any, old: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remanence.data import Batch
-from remanence.inference.graphs import border_of, longest_window, uncaptured_code, unsupported
+from remanence.inference.graphs import border_of, longest_window, uncaptured_code_reason, unsupported
 from remanence.model import Model, State, Trace
 from remanence.runtime.graphs import capture, copy_all
 from remanence.runtime.module import Watch
@@ -207,7 +207,7 @@ class Graphs:
             return None
         if batch.mask is not None and batch.begins is None:
             return None
-        if uncaptured_code(model) is not None:  # until the hooks are removed
+        if uncaptured_code_reason(model) is not None:  # until the hooks are removed
             return None
         if self.captured:  # the step before, which left its rows where they can go on
             return self.graphed

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from remanence.ops.library import differentiable, operator, raise_on_double_backward
 from remanence.ops.triton import dispatch, launch
 from remanence.ops.triton.resources import SHARED, Launch, record, recording
-from remanence.runtime.state import carry_on
+from remanence.runtime.state import roll_history
 
 PARTS = {"short_conv": 128, "gates": 32, "gated_norm": 1024, "rms_norm": 1024}
 """Programs (per head; per block of the input's channels; in all) that backward's sums over tokens are split between."""
@@ -180,7 +180,7 @@ def _short_conv(
     x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results, and the part of the past that was used, for backward."""
-    kept = carry_on(past, x)
+    kept = roll_history(past, x)
     past = past[:, past.shape[1] - weight.shape[-1] + 1 :].to(x.dtype, copy=True)
     x, past, weight = (tensor.contiguous() for tensor in (x, past, weight))
     rows, tokens, width = x.shape

@@ -10,7 +10,7 @@ from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
 from remanence.ops.state import LARGEST, Gates, MemoryState
 from remanence.ops.triton import linear, mlp
-from remanence.runtime.state import advanced, trains
+from remanence.runtime.state import advanced, needs_grad
 
 PIECE = 256
 """Chunks that are computed at once in a call without gradients."""
@@ -48,7 +48,7 @@ def memorize(
     rows, _, heads, width = q.shape
     inputs = [*[x.contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
     start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
-    train = trains([*inputs, *start])
+    train = needs_grad([*inputs, *start])
     plan = plan_of(net, rule, width, v.shape[-1], heads, chunk)
     # Without gradients a long call goes piece by piece: the states at all chunks' starts would fill a GPU.
     piece = layout.length if train else min(layout.length, PIECE * chunk)
