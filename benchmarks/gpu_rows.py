@@ -481,8 +481,8 @@ def one_decoding(model: Model, batch: int, context: int, tiny: bool) -> Row:
 
 
 def carried_rows(cases: list[str], variant: str, tiny: bool) -> Iterator[Row]:
-    """Steps as `fit` takes them, of 19M parameters on bytes: dynamics.py's size, windows and segments of the papers'
-    presets.
+    """Steps as `fit` takes them, of 19M parameters on bytes: the size of experiments/dynamics/run.py, windows and
+    segments of the papers' presets.
     """
     own = {} if tiny else {"vocabulary": 257, "dim": 512, "depth": 6, "heads": 8}
     batch, length = (2, 64) if tiny else (8, 4096)

@@ -1,7 +1,7 @@
 """The laws on this machine: what every architecture promises, in every dtype, as numbers. Writes a table and JSON.
 
-    python benchmarks/laws.py --out docs/results/data/laws-cpu.json
-    python benchmarks/laws.py --device cuda --out docs/results/data/laws-cuda.json
+    python benchmarks/laws.py --out experiments/laws/cpu.json
+    python benchmarks/laws.py --device cuda --out experiments/laws/cuda.json
 
 Two promises hold to the bit and are counts of numbers that differ: a token changes nothing before it (causality), and a
 memory that was saved and loaded is the one that was saved. The others are the same sum in another order: the largest

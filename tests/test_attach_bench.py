@@ -1,10 +1,9 @@
-"""The benchmark of attached memories in small: every part, taken up again, as table and plot."""
+"""The experiment on attached memories in small: every part, taken up again, as table and plot."""
 
 import importlib
 import json
 import lzma
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from remanence.data.prepare import prepare
 from remanence.tokenizers.tokens import ByteTokenizer
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("attach")
+    return importlib.import_module("experiments.attach.run")
 
 
 @pytest.fixture
@@ -96,8 +92,7 @@ def test_every_part(bench, given, monkeypatch, capsys):
 
 
 def test_what_an_untrained_memory_finds(given, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    begin = importlib.import_module("attach_begin")
+    begin = importlib.import_module("experiments.attach.untrained")
     given_here = [
         "--layers",
         "1",

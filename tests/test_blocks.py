@@ -148,7 +148,8 @@ def source(path):
 
 def wrong(words):
     """What is wrong with a command that is not run, as far as its source tells."""
-    scripts = [word for word in words if re.fullmatch(r"(benchmarks|examples)/\w+\.py", word)]
+    modules = [f"{word.replace('.', '/')}.py" for word in words if word.startswith("experiments.")]
+    scripts = [word for word in words if re.fullmatch(r"(benchmarks|examples)/\w+\.py", word)] + modules
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", source("Makefile"), re.M)
         return [] if words[1] in targets else [f"make {words[1]}"]
@@ -188,8 +189,8 @@ def test_what_is_not_run_is_there(page):
 def test_a_wrong_command_is_found():
     assert wrong(["make", "benhc"]) and not wrong(["make", "bench"])
     assert wrong(["python", "benchmarks/nowhere.py"])
-    assert wrong(["python", "benchmarks/distance.py", "BOOKS", "--sedes", "0"]) == ["--sedes"]
-    assert not wrong(["python", "benchmarks/distance.py", "BOOKS", "--seeds", "0"])
+    assert wrong(["python", "-m", "experiments.facts.distance", "BOOKS", "--sedes", "0"]) == ["--sedes"]
+    assert not wrong(["python", "-m", "experiments.facts.distance", "BOOKS", "--seeds", "0"])
 
 
 def test_the_install_line(tmp_path):

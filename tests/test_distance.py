@@ -1,4 +1,4 @@
-"""benchmarks/distance.py in small: what it trains, what it asks, and that asking does not disturb the reading."""
+"""experiments/facts/distance.py in small: its runs, its questions, and that a question leaves the reading unchanged."""
 
 import importlib
 import json
@@ -16,14 +16,13 @@ from remanence import Model, preset
 from remanence.model import parameters
 from remanence.tasks.answers import Likelihood
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 ARGS = Namespace(work=Path("nowhere"), steps=None, changes=[])
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("distance")
+def bench():
+    return importlib.import_module("experiments.facts.distance")
 
 
 @pytest.fixture
@@ -106,8 +105,8 @@ def test_it_trains_asks_and_prints(tmp_path, books):
     (folder / "index.json").write_text(json.dumps(index))
 
     def called(*arguments):
-        command = [sys.executable, str(BENCHMARKS / "distance.py"), str(folder), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [sys.executable, "-m", "experiments.facts.distance", str(folder), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
     out = ["--out", tmp_path / "rows.json"]
     called(

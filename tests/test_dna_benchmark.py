@@ -1,4 +1,4 @@
-"""benchmarks/dna.py in small: what it splits, in which order it runs, and that what is done is not done again."""
+"""experiments/dna/run.py in small: what it splits, in which order it runs, and that what is done is not done again."""
 
 import gzip
 import importlib
@@ -15,13 +15,12 @@ from remanence.dna.alphabet import BASES
 from remanence.dna.labelled import read_labelled
 from remanence.model import parameters
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("dna")
+def bench():
+    return importlib.import_module("experiments.dna.run")
 
 
 @pytest.fixture

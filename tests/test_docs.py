@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "remanence"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = ("remanence", "benchmarks", "examples", "tests")
+FOLDERS = ("remanence", "benchmarks", "experiments", "examples", "tests")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 PROSE = 120
 
@@ -141,7 +141,7 @@ class TestStyle:
 # A path that ends in .py or begins with one of our folders, and behind a colon the names that are defined there:
 # `ops/rules.py: RULES, Rule.forget`. Outside of backticks, names are only read at the end of a line of a code block,
 # where they annotate a formula.
-PATH = r"(?<![\w/.*-])((?:[\w-]+/)*\w+\.py|(?:docs|remanence|examples)/[\w/.-]*\w)\b(?!\(|\*)"
+PATH = r"(?<![\w/.*-])((?:[\w-]+/)*\w+\.py|(?:docs|remanence|examples|experiments)/[\w/.-]*\w)\b(?!\(|\*)"
 NAMES = r"[A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*"
 
 

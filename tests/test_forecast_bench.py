@@ -1,4 +1,4 @@
-"""The benchmark of forecasts in small: every kind of run, in several processes, taken up again, as table and plot."""
+"""The experiments on forecasts in small: every kind of run, in several processes, taken up again, as table and plot."""
 
 import importlib
 import json
@@ -14,19 +14,18 @@ from series import waves, written
 
 from remanence.evaluate.published import TABLE3, TABLE3_COLUMNS
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "forecast.py"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module("forecast")
+def bench():
+    return importlib.import_module("experiments.forecast.run")
 
 
 def called(*arguments):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    here = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=here).stdout
+    command = [sys.executable, "-m", "experiments.forecast.run", *map(str, arguments)]
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=here, cwd=ROOT).stdout
 
 
 def test_every_kind_of_run_in_two_processes(bench, tmp_path, monkeypatch):
@@ -67,7 +66,7 @@ def test_means_are_over_horizons_and_seeds(bench):
         what = {"run": run, "dataset": "ETTh1", "horizon": horizon, "seed": seed}
         return {"what": what, "errors": {"on": {"mse": mse, "mae": mse / 2}}}
 
-    bench = importlib.import_module("forecast_rows")
+    bench = importlib.import_module("experiments.forecast.tables")
 
     horizons = (96, 192, 336, 720)
     rows = [row("dlinear", horizon, seed, horizon + seed) for horizon in horizons for seed in (2, 0)]
@@ -100,7 +99,7 @@ def test_the_papers_table_is_whole():
 
 
 def test_seasons_come_again_and_change(bench, monkeypatch, tmp_path):
-    seasons = importlib.import_module("seasons")
+    seasons = importlib.import_module("experiments.forecast.seasons")
     monkeypatch.setattr(seasons, "REPEATS", 3)
     values = seasons.seasons(8, seed=0).values
     length, period = 3 * seasons.PERIOD, seasons.PERIOD

@@ -1,4 +1,4 @@
-"""benchmarks/mechanics.py in small: its tasks are what they say, and its tables are whole."""
+"""experiments/mechanics/run.py in small: its tasks are what they say, and its tables are whole."""
 
 import importlib
 import itertools
@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def mechanics(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("mechanics")
+def mechanics():
+    return importlib.import_module("experiments.mechanics.run")
 
 
 @pytest.fixture
@@ -33,8 +32,8 @@ def books(tmp_path):
 
 
 def called(*arguments):
-    command = [sys.executable, str(BENCHMARKS / "mechanics.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "experiments.mechanics.run", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
 def test_states_are_those_that_tokens_lead_to(mechanics):

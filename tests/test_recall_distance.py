@@ -1,4 +1,4 @@
-"""benchmarks/recall_distance.py in small: what is asked, and that asking does not disturb the reading."""
+"""experiments/recall/distance.py in small: what is asked, and that asking does not disturb the reading."""
 
 import importlib
 import json
@@ -14,14 +14,13 @@ from remanence import Model
 from remanence.inference.reader import read
 from remanence.model import parameters
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 ARGS = Namespace(distances=[64, 128], reach=None, texts=[3, 2], many=64, off=64, late=32, store=64)
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("recall_distance")
+def bench():
+    return importlib.import_module("experiments.recall.distance")
 
 
 def test_all_models_have_as_many_parameters(bench):
@@ -62,8 +61,8 @@ def test_answers_are_those_after_each_key_alone(bench):
 @pytest.mark.slow
 def test_it_saves_and_prints(bench, tmp_path):
     def called(*arguments):
-        command = [sys.executable, str(BENCHMARKS / "recall_distance.py"), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [sys.executable, "-m", "experiments.recall.distance", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
     out = ["--out", tmp_path / "rows.json"]
     called("--tiny", *out)

@@ -1,4 +1,4 @@
-"""benchmarks/small_limits.py in small: how answers are scored, and that every part asks and keeps its rows."""
+"""experiments/facts/small_limits.py in small: how answers are scored, and that every part asks and keeps its rows."""
 
 import importlib
 import json
@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("small_limits")
+def bench():
+    return importlib.import_module("experiments.facts.small_limits")
 
 
 def test_a_prefix_leads_and_is_not_right(bench):
@@ -57,14 +56,15 @@ def test_every_part_states_what_it_asks_for(bench):
 def test_the_command(tmp_path):
     command = [
         sys.executable,
-        str(BENCHMARKS / "small_limits.py"),
+        "-m",
+        "experiments.facts.small_limits",
         "--tiny",
         "--out",
         str(tmp_path / "rows.json"),
     ]
-    done = subprocess.run([*command, "--parts", "books"], capture_output=True, text=True)
+    done = subprocess.run([*command, "--parts", "books"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert row["count"] == row["leading"] == 2 and "| books |" in done.stdout
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "--wikitext: expected a file of WikiText" in done.stderr

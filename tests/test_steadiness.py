@@ -1,4 +1,4 @@
-"""benchmarks/steadiness.py in small: its tables are whole, and what holds by design holds there too."""
+"""experiments/dynamics/steadiness.py in small: its tables are whole, and what holds by design holds there too."""
 
 import json
 import math
@@ -13,7 +13,8 @@ def test_the_quick_run_fills_all_tables(tmp_path):
     out = tmp_path / "steadiness.json"
     command = [
         sys.executable,
-        str(ROOT / "benchmarks" / "steadiness.py"),
+        "-m",
+        "experiments.dynamics.steadiness",
         "all",
         "--quick",
         "--out",

@@ -1,4 +1,4 @@
-"""The benchmarks of texts in small: they read as a model reads, and their tables are whole."""
+"""The experiments on texts in small: they read as a model reads, and their tables are whole."""
 
 import importlib
 import json
@@ -15,13 +15,12 @@ import torch
 
 from remanence import Model, preset
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
+def bench():
+    return lambda name: importlib.import_module(f"experiments.{name}")
 
 
 @pytest.fixture
@@ -37,13 +36,13 @@ def home(tmp_path):
     return tmp_path
 
 
-def called(script, *arguments):
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def called(module, *arguments):
+    command = [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
 def test_pieces_are_in_order_and_never_leave_a_book(bench):
-    books = bench("books")
+    books = bench("shared")
     texts = [torch.zeros(n, dtype=torch.uint8) for n in (900, 500)]
     plan, new = books.plan_of(texts, rows=3, length=64, steps=40, seed=0, restart=0.1)
     assert new[0].all()
@@ -55,7 +54,7 @@ def test_pieces_are_in_order_and_never_leave_a_book(bench):
 
 @torch.no_grad()
 def test_reading_is_one_call_in_pieces(bench):
-    books = bench("books")
+    books = bench("shared")
     x = torch.randint(256, (2, 385), dtype=torch.uint8)
     for variant in ("mag", "memorizing"):
         model = Model(preset("tiny", variant, depth=1, window=64, segment=64)).eval()
@@ -65,7 +64,7 @@ def test_reading_is_one_call_in_pieces(bench):
 
 @torch.no_grad()
 def test_a_restarted_context_ends_where_it_is_scored(bench):
-    books = bench("books")
+    books = bench("shared")
     x = torch.randint(256, (2, 321), dtype=torch.uint8)
     model = Model(preset("tiny", "attention", depth=1)).eval()
     for length, stride in ((128, 128), (128, 64)):
@@ -78,7 +77,7 @@ def test_a_restarted_context_ends_where_it_is_scored(bench):
 
 
 def test_classes_of_words(bench):
-    memorizing = bench("memorizing")
+    memorizing = bench("knn.memorizing")
     text = b"a rare word and a word" + b" " * 40 + b"a unseen rare"
     counts = Counter({b"a": 20000, b"rare": 5, b"word": 50, b"and": 3000})
     x = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -92,11 +91,11 @@ def test_classes_of_words(bench):
 @pytest.mark.slow
 def test_language_saves_merges_and_prints(home, tmp_path):
     small = [home, "--tiny", "--steps", 2]
-    called("language.py", *small, "--runs", "window", "window-gate", "--out", tmp_path / "a.json")
-    called("language.py", *small, "--runs", "mag", "attention", "--out", tmp_path / "b.json")
-    assert called("language.py", *small, "--runs", "window", "--out", tmp_path / "a.json") == ""
+    called("language.run", *small, "--runs", "window", "window-gate", "--out", tmp_path / "a.json")
+    called("language.run", *small, "--runs", "mag", "attention", "--out", tmp_path / "b.json")
+    assert called("language.run", *small, "--runs", "window", "--out", tmp_path / "a.json") == ""
     both = ["--out", tmp_path / "c.json", "--merge", tmp_path / "a.json", tmp_path / "b.json", "--table"]
-    printed = called("language.py", home, *both, "--plot", tmp_path / "plot.png")
+    printed = called("language.run", home, *both, "--plot", tmp_path / "plot.png")
     assert all(f"| {name} |" in printed for name in ("window", "window-gate", "mag", "attention, overlapped"))
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]
     assert len(rows) == 4 and (tmp_path / "plot.png").exists()
@@ -106,8 +105,8 @@ def test_language_saves_merges_and_prints(home, tmp_path):
 @pytest.mark.slow
 def test_memorizing_saves_and_prints(home, tmp_path):
     out = ["--out", tmp_path / "m.json"]
-    called("memorizing.py", home, "--tiny", "--corpora", "books", *out)
-    printed = called("memorizing.py", home, *out, "--table", "--plot", tmp_path / "plot.png")
+    called("knn.memorizing", home, "--tiny", "--corpora", "books", *out)
+    printed = called("knn.memorizing", home, *out, "--table", "--plot", tmp_path / "plot.png")
     assert "| 0.125K, tuned with 1K |" in printed and "same sign" in printed
     rows = json.loads((tmp_path / "m.json").read_text())["rows"]
     assert len(rows) == 7 and len({row["parameters"] for row in rows}) == 1
@@ -118,7 +117,7 @@ def test_memorizing_saves_and_prints(home, tmp_path):
 @pytest.mark.slow
 def test_addressing_saves_and_prints(home, tmp_path):
     out = ["--out", tmp_path / "a.json"]
-    called("addressing.py", home, "--tiny", "--runs", "lmm, conv 4", "mag, conv 16, induction", *out)
-    printed = called("addressing.py", home, *out, "--table")
+    called("facts.addressing", home, "--tiny", "--runs", "lmm, conv 4", "mag, conv 16, induction", *out)
+    printed = called("facts.addressing", home, *out, "--table")
     assert "| mag, conv 16, induction | 0 |" in printed
     assert [len(row["curve"]) for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == [2, 2]

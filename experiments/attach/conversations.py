@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import relations
+
+from experiments.attach import relations
 
 Rng = np.random.Generator
 Fact = dict[str, Any]

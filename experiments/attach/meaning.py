@@ -1,6 +1,6 @@
 """Pilot: can a memory attached to SmolLM2-135M find facts by their meaning, asked in other words than stated?
 
-    python experiments/attach/meaning.py BASE.gguf TOKENIZER.json BOOKS KAMEL.jsonl.xz --layers 10 17 24 --features 1024
+    python -m experiments.attach.meaning BASE.gguf TOKENIZER.json BOOKS KAMEL.jsonl.xz --layers 10 17 24 --features 1024
 
 BOOKS is a folder with ``train.npy`` and ``test.npy``, the tokens of books. The pretrained model is written out here
 (weights frozen, attention over a window and the first tokens), so that a memory is some hundred lines that can all be
@@ -33,10 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from conversations import ASSISTANT, DONE, END, READ, Facts, Rng, pick, user
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from experiments.attach.conversations import ASSISTANT, DONE, END, READ, Facts, Rng, pick, user
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

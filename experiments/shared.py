@@ -1,4 +1,4 @@
-"""What the benchmarks on texts share: the books, the order of pieces, training with carried state, reading, rows.
+"""Shared by the experiments: books, the order of training pieces, training with carried state, reading, result rows.
 
 A folder of books holds ``*.txt.xz`` and an ``index.json`` that names each book's split.
 """
@@ -235,7 +235,7 @@ class Rows:
         for each in (path, *also):
             if each.exists() or each != path:
                 self._take(json.loads(each.read_text()))
-        self.note = {"commands": " ".join(sys.argv), "commits": commit or _commit()}
+        self.note = {"commands": command_line(), "commits": commit or _commit()}
 
     def _take(self, other: dict[str, Any]) -> None:
         for name in ("commands", "commits", "rows"):
@@ -291,6 +291,13 @@ def table_rule(count: int) -> str:
     return "|" + "---|" * count
 
 
+def command_line() -> str:
+    """The command that started this process, as a results page gives it."""
+    spec = sys.modules["__main__"].__spec__
+    program = sys.argv[0] if spec is None else f"-m {spec.name}"
+    return " ".join([program, *sys.argv[1:]])
+
+
 def _commit() -> str:
     root = Path(__file__).parent
     found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
@@ -323,7 +330,7 @@ class Clock:
 
 
 def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    """What every benchmark of rows can be asked."""
+    """The arguments that all experiments with result rows share."""
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so long")
     parser.add_argument("--out", type=Path, default=Path(out), help="rows; those in it are not run again")
     parser.add_argument("--commit", help="of the code, where there is no repository to ask")

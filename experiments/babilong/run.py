@@ -1,7 +1,7 @@
 """BABILong by fine-tuning from nothing: byte models of equal parameters learn bAbI's stories, from short texts to long.
 
-    python benchmarks/babilong.py BABI BOOKS --runs window window,lmm --work out/babilong --out babilong.json
-    python benchmarks/babilong.py --merge a.json b.json --out babilong.json --plot babilong.png
+    python -m experiments.babilong.run BABI BOOKS --runs window window,lmm --work out/babilong --out babilong.json
+    python -m experiments.babilong.run --merge a.json b.json --out babilong.json --plot babilong.png
 
 BABI is bAbI's archive or folder (tasks_1-20_v1-2), BOOKS a folder of ``*.txt.xz`` with an ``index.json`` that names
 each book's split. A run is a pattern of blocks. All runs have equal parameters and read the same batches: stories of
@@ -18,9 +18,7 @@ import argparse
 import hashlib
 import json
 import os
-import shlex
 import shutil
-import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 
+from experiments.shared import command_line
 from remanence import ModelConfig
 from remanence.evaluate import TASKS, Subject, configured, evaluate, published
 from remanence.evaluate.plots import curves
@@ -328,8 +327,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print what --out holds, and run nothing")
     parser.add_argument("--plot", type=Path, help="draw what --out holds, and run nothing")
     args = parser.parse_args()
-    here = Path(__file__).resolve().parent.parent
-    kept: Row = {"command": shlex.join(sys.argv), "commit": args.commit or commit(here), "rows": []}
+    here = Path(__file__).resolve().parent
+    kept: Row = {"command": command_line(), "commit": args.commit or commit(here), "rows": []}
     for path in args.merge or ([args.out] if args.out.exists() else []):
         kept["rows"] += json.loads(path.read_text())["rows"]
     kept["rows"] = list({key(row): row for row in kept["rows"]}.values())

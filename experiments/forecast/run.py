@@ -1,8 +1,8 @@
 """Titans' Table 3 on this machine: forecasts by the field's protocol, with and without the memory, DLinear beside them.
 
-python benchmarks/forecast.py FOLDER --jobs 12 --out forecast.json
-python benchmarks/forecast.py FOLDER --out forecast.json --table
-python benchmarks/forecast.py FOLDER --out forecast.json --plot forecast.png
+python -m experiments.forecast.run FOLDER --jobs 12 --out forecast.json
+python -m experiments.forecast.run FOLDER --out forecast.json --table
+python -m experiments.forecast.run FOLDER --out forecast.json --plot forecast.png
 
 FOLDER holds ETTh1.csv and so on, or archives with them (ETT-small.zip, weather.zip), which are read where they lie. A
 run trains one network by its recipe (remanence/forecast/recipes) and measures it on all windows of the test part:
@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from books import Rows, add_arguments, machine
-from forecast_rows import MODES, plot, table
 
+from experiments.forecast.tables import MODES, plot, table
+from experiments.shared import Rows, add_arguments, machine
 from remanence.config import change
 from remanence.forecast.network import Network
 from remanence.forecast.online import SHIFTS, roll
@@ -237,7 +237,7 @@ def fan_out(args: argparse.Namespace) -> None:
     if before:
         Rows(args.out, args.commit, before).save()
     claims = Path(tempfile.mkdtemp(dir=folder))
-    given = [sys.executable, sys.argv[0], str(args.folder)]
+    given = [sys.executable, "-m", __spec__.name, str(args.folder)]
     for name, value in vars(args).items():
         if name not in OWN and value not in (None, False, []):
             values = [] if value is True else value if isinstance(value, list) else [value]

@@ -9,8 +9,8 @@ much
 capacity     The inner loop alone: pairs written once, then asked for. How many are told from all others, per KiB of
 state?
 
-python benchmarks/steadiness.py twins plasticity capacity --text BOOK.txt.xz    # OMP_NUM_THREADS=1: one core is enough
-python benchmarks/steadiness.py all --quick                                     # seconds, to see that it runs
+python -m experiments.dynamics.steadiness twins plasticity capacity --text BOOK.txt.xz  # one core is enough
+python -m experiments.dynamics.steadiness all --quick                                   # seconds, to see that it runs
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="+", choices=[*PARTS, "all"])
-    paper = Path(__file__).parent.parent / "docs/paper.md"
+    paper = Path(__file__).parents[2] / "docs/paper.md"
     parser.add_argument("--text", type=Path, default=paper, help="what twins read (.xz too)")
     parser.add_argument(
         "--kinds", nargs="+", default=list(PLASTIC), choices=list(PLASTIC), help="memories, for plasticity"

@@ -1,8 +1,8 @@
 """What a memory is for in a stream: a season longer than the look-back, which changes again and again.
 
-python benchmarks/seasons.py --seeds 0 1 2 --out seasons.json
-python benchmarks/seasons.py --out seasons.json --table
-python benchmarks/seasons.py --out seasons.json --plot seasons.png
+python -m experiments.forecast.seasons --seeds 0 1 2 --out seasons.json
+python -m experiments.forecast.seasons --out seasons.json --table
+python -m experiments.forecast.seasons --out seasons.json --plot seasons.png
 
 Every channel repeats a pattern of 96 rows that was drawn at random, ten times; then another one begins. A look-back has
 24 rows, and so has the horizon: what comes next was last seen 96 rows ago, which only a memory can know. A network is
@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from books import Rows, add_arguments, machine, table_row, table_rule
 
+from experiments.shared import Rows, add_arguments, machine, table_row, table_rule
 from remanence.config import change
 from remanence.forecast.config import ForecastConfig
 from remanence.forecast.network import Network

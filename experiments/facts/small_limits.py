@@ -1,7 +1,7 @@
 """What does `remanence-small` answer beyond the facts that it was trained on? On a CPU, a few minutes with one thread.
 
-    OMP_NUM_THREADS=1 python benchmarks/small_limits.py --wikitext wikitext-2/test.txt.xz --out rows.json
-    python benchmarks/small_limits.py --out rows.json --table
+    OMP_NUM_THREADS=1 python -m experiments.facts.small_limits --wikitext wikitext-2/test.txt.xz --out rows.json
+    python -m experiments.facts.small_limits --out rows.json --table
 
 Every text states one fact (or several), continues with part of a book, and is asked one question. The answer is
 generated greedily, up to 12 bytes. It is *leading* if it begins with the value, and *right* if the value also ends
@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from books import Row, Rows, add_arguments, machine, table_row, table_rule
 
+from experiments.shared import Row, Rows, add_arguments, machine, table_row, table_rule
 from remanence import Session
 from remanence.evaluate.task import wilson
 from remanence.io.shipped import FOLDER

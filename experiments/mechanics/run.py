@@ -1,10 +1,10 @@
 """Which part of a memory does what? State tracking, the ablations of the paper's table 5, chunks, precision and gates.
 
-    python benchmarks/mechanics.py construct --out mechanics.json
-    python benchmarks/mechanics.py track --seeds 0 1 --out mechanics.json
-    python benchmarks/mechanics.py recall --seeds 0 1 2 --out mechanics.json
-    python benchmarks/mechanics.py language --books BOOKS --seeds 0 1 2 --out mechanics.json
-    python benchmarks/mechanics.py --out mechanics.json --table --plot mechanics.png
+    python -m experiments.mechanics.run construct --out mechanics.json
+    python -m experiments.mechanics.run track --seeds 0 1 --out mechanics.json
+    python -m experiments.mechanics.run recall --seeds 0 1 2 --out mechanics.json
+    python -m experiments.mechanics.run language --books BOOKS --seeds 0 1 2 --out mechanics.json
+    python -m experiments.mechanics.run --out mechanics.json --table --plot mechanics.png
 
 **track**: the running parity of bits, and the running product of permutations of five (the word problem of S5, over its
 four swaps of neighbours), trained on short texts and asked on longer ones. **construct**: the same by a matrix whose
@@ -30,7 +30,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from books import (
+from torch import Tensor
+
+from experiments.shared import (
     Clock,
     Row,
     Rows,
@@ -46,8 +48,6 @@ from books import (
     streams,
     table_row,
 )
-from torch import Tensor
-
 from remanence import Model, ModelConfig
 from remanence.config import change
 from remanence.memory.neural import NeuralMemory

@@ -1,8 +1,8 @@
 """Does it remember? Facts stated in a book and asked for after 1K to 1M tokens and more, by models trained on pieces
 of 2K.
 
-    python benchmarks/distance.py BOOKS --seeds 0 1 2 --jobs 6 --work out/distance --out rows.json
-    python benchmarks/distance.py BOOKS --out rows.json --table --plot distance.png
+    python -m experiments.facts.distance BOOKS --seeds 0 1 2 --jobs 6 --work out/distance --out rows.json
+    python -m experiments.facts.distance BOOKS --out rows.json --table --plot distance.png
 
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. Every run is `recipes/facts.py`
 with another architecture and as many parameters: the same steps on the same texts. The models then read held-out books
@@ -34,8 +34,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from books import Row, Rows, add_arguments, load, machine
 
+from experiments.shared import Row, Rows, add_arguments, load, machine
 from remanence.config import MODES, change, memorizing
 from remanence.data.prepare import prepare
 from remanence.evaluate.subject import Subject
@@ -351,7 +351,7 @@ def fan_out(args: argparse.Namespace) -> None:
         while waiting and len(running) < args.jobs:
             name, seed, part = waiting.pop(0)
             own_arguments = ["--runs", name, "--seeds", str(seed), "--out", str(part)]
-            command = [sys.executable, sys.argv[0], *given, *own_arguments]
+            command = [sys.executable, "-m", __spec__.name, *given, *own_arguments]
             running[f"{name} {seed}"] = subprocess.Popen(command)
         time.sleep(0.5)
     Rows(args.out, args.commit, [part for part in parts if part.exists()]).save()

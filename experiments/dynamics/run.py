@@ -1,6 +1,6 @@
 """Does a memory train on real text, and does it stay worth reading with? Byte models of equal parameters on books.
 
-    python benchmarks/dynamics.py BOOKS --runs deep gated_delta --lrs 1e-3 2e-3 4e-3 --steps 1000 --out rows.json
+    python -m experiments.dynamics.run BOOKS --runs deep gated_delta --lrs 1e-3 2e-3 4e-3 --steps 1000 --out rows.json
 
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. The models are LMMs (memory and
 feed-forward, no attention), trained on the books of the split train with their memories carried from piece to piece,
@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from books import captured, load, octaves, plan_of, streams
 
+from experiments.shared import captured, load, octaves, plan_of, streams
 from remanence import Model, ModelConfig
 from remanence.model import matched
 from remanence.ops import leashed, reset_leashed

@@ -1,7 +1,7 @@
 """How far does a memory reach? Pairs stated once and asked for after 1K to 1M tokens of noise, by models trained on 1K.
 
-    python benchmarks/recall_distance.py --runs lmm mac window --seeds 0 1 2 --out rows.json
-    python benchmarks/recall_distance.py --out rows.json --table --plot recall-distance.png
+    python -m experiments.recall.distance --runs lmm mac window --seeds 0 1 2 --out rows.json
+    python -m experiments.recall.distance --out rows.json --table --plot recall-distance.png
 
 All models have as many parameters and are trained on the same texts (`remanence.tasks.recall`): first rows of 64
 tokens, then of 1,040, then states that are carried through up to 80K tokens of noise. Each then reads pairs and noise.
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from books import Clock, Row, Rows, add_arguments, machine
 from torch import Tensor
 
+from experiments.shared import Clock, Row, Rows, add_arguments, machine
 from remanence import Model, ModelConfig
 from remanence.config import Mode, change
 from remanence.evaluate.task import wilson

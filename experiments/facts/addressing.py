@@ -1,8 +1,8 @@
 """When does a memory learn to look a fact up by its name? Small models on facts in books, keys and queries begun in
 different ways.
 
-    python benchmarks/addressing.py BOOKS --seeds 0 1 --out rows.json
-    python benchmarks/addressing.py BOOKS --out rows.json --table
+    python -m experiments.facts.addressing BOOKS --seeds 0 1 --out rows.json
+    python -m experiments.facts.addressing BOOKS --out rows.json --table
 
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. Two layers of width 128 read the
 first stage of `recipes/facts.py`: facts in the plainest wording, in pieces of 2,048 bytes. Every --every steps they are
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from books import Row, Rows, load, machine, table_row, table_rule
-from distance import Facts, Texts
 
+from experiments.facts.distance import Facts, Texts
+from experiments.shared import Row, Rows, load, machine, table_row, table_rule
 from remanence.config import change
 from remanence.data.prepare import prepare
 from remanence.evaluate.subject import Subject

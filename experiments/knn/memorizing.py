@@ -1,7 +1,7 @@
 """Memorizing Transformers' results in small: what does a kNN store add, by its size, and to which words?
 
-    python benchmarks/memorizing.py BOOKS --corpora books python --trained 0 2048 8192 --out rows.json
-    python benchmarks/memorizing.py BOOKS --out all.json --merge rows.json others.json --table --plot memorizing.png
+    python -m experiments.knn.memorizing BOOKS --corpora books python --trained 0 2048 8192 --out rows.json
+    python -m experiments.knn.memorizing BOOKS --out all.json --merge rows.json more.json --table --plot memorizing.png
 
 Byte models of sliding windows with one kNN layer, trained with a store of one size and tested with others: the weights
 do not depend on it. Some are then tuned for a few steps with a larger store, beside the same steps with their own
@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from books import (
+from torch import Tensor
+
+from experiments.shared import (
     Clock,
     Row,
     Rows,
@@ -44,8 +46,6 @@ from books import (
     table_row,
     table_rule,
 )
-from torch import Tensor
-
 from remanence import Model, ModelConfig
 from remanence.config import change, memorizing
 from remanence.model import matched

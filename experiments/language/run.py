@@ -1,7 +1,7 @@
 """What do memories add to a language model? Byte models of equal parameters on books, from windows to Titans.
 
-    python benchmarks/language.py BOOKS --runs window mag lmm --lrs 1e-3 2e-3 --seeds 0 1 --steps 2000 --out rows.json
-    python benchmarks/language.py BOOKS --out all.json --merge rows.json others.json --table --plot language.png
+    python -m experiments.language.run BOOKS --runs window mag lmm --lrs 1e-3 2e-3 --seeds 0 1 --steps 850 --out a.json
+    python -m experiments.language.run BOOKS --out all.json --merge rows.json others.json --table --plot language.png
 
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. All models read the same pieces
 of the books of the split train in the same order, those of constant size with their state carried from piece to piece,
@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from books import (
+from torch import Tensor
+
+from experiments.shared import (
     Clock,
     Row,
     Rows,
@@ -41,8 +43,6 @@ from books import (
     table_row,
     table_rule,
 )
-from torch import Tensor
-
 from remanence import Model, ModelConfig
 from remanence.config import MODES, memorizing
 from remanence.layers import Linear

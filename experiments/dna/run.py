@@ -1,7 +1,7 @@
 """DNA: a genome read base by base, and classes of sequences by models that began from it or from scratch.
 
-    python benchmarks/dna.py DATA --jobs 8 --work out/dna --out dna.json
-    python benchmarks/dna.py DATA --out dna.json --table --plot dna.png
+    python -m experiments.dna.run DATA --jobs 8 --work out/dna --out dna.json
+    python -m experiments.dna.run DATA --out dna.json --table --plot dna.png
 
 DATA is a folder. Below it lie one genome (``*.fna.gz``), GUE's tasks (folders with train, dev and test ``.csv.xz``) and
 single tables (``*.test.csv.xz``). Models of equal size are trained on the first 80 % of the genome (`dna/pretrain`).
@@ -40,8 +40,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from books import Row, Rows, add_arguments, bits_of, machine, table_row, table_rule
 
+from experiments.shared import Row, Rows, add_arguments, bits_of, machine, table_row, table_rule
 from remanence.config import Mode, change
 from remanence.dna.alphabet import BASES, base_tokens, reverse_complement
 from remanence.dna.evaluation import label_scores
@@ -523,7 +523,8 @@ def fan_out(args: argparse.Namespace) -> None:
     """Workers that share the list of runs; then their rows together."""
     parts = [args.work / f"rows-{index}.json" for index in range(args.jobs)]
     done = [args.out] if args.out.exists() else []
-    workers = [subprocess.Popen([sys.executable, *sys.argv, "--worker", str(part)]) for part in parts]
+    command = [sys.executable, "-m", __spec__.name, *sys.argv[1:]]
+    workers = [subprocess.Popen([*command, "--worker", str(part)]) for part in parts]
     codes = [worker.wait() for worker in workers]
     Rows(args.out, args.commit, [*done, *(part for part in parts if part.exists())]).save()
     if any(codes):

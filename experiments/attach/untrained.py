@@ -1,6 +1,6 @@
 """What a memory finds before it was trained, by what is written into it.
 
-    python benchmarks/attach_begin.py BASE --books BOOKS --layers 3 7 15 23
+    python -m experiments.attach.untrained BASE --books BOOKS --layers 3 7 15 23
 
 Facts are told, tokens of a held-out book are read, and every fact is asked for, all in one reading of the pretrained
 model BASE with its attention narrowed. Each layer's inputs then go through a new memory (`remanence.attach`'s, weights
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from books import load, table_row, table_rule
 from torch import Tensor
 
+from experiments.shared import load, table_row, table_rule
 from remanence import attach
 from remanence.attached.base import Source
 from remanence.attached.site import begin

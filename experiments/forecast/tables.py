@@ -1,4 +1,4 @@
-"""What `forecast.py` measured, as tables and a plot: ours, and Titans' Table 3 beside it."""
+"""What `run.py` measured, as tables and a plot: ours, and Titans' Table 3 beside it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from books import comparable, table_row, table_rule
-
+from experiments.shared import comparable, table_row, table_rule
 from remanence.evaluate.published import TABLE3, TABLE3_COLUMNS
 from remanence.forecast.online import SHIFTS
 from remanence.forecast.protocol import HORIZONS

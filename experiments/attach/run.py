@@ -1,10 +1,10 @@
 """A memory attached to a pretrained model: what it wins back of what a window loses, what it keeps, what it costs.
 
-    python benchmarks/attach.py BASE --tokens TOKENS --books BOOKS --work out/attach --out attach.json
-    python benchmarks/attach.py BASE --out attach.json --table --plot attach.png
+    python -m experiments.attach.run BASE --tokens TOKENS --books BOOKS --work out/attach --out attach.json
+    python -m experiments.attach.run BASE --out attach.json --table --plot attach.png
 
 BASE is the folder, name or GGUF file of a causal language model; TOKENS are books prepared with its tokenizer; BOOKS is
-a folder of books with an index (see books.py), of which the split "test" is read. Parts (--parts):
+a folder of books with an index (see experiments/shared.py), of which the split "test" is read. Parts (--parts):
 
 - train: attach (`remanence.attach`) and train by the recipe `attach`; into --work, unless it is there;
 - near, far: bits per byte of held-out books by position, in many stretches and in whole books: the pretrained model
@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from attach_begin import reading
-from books import Row, Rows, add_arguments, load, machine, octaves, table_row, table_rule
 from torch import Tensor
 
+from experiments.attach.untrained import reading
+from experiments.shared import Row, Rows, add_arguments, load, machine, octaves, table_row, table_rule
 from remanence import attach
 from remanence.attached.base import Source
 from remanence.attached.folder import load as load_attached

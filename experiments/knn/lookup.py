@@ -1,6 +1,6 @@
 """What a kNN store is worth: pairs told far beyond the window, then asked.
 
-    python benchmarks/lookup.py [--fuse gate joint] [--steps 900] [--seeds 0 1] [--out benchmarks/out/lookup.json]
+    python -m experiments.knn.lookup [--fuse gate joint] [--steps 900] [--seeds 0 1] [--out lookup.json]
 
 A model of two layers, a window of 16 tokens and a kNN store in the second, is trained on texts of 32 and 64 tokens that
 tell pairs and ask for them again, and then asked in texts of up to 1,040. Pairs that come back within the window teach
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "lookup.json")
+    parser.add_argument("--out", type=Path, default=Path("lookup.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     reach = Table(
