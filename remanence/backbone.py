@@ -110,12 +110,12 @@ class Block(Module):
 
     def forward(self, x: Float[Tensor, "b t d"], state: Any, ctx: Context) -> MixerOutput:
         y, state, trace = self.mixer(self.norm_mixer(x, operand(x)), state, ctx)
-        return MixerOutput(self.added(x, y), state, trace)
+        return MixerOutput(self.residual_ffn(x, y), state, trace)
 
     def start(self, rows: int) -> Any:
         return self.mixer.start(rows)
 
-    def added(self, x: Tensor, y: Tensor) -> Tensor:
+    def residual_ffn(self, x: Tensor, y: Tensor) -> Tensor:
         """What goes on to the next layer, from a layer's input and its mixer's output."""
         x = x + y
         # What torch may have compiled is for one layer's weights.

@@ -594,7 +594,7 @@ def test_a_threshold_may_be_set_after_training_and_is_saved(tmp_path):
     for index, (old, new) in enumerate(zip(state.blocks, later.blocks, strict=True)):
         if old.memory is not None:
             layer = model.memories[str(index)].layer
-            assert_close(layer.settle(old.memory), layer.settle(new.memory), 1e-6)
+            assert_close(layer.current_weights(old.memory), layer.current_weights(new.memory), 1e-6)
     model.threshold = 0.0
     assert torch.equal(model(text)[0], before)
     with pytest.raises(ValueError, match="threshold: expected at least 0 and below 1, got 2"):

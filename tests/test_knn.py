@@ -390,6 +390,8 @@ def test_the_table_is_never_trained(tmp_path):
     again.resize_token_embeddings(20)
     assert len(again.model.log_unigrams) == 20
     _, state = again.model(torch.randint(20, (1, 17)))
-    assert not any(tensor.requires_grad for tensor in (state.blocks[0].worth, *state.blocks[0].store))
+    assert not any(
+        tensor.requires_grad for tensor in (state.blocks[0].token_importance, *state.blocks[0].store)
+    )
     again.save_pretrained(tmp_path / "n")
     assert torch.equal(Model.load(tmp_path / "n").log_unigrams.cpu(), again.model.log_unigrams.cpu())

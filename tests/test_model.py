@@ -316,7 +316,7 @@ def test_a_segment_begun_with_the_memory_off_has_the_weights_of_its_beginning():
     subject, x = model("mac", depth=1), tokens(1, 11)
     _, first = subject(x[:, :8])
     _, state = subject(x[:, 8:10], first, memory="off")
-    now = subject.blocks[0].mixer.memory.layer.settle(first.blocks[0].memory)
+    now = subject.blocks[0].mixer.memory.layer.current_weights(first.blocks[0].memory)
     assert_close(state.blocks[0].weights, now, 0.0)
 
 

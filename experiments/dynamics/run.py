@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from experiments.shared import captured, load, octaves, plan_of, streams
 from remanence import Model, ModelConfig
 from remanence.model import matched
-from remanence.ops import leashed, reset_leashed
+from remanence.ops import clamped, reset_clamped
 from remanence.runtime.state import where
 
 RUNS: dict[
@@ -193,8 +193,8 @@ def one(name: str, lr: float, seed: int, args: argparse.Namespace, device: str) 
         model, load(args.books, "train"), rows, length, args.steps, lr, seed, device
     ).run()
     took = time.time() - began
-    held = leashed()
-    reset_leashed()
+    held = clamped()
+    reset_clamped()
     x = {split: streams(load(args.books, split), args.length, args.streams) for split in args.splits}
     weights, every = model.start(1).tensors(), min(25, args.steps)
     state = sum(t.numel() for t in weights if t.dim() == 6) or sum(t.numel() for t in weights if t.dim() == 5)

@@ -50,7 +50,7 @@ from remanence.layers.attention import AttentionState
 from remanence.mixers import MIXERS, AttentionMixer, Context, Mixer, MixerOutput
 from remanence.mixers.window_and_memory import Join
 from remanence.model import matched
-from remanence.ops import leashed, reset_leashed
+from remanence.ops import clamped, reset_clamped
 
 
 class GatedWindow(AttentionMixer):
@@ -122,7 +122,7 @@ def one(name: str, what: Row, texts: dict[str, Any], args: argparse.Namespace, d
     """Train a model, and read with it."""
     torch.manual_seed(what["seed"])
     model = Model(made(name, args)).to(device)
-    reset_leashed()
+    reset_clamped()
     carry = "attention" not in model.config.pattern
     clock = Clock(device)
     training = Training(
@@ -130,7 +130,7 @@ def one(name: str, what: Row, texts: dict[str, Any], args: argparse.Namespace, d
         seed=what["seed"], carry=carry,
     )  # fmt: skip
     losses, norms = training.run()
-    trained, captured, held = clock(), training.graphed is not None, leashed()
+    trained, captured, held = clock(), training.graphed is not None, clamped()
     model.zero_grad(set_to_none=True)
     del training
     # All splits at once: fewer and larger calls.

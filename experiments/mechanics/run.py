@@ -53,7 +53,7 @@ from remanence.config import change
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers import LMM, MIXERS
 from remanence.model import matched
-from remanence.ops import NETS, RULES, Gates, memorize, settle, start
+from remanence.ops import NETS, RULES, Gates, current_weights, memorize, start
 from remanence.tasks.recall import Recall
 
 
@@ -300,7 +300,7 @@ def construct(what: Row, device: torch.device) -> Row:
         _, state, _ = memorize(
             keys, keys, values, log_gates, state, net=net, rule=rule, chunk=16, check=False
         )
-        weights = settle(state, net=net, rule=rule)[0].squeeze(1).cpu()
+        weights = current_weights(state, net=net, rule=rule)[0].squeeze(1).cpu()
         last = (weights.flatten() > 0.5).long() if parity else numbered(weights.argmax(-2))
         found[length] = round((last == states[:, -1]).float().mean().item(), 4)
         length *= 2

@@ -52,7 +52,7 @@ class StoreBeside(Knn):
         self.config, self.window, self.segment = c, config.window, config.segment
         self.dim, self.persistent, self.hidden = config.dim, 0, 0
         self.attention: Any = _Outside()
-        self.borrows = self.lends = False
+        self.shares_store = self.owns_store = False
         self.store = Store(c.size, heads, width, c.evict, half_life=c.half_life)
         self.search = SEARCHES[c.search]()
         self.log_scale, self.gate = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
@@ -64,19 +64,21 @@ class StoreBeside(Knn):
         none = lambda length: like.new_zeros(rows, length, heads, width)
         nothing = torch.zeros(rows, dtype=torch.int64, device=like.device)
         attention = AttentionState(none(0), none(0), nothing, nothing)
-        worth = torch.zeros(rows, self.window, device=like.device)
+        importance = torch.zeros(rows, self.window, device=like.device)
         last = like.new_zeros(rows, 0)
-        return KnnState(attention, none(self.window), none(self.window), worth, last, store.start(rows, like))
+        return KnnState(
+            attention, none(self.window), none(self.window), importance, last, store.start(rows, like)
+        )
 
     def check(self, state: KnnState) -> None:
-        if not isinstance(state, KnnState) or state.worth.shape[1] != self.window:
+        if not isinstance(state, KnnState) or state.token_importance.shape[1] != self.window:
             raise ValueError(
                 f"state: expected a store beside a window of {self.window} tokens, got another's"
             )
 
-    def worth(self, x: Any, ctx: Context) -> Tensor:
+    def importance(self, x: Any, ctx: Context) -> Tensor:
         assert ctx.text is not None
-        return super().worth(ctx.text.tokens, ctx)
+        return super().importance(ctx.text.tokens, ctx)
 
     def joined(self, y: Tensor, met: tuple[Tensor, Tensor] | None) -> Tensor:
         """The window's attention, and the gate's share of what was found, where anything was."""

@@ -187,7 +187,7 @@ def _describe(line: dict[str, Any]) -> str:
     words += [f"step size {line['step_size']:.4f}"] if line.get("step_size") is not None else []
     words += [f"keep {line['keep']:.5f}"] if line.get("keep") is not None else []
     words += [f"{line['skipped']} skipped"] if line["skipped"] else []
-    words += [f"{line['leash']} leashed"] if line["leash"] else []
+    words += [f"{line['clamped']} clamped"] if line["clamped"] else []
     return ", ".join(words)
 
 

@@ -152,7 +152,7 @@ class Decoder:
                 if isinstance(decoder, ForwardDecoder) and decoder.mixer is block:
                     x = decoder.step(x, now)
                 else:
-                    x = block.added(x, decoder.step(block.norm_mixer(x, operand(x)), now))
+                    x = block.residual_ffn(x, decoder.step(block.norm_mixer(x, operand(x)), now))
             hidden = self.model.backbone.norm(x)
             for decoder in self.decoders:
                 decoder.finish(hidden, now)

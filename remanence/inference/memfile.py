@@ -20,7 +20,7 @@ from torch import Tensor
 
 from remanence.config import ModelConfig
 from remanence.io.files import canonical
-from remanence.io.migrations import first_name
+from remanence.io.migrations import first_name, stored_field
 from remanence.io.tensors import (
     FLOATS,
     Entry,
@@ -259,7 +259,9 @@ def fitted(
     )
     template = model.state_template()
     growing = _growing(template)
-    unbounded = {f"{path}.{field}" for path, part in parts(template) for field in part.minus_infinity}
+    unbounded = {
+        f"{path}.{stored_field(field)}" for path, part in parts(template) for field in part.minus_infinity
+    }
     state = assembled(template, tensors, model.device)
     for name, tensor in named(state):  # as the model has them: a float64 can be too large for it
         if name not in (unread or ()):
@@ -338,7 +340,7 @@ def named(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(node, Tensor):
         yield path, node
     elif node is not None:
-        names = node._fields if hasattr(node, "_fields") else range(len(node))
+        names = map(stored_field, node._fields) if hasattr(node, "_fields") else range(len(node))
         for name, child in zip(names, node, strict=True):
             yield from named(child, f"{path}.{name}" if path else str(name))
 

@@ -71,6 +71,15 @@ def accepts_old_names(owner: str) -> Callable[[Class], Class]:
     return decorate
 
 
+STATE_FIELDS = {"query_history": "asked", "token_importance": "worth"}
+"""Fields of states: present name, and the name in memory files and checkpoints, which is that of version 0.1."""
+
+
+def stored_field(name: str) -> str:
+    """The name that a state's field has in files."""
+    return STATE_FIELDS.get(name, name)
+
+
 TENSORS = {
     "blocks.": "backbone.blocks.",  # 0.1: a model's layers were its own, not its backbone's
     "norm.": "backbone.norm.",

@@ -45,11 +45,11 @@ class Features(nn.Module):
     def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h width"]:
         if layer.fits(x, width=self.width, features=self.hidden):
             for up, down in self.layers:
-                x = layer.lift(x, up, down)
+                x = layer.key_features(x, up, down)
             return x
         if layer_cpu.fits(x):
             for up, down in self.layers:
-                x = layer_cpu.lift(x, up, down)
+                x = layer_cpu.key_features(x, up, down)
             return x
         with torch.autocast(x.device.type, enabled=False):
             for up, down in self.layers:

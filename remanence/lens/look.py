@@ -19,7 +19,7 @@ from remanence.layers import unit
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers import MemoryTrace
 from remanence.model import CausalModel, Model, State, memories
-from remanence.ops import settle
+from remanence.ops import current_weights
 from remanence.runtime.errors import DivergedError
 
 SIGNALS = ("surprise", "step", "momentum", "forget")
@@ -111,7 +111,7 @@ def norms(layers: Mapping[int, NeuralMemory], state: State) -> Float[Tensor, " l
     """The norm of each memory's weights, of all its heads together, after all that was read."""
     found = []
     for index, layer in layers.items():
-        weights = settle(memories(state.blocks[index])[0], net=layer.net, rule=layer.rule)
+        weights = current_weights(memories(state.blocks[index])[0], net=layer.net, rule=layer.rule)
         found.append(torch.cat([weight.float().flatten() for weight in weights]).norm())
     return torch.stack(found).cpu()
 

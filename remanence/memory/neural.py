@@ -23,12 +23,26 @@ from remanence.layers import (
     by_heads,
     project,
 )
-from remanence.ops import MLP, NETS, RULES, Deep, Gates, MemoryState, Net, Rule, ask, memorize, settle, start
+from remanence.ops import (
+    MLP,
+    NETS,
+    RULES,
+    Deep,
+    Gates,
+    MemoryState,
+    Net,
+    Rule,
+    current_weights,
+    memorize,
+    query,
+    start,
+)
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
 from remanence.ops.rules import is_linear
 from remanence.ops.state import Weights
 from remanence.runtime.choices import check_choice
+from remanence.runtime.deprecation import renamed_method
 from remanence.runtime.keywords import MemoryFields
 from remanence.runtime.module import check_transforms
 from remanence.runtime.state import TensorTuple, rewind
@@ -317,9 +331,9 @@ class NeuralMemory(Module):
         if mask is not None:
             inside, documents = self._unpad(x, mask, offsets)
             return repad(self.read(inside, state, offsets=documents), mask)
-        return self.peek(x, state, offsets=offsets)[0]
+        return self.read_frozen(x, state, offsets=offsets)[0]
 
-    def peek(
+    def read_frozen(
         self,
         x: Float[Tensor, "b t d"],
         state: NeuralMemoryState | None = None,
@@ -328,18 +342,18 @@ class NeuralMemory(Module):
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
         """`read`, and the state afterwards: the same memory, with convolutions that have gone on over x."""
         state, borders = self._checked(x, state, offsets)
-        y, past_q = self.ask(x, self.settle(state), state.conv[0], borders)
+        y, past_q = self.query(x, self.current_weights(state), state.conv[0], borders)
         # Only the newest inputs stay in a history; packed documents may end anywhere, so there all are projected.
         last = x if borders is not None else x[:, max(0, x.shape[1] - self.k_conv.history) :]
         past_k = self.k_conv.advance(self.k_proj(last), state.conv[1], borders)
         past_v = self.v_conv.advance(self.v_proj(last), state.conv[2], borders)
         return y, NeuralMemoryState(state.memory, (past_q, past_k, past_v))
 
-    def settle(self, state: NeuralMemoryState) -> Weights:
+    def current_weights(self, state: NeuralMemoryState) -> Weights:
         """The memory's weights as they are after all that was read."""
-        return settle(state.memory, net=self.net, rule=self.rule)
+        return current_weights(state.memory, net=self.net, rule=self.rule)
 
-    def ask(
+    def query(
         self,
         x: Float[Tensor, "b t d"],
         weights: Weights,
@@ -351,8 +365,8 @@ class NeuralMemory(Module):
         """
         q, gate = project(x, self.q_proj, self.g_proj)
         q, past = self.q_conv.activated(q, past, borders, self.heads, normalize=True)
-        q = self.lift(q)
-        return self.output(q, ask(q, weights, net=self.net, offsets=borders), gate), past
+        q = self.key_features(q)
+        return self.output(q, query(q, weights, net=self.net, offsets=borders), gate), past
 
     def prepare(
         self,
@@ -368,11 +382,14 @@ class NeuralMemory(Module):
         q, past_q = self.q_conv.activated(q, conv[0], borders, self.heads, normalize=True)
         k, past_k = self.k_conv.activated(k, conv[1], borders, self.heads, normalize=True)
         v, past_v = self.v_conv.activated(v, conv[2], borders, self.heads)
-        return self.lift(q), self.lift(k), v, self.log_gates(x), (past_q, past_k, past_v)
+        return self.key_features(q), self.key_features(k), v, self.log_gates(x), (past_q, past_k, past_v)
 
-    def lift(self, x: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t h f"]:
+    def key_features(self, x: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t h f"]:
         """Keys or queries as the memory is given them: features, if it is deep."""
         return x if self.features is None else self.features(x)
+
+    ask, peek = renamed_method("ask", "query"), renamed_method("peek", "read_frozen")
+    settle, lift = renamed_method("settle", "current_weights"), renamed_method("lift", "key_features")
 
     def output(
         self, q: Float[Tensor, "b t h f"], answers: Float[Tensor, "b t h e"], gate: Float[Tensor, "b t inner"]

@@ -39,24 +39,24 @@ class _KnnState(NamedTuple):
     attention: AttentionState
     k: Tensor
     v: Tensor
-    worth: Tensor
+    token_importance: Tensor
     last: Tensor
     store: StoreState
 
 
 class KnnState(_KnnState, TensorTuple):
-    """The window; the open segment's pairs ``[r w h e]``, from the left, not yet in the store, and what each is worth
-    ``[r w]`` (-inf: not to be written); the model's last output ``[r d]``, by which the next token's surprise is known;
-    the store.
+    """The attention window; keys and values of the open segment ``[r w h e]``, from the left, not yet in the store, and
+    the importance of each token ``[r w]`` (-inf: not to be written); the model's last output ``[r d]``, from which the
+    next token's surprise is computed; the store.
     """
 
     __slots__ = ()
-    minus_infinity = ("worth",)
+    minus_infinity = ("token_importance",)
 
     @property
     def opened(self) -> Tensor:
         """Tokens of the open segment ``[r]``. A whole one stays open until the next token comes."""
-        return opened(self.attention.position, self.worth.shape[1])
+        return opened(self.attention.position, self.token_importance.shape[1])
 
     def crop(self, tokens: int) -> KnnState:
         room = torch.where(self.attention.position == self.opened, self.opened, self.opened - 1)
@@ -68,11 +68,13 @@ class KnnState(_KnnState, TensorTuple):
             raise ValueError(
                 "tokens: expected 0, as a store that is written by surprise goes by the last token read, got more"
             )
-        kept = torch.arange(self.worth.shape[1], device=self.worth.device) < (self.opened - tokens).unsqueeze(
-            -1
-        )
+        kept = torch.arange(self.token_importance.shape[1], device=self.token_importance.device) < (
+            self.opened - tokens
+        ).unsqueeze(-1)
         k, v = (x * kept[..., None, None] for x in (self.k, self.v))
-        return KnnState(self.attention.crop(tokens), k, v, self.worth.where(kept, 0.0), self.last, self.store)
+        return KnnState(
+            self.attention.crop(tokens), k, v, self.token_importance.where(kept, 0.0), self.last, self.store
+        )
 
 
 def opened(position: Tensor, window: int) -> Tensor:
@@ -92,7 +94,7 @@ class Knn(Mixer):
         self.config, self.window, self.segment = c, config.window, config.segment
         self.dim, self.persistent = config.dim, config.persistent
         self.attention = sliding_window(config)
-        self.borrows = self.lends = False
+        self.shares_store = self.owns_store = False
         self.store = Store(c.size, config.heads, self.attention.width, c.evict, half_life=c.half_life)
         self.search = SEARCHES[c.search]()
         self.hidden = config.dim if c.write == "surprise" else 0
@@ -108,18 +110,20 @@ class Knn(Mixer):
             nn.init.zeros_(self.gate)
 
     def link(self, earlier: Sequence[Mixer]) -> None:
-        """Where layers share a store, the first lends its own, and the others have none."""
+        """Where layers share a store, the first one owns it, and the others have none."""
         if not self.config.shared:
             return
         first = next((mixer for mixer in earlier if isinstance(mixer, Knn)), None)
         if first is not None:
-            first.lends = self.borrows = True
+            first.owns_store = self.shares_store = True
             self.store = Store(0, self.store.heads, self.store.width)
 
     @property
     def stride(self) -> int | None:
         # What a store is to hold is known only when all layers have read a window, or is another layer's to say.
-        return self.window if self.config.write == "surprise" or self.lends or self.borrows else None
+        return (
+            self.window if self.config.write == "surprise" or self.owns_store or self.shares_store else None
+        )
 
     @property
     def needs_unigrams(self) -> bool:
@@ -143,15 +147,17 @@ class Knn(Mixer):
         k, v = (
             like.new_zeros(rows, self.window, self.attention.heads, self.attention.width) for _ in range(2)
         )
-        worth = torch.zeros(rows, self.window, device=like.device)
-        return KnnState(attention, k, v, worth, like.new_zeros(rows, self.hidden), store.start(rows, like))
+        importance = torch.zeros(rows, self.window, device=like.device)
+        return KnnState(
+            attention, k, v, importance, like.new_zeros(rows, self.hidden), store.start(rows, like)
+        )
 
     def check(self, state: KnnState) -> None:
         """Refuse the state of a layer with another window, store or width."""
         super().check(state)
         heads = [self.attention.heads, self.attention.width]
         for name, part, expected in (
-            ("window", state.worth, [self.window]),
+            ("window", state.token_importance, [self.window]),
             ("heads and their width", state.k[:, 0], heads),
             ("store", state.store.k[:, :, 0, 0], [self.store.size]),
             ("last output", state.last, [self.hidden]),
@@ -170,28 +176,28 @@ class Knn(Mixer):
             # short documents then need no more memory, nor time to search it, than their tokens.
             state = self._start(x.shape[0] if offsets is None else len(offsets) - 1, self.store.resized(0))
         local = self.attention.attend(x, None if fresh else state.attention, offsets, lse=self.gate is None)
-        worth = ctx.shared.once("worth", lambda: self.worth(x, ctx))
+        importance = ctx.shared.once("importance", lambda: self.importance(x, ctx))
         if mode not in ("on", "fresh"):
-            worth = torch.full_like(worth, -torch.inf)
+            importance = torch.full_like(importance, -torch.inf)
         columns = SegmentColumns(
             local, [0] * len(state.k) if fresh else state.opened.tolist(), offsets, self.window
         )
         k, v = (
             columns.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v))
         )
-        worth = columns.columns(state.worth, to_rows(worth, offsets)[0])
-        lent = ctx.shared.entries["store"] if self.borrows else None
-        y, store = self._read(local, columns, k, v, worth, state, lent, mode, fresh)
-        if self.lends:
+        importance = columns.columns(state.token_importance, to_rows(importance, offsets)[0])
+        shared_store = ctx.shared.entries["store"] if self.shares_store else None
+        y, store = self._read(local, columns, k, v, importance, state, shared_store, mode, fresh)
+        if self.owns_store:
             ctx.shared.entries["store"] = store
         y = self.attention.out(from_rows(y.to(local.v.dtype), local.back))
-        left = (columns.left(k), columns.left(v), columns.left(worth))
+        left = (columns.left(k), columns.left(v), columns.left(importance))
         store = store.widened(self.store.size) if ctx.keep else store
         return MixerOutput(y, KnnState(local.state, *left, state.last, store))
 
     @torch.no_grad()
-    def worth(self, x: Tensor, ctx: Context) -> Tensor:
-        """What each token is worth to a store ``[b t]``, as far as it is known before it is read."""
+    def importance(self, x: Tensor, ctx: Context) -> Tensor:
+        """The importance of each token for a store ``[b t]``, as far as it is known before the token is read."""
         write, text = self.config.write, ctx.text
         if write not in ("rare", "random"):
             return torch.zeros(x.shape[:2], device=x.device)
@@ -210,17 +216,15 @@ class Knn(Mixer):
 
     @torch.no_grad()
     def finish(self, begun: KnnState | None, state: KnnState, hidden: Tensor, ctx: Context) -> KnnState:
-        """With "surprise", a token is worth how little the model expected it, which is known when all layers have read
-        it.
-        """
+        """With "surprise", a token's importance is its negative log-likelihood, known once all layers have read it."""
         if self.config.write != "surprise":
             return state
         index, surprise, newest = ctx.shared.once("surprise", lambda: self._surprise(state, hidden, ctx))
-        worth = state.worth
+        importance = state.token_importance
         if ctx.mode in ("on", "fresh"):
             # What is no token goes into one column more.
-            worth = F.pad(worth, (0, 1)).scatter(1, index, surprise)[:, :-1]
-        return state._replace(worth=worth, last=newest.to(state.last.dtype))
+            importance = F.pad(importance, (0, 1)).scatter(1, index, surprise)[:, :-1]
+        return state._replace(token_importance=importance, last=newest.to(state.last.dtype))
 
     def _surprise(self, state: KnnState, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token its column in the window ``[r t]`` and its surprise ``[r t]``; and each row's last output
@@ -236,7 +240,7 @@ class Knn(Mixer):
         )
         counts = counts if ctx.offsets is None else counts.diff()
         predicted = torch.cat([state.last.unsqueeze(1).to(out.dtype), out[:, :-1]], 1)
-        surprise = unexpected(ctx.text, predicted, rows, ctx.position)
+        surprise = token_surprise(ctx.text, predicted, rows, ctx.position)
         last = (counts - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, out.shape[-1])
         newest = torch.where(
             (counts > 0).unsqueeze(-1), out.gather(1, last).squeeze(1), state.last.to(out.dtype)
@@ -266,9 +270,9 @@ class Knn(Mixer):
         columns: SegmentColumns,
         k: Tensor,
         v: Tensor,
-        worth: Tensor,
+        importance: Tensor,
         state: KnnState,
-        lent: StoreState | None,
+        shared_store: StoreState | None,
         mode: Mode,
         ours: bool,
     ) -> tuple[Tensor, StoreState]:
@@ -279,16 +283,16 @@ class Knn(Mixer):
         slots = max(1, state.store.size + (columns.segments - 1) * self.window)
         store = state.store.widened(min(self.store.size, slots))
         ours = ours or store is not state.store
-        if (store if lent is None else lent).size == 0:
+        if (store if shared_store is None else shared_store).size == 0:
             return self.joined(local.y, None), store
         q = columns.queries(unit(local.q))
         base = state.attention.position - state.opened
         found, lengths = [], []
         for part in columns.parts:
             begin = base.unsqueeze(-1) + part.segment * self.window
-            if part.ended is not None and lent is None:
+            if part.ended is not None and shared_store is None:
                 before = slice((part.segment - 1) * self.window, part.segment * self.window)
-                segment = (k[:, before], v[:, before], worth[:, before], begin - self.window)
+                segment = (k[:, before], v[:, before], importance[:, before], begin - self.window)
                 store = self.write(store, *segment, part.ended, ours)
                 ours = True
             if mode == "off":
@@ -298,9 +302,9 @@ class Knn(Mixer):
             if mode == "fresh":  # no entries from before the segment of the model's that this one begins in
                 old = (store.position < begin // self.segment * self.segment) & live.any(1, keepdim=True)
                 store = store._replace(position=store.position.masked_fill(old, -1))
-            here = store if lent is None else lent
+            here = store if shared_store is None else shared_store
             limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
-            met = self.ask(q[:, part.first : part.last], here, limit)
+            met = self.query_store(q[:, part.first : part.last], here, limit)
             # What autograd holds must not be written to: of what `dense` has read, it holds the store itself.
             ours = ours and not (torch.is_grad_enabled() and self.config.search == "dense")
             found.append(torch.cat([met[0].to(met[1].dtype), met[1].unsqueeze(-1)], -1))
@@ -311,22 +315,29 @@ class Knn(Mixer):
         return self.joined(local.y, (far[..., :-1], far[..., -1])), store
 
     def write(
-        self, store: StoreState, k: Tensor, v: Tensor, worth: Tensor, begin: Tensor, rows: Tensor, ours: bool
+        self,
+        store: StoreState,
+        k: Tensor,
+        v: Tensor,
+        importance: Tensor,
+        begin: Tensor,
+        rows: Tensor,
+        ours: bool,
     ) -> StoreState:
         """The best of a whole segment ``[r w ...]``, which begins at ``[r 1]``, into the store, in the rows that have
         come to its end. The store's tensors may be written to if they are `ours`.
         """
         c = self.config
-        mask = worth > -torch.inf
+        mask = importance > -torch.inf
         if c.write != "all":
-            mask = mask & near(keep(worth, c.fraction, self.window), c.neighbours)
+            mask = mask & dilate(keep(importance, c.fraction, self.window), c.neighbours)
         place = begin + torch.arange(self.window, device=begin.device)
-        importance = None if c.write == "all" else worth.masked_fill(~mask, 0.0)
+        scored = None if c.write == "all" else importance.masked_fill(~mask, 0.0)
         return self.store.resized(store.size).add(
-            store, k, v, place, importance, mask & rows.unsqueeze(-1), reuse=ours
+            store, k, v, place, scored, mask & rows.unsqueeze(-1), reuse=ours
         )
 
-    def ask(self, q: Tensor, store: StoreState, limit: Tensor) -> tuple[Tensor, Tensor]:
+    def query_store(self, q: Tensor, store: StoreState, limit: Tensor) -> tuple[Tensor, Tensor]:
         """What unit queries find in a store, and its log-sum-exp."""
         found = self.search(q.detach(), store, min(self.config.k, store.size), limit)
         return attend(q, found, store, self.log_scale.exp())
@@ -349,22 +360,28 @@ class KnnDecoder(MixerDecoder):
         self.mixer, self.mode, self.size = mixer, mode, mixer.window
         self.window = WindowDecoder(mixer.attention, state.attention)
         own = state.detach().clone()
-        self.k, self.v, self.worth, self.last, self.store = own.k, own.v, own.worth, own.last, own.store
+        self.k, self.v, self.token_importance, self.last, self.store = (
+            own.k,
+            own.v,
+            own.token_importance,
+            own.last,
+            own.store,
+        )
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         mixer = self.mixer
         self._end_segment(now)
         y, q, k, v = self.window.attend(x, now, lse=mixer.gate is None)
-        worth = now.once("worth", make=lambda: self._worth(x, now))
+        importance = now.once("importance", make=lambda: self._importance(x, now))
         slot = now.once("open slot", self.size, make=lambda: now.position % self.size)
-        for buffer, new in ((self.k, unit(k)[:, 0]), (self.v, v[:, 0]), (self.worth, worth)):
+        for buffer, new in ((self.k, unit(k)[:, 0]), (self.v, v[:, 0]), (self.token_importance, importance)):
             decode.put(buffer, slot, new, now.active)
-        if mixer.lends:
+        if mixer.owns_store:
             now.shared["store"] = self.store
-        store = now.shared["store"] if mixer.borrows else self.store
+        store = now.shared["store"] if mixer.shares_store else self.store
         met = None
         if store.size and self.mode != "off":
-            met = mixer.ask(unit(q), store, (now.position - self.size).unsqueeze(-1))
+            met = mixer.query_store(unit(q), store, (now.position - self.size).unsqueeze(-1))
         return mixer.attention.out(mixer.joined(y, met).to(v.dtype))
 
     def _end_segment(self, now: StepContext) -> None:
@@ -376,18 +393,18 @@ class KnnDecoder(MixerDecoder):
         if not ended.is_cuda and not bool(ended.any()):
             return
         begin = (now.position - self.size).unsqueeze(-1)
-        store = self.mixer.write(self.store, self.k, self.v, self.worth, begin, ended, ours=True)
+        store = self.mixer.write(self.store, self.k, self.v, self.token_importance, begin, ended, ours=True)
         for buffer, new in zip(self.store, store, strict=True):
             if new is not buffer:
                 buffer.copy_(new)
 
-    def _worth(self, x: Tensor, now: StepContext) -> Tensor:
-        """What the token is worth to a store ``[r]``."""
+    def _importance(self, x: Tensor, now: StepContext) -> Tensor:
+        """The importance of the token for a store ``[r]``."""
         if self.mode != "on":
-            return torch.full_like(self.worth[:, 0], -torch.inf)
+            return torch.full_like(self.token_importance[:, 0], -torch.inf)
         if self.mixer.hidden:
-            return unexpected(now.text, self.last.unsqueeze(1), now.text.tokens, now.position)[:, 0]
-        return self.mixer.worth(x, Context(now.position, None, self.mode, now.text, Shared()))[:, 0]
+            return token_surprise(now.text, self.last.unsqueeze(1), now.text.tokens, now.position)[:, 0]
+        return self.mixer.importance(x, Context(now.position, None, self.mode, now.text, Shared()))[:, 0]
 
     def finish(self, hidden: Tensor, now: StepContext) -> None:
         if self.mixer.hidden:
@@ -396,11 +413,11 @@ class KnnDecoder(MixerDecoder):
     def state(self, position: Tensor) -> KnnState:
         held = torch.arange(self.size, device=position.device) < opened(position, self.size).unsqueeze(-1)
         k, v = (torch.where(held[..., None, None], x, 0.0) for x in (self.k, self.v))
-        attention, worth = self.window.state(position), torch.where(held, self.worth, 0.0)
-        return KnnState(attention, k, v, worth, self.last.clone(), self.store.clone())
+        attention, importance = self.window.state(position), torch.where(held, self.token_importance, 0.0)
+        return KnnState(attention, k, v, importance, self.last.clone(), self.store.clone())
 
 
-def unexpected(text: Text, predicted: Tensor, tokens: Tensor, position: Tensor) -> Tensor:
+def token_surprise(text: Text, predicted: Tensor, tokens: Tensor, position: Tensor) -> Tensor:
     """How little a model expected tokens ``[r t]``: -log p by what the outputs before them ``[r t d]`` predicted. Of a
     document's first token nothing is expected.
     """
@@ -412,7 +429,7 @@ def unexpected(text: Text, predicted: Tensor, tokens: Tensor, position: Tensor) 
     return torch.cat([first.unsqueeze(-1), surprise[:, 1:]], 1)
 
 
-def near(mask: Tensor, reach: int) -> Tensor:
+def dilate(mask: Tensor, reach: int) -> Tensor:
     """Marked tokens, and those at most so far from one in the same segment."""
     reach = min(reach, mask.shape[1])
     if not reach:

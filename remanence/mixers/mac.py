@@ -40,7 +40,7 @@ from remanence.runtime.state import (
 class _MACState(NamedTuple):
     memory: NeuralMemoryState
     weights: Weights
-    asked: Tensor
+    query_history: Tensor
     segment: SegmentState
 
 
@@ -53,13 +53,16 @@ class MACState(_MACState, TensorTuple):
 
     def crop(self, tokens: int) -> MACState:
         return MACState(
-            self.memory.crop(tokens), self.weights, rewind(self.asked, tokens), self.segment.crop(tokens)
+            self.memory.crop(tokens),
+            self.weights,
+            rewind(self.query_history, tokens),
+            self.segment.crop(tokens),
         )
 
 
 class _SegmentCarry(NamedTuple):
     memory: NeuralMemoryState
-    asked: Tensor
+    query_history: Tensor
 
 
 class SegmentCarry(_SegmentCarry, TensorTuple):
@@ -134,7 +137,7 @@ class MAC(MemoryMixer):
             y, carry, trace = self.read_segment(segment, carry)
             pieces.append(y)
             traces.append(trace)
-        state = MACState(carry.memory, weights, carry.asked, self.attention.start(x.shape[0]))
+        state = MACState(carry.memory, weights, carry.query_history, self.attention.start(x.shape[0]))
         if rest is not None:
             last = self._parts(rest, state, None, "on", [0] * x.shape[0], True)
             state = last.state
@@ -164,8 +167,10 @@ class MAC(MemoryMixer):
             if any(starts):
                 state = self._renewed(state, starts) if mode == "fresh" else state
                 known = begins or aligned(state.memory.memory.position, self.memory.chunk)
-                settled = state.memory.memory.weights if known else self.memory.layer.settle(state.memory)
-                now = tuple(weight.contiguous() for weight in settled)
+                current = (
+                    state.memory.memory.weights if known else self.memory.layer.current_weights(state.memory)
+                )
+                now = tuple(weight.contiguous() for weight in current)
                 state = state._replace(weights=where(starts, now, state.weights))
             y, state, trace = self._step(split.take(part), state, opened, part.offsets, mode)
             opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
@@ -183,12 +188,12 @@ class MAC(MemoryMixer):
         self, x: Tensor, state: MACState, opened: list[int], offsets: list[int] | None, mode: Mode
     ) -> tuple[Tensor, MACState, MemoryTrace | None]:
         """Tokens of one segment per row."""
-        memory, weights, asked, segment = state
+        memory, weights, query_history, segment = state
         trace: MemoryTrace | None = None
 
         def retrieve(x: Tensor) -> Tensor:
-            nonlocal asked
-            h, asked = self.memory.layer.ask(x, weights, asked, offsets)
+            nonlocal query_history
+            h, query_history = self.memory.layer.query(x, weights, query_history, offsets)
             return h
 
         def attend(x: Tensor, retrieved: Tensor | None) -> Tensor:
@@ -202,7 +207,7 @@ class MAC(MemoryMixer):
             return m
 
         y = self.segment(x, None if mode == "off" else retrieve, attend, write)
-        return y, MACState(memory, weights, asked, segment), trace
+        return y, MACState(memory, weights, query_history, segment), trace
 
     # What a wavefront over layers and segments needs (`remanence.mixers.wavefront`).
 
@@ -211,16 +216,16 @@ class MAC(MemoryMixer):
         return self.size if self.size % self.memory.chunk == 0 and self.memory.layer.watch is None else None
 
     def carry(self, state: MACState) -> SegmentCarry:
-        return SegmentCarry(state.memory, state.asked)
+        return SegmentCarry(state.memory, state.query_history)
 
     def read_segment(self, x: Tensor, carry: SegmentCarry) -> tuple[Tensor, SegmentCarry, MemoryTrace | None]:
         """One whole segment of every row, where a chunk begins with it, in mode "on": nothing is left open."""
-        memory, asked = carry
+        memory, query_history = carry
         trace: MemoryTrace | None = None
 
         def retrieve(x: Tensor) -> Tensor:
-            nonlocal asked
-            h, asked = self.memory.layer.ask(x, memory.memory.weights, asked)
+            nonlocal query_history
+            h, query_history = self.memory.layer.query(x, memory.memory.weights, query_history)
             return h
 
         def write(x: Tensor) -> Tensor:
@@ -229,7 +234,7 @@ class MAC(MemoryMixer):
             return m
 
         y = self.segment(x, retrieve, self.attention.whole, write)
-        return y, SegmentCarry(memory, asked), trace
+        return y, SegmentCarry(memory, query_history), trace
 
     def segment_start(self, carry: SegmentCarry) -> Weights:
         """What the state keeps of the time when a segment begins."""
@@ -244,7 +249,10 @@ class MAC(MemoryMixer):
             )
         rows = len(memory.position)
         return MACState(
-            NeuralMemoryState(memory, carry.memory.conv), weights, carry.asked, self.attention.start(rows)
+            NeuralMemoryState(memory, carry.memory.conv),
+            weights,
+            carry.query_history,
+            self.attention.start(rows),
         )
 
     # What the rest of the package asks.
@@ -274,9 +282,9 @@ class MACDecoder(MixerDecoder):
         self.segment = SegmentDecoder(mixer.attention, state.segment)
         contiguous = torch.contiguous_format
         self.weights = tuple(weight.detach().clone(memory_format=contiguous) for weight in state.weights)
-        self.asked = state.asked.detach().clone()
+        self.query_history = state.query_history.detach().clone()
         # A segment is so many chunks. Unless the memory has missed a token, no chunk is open when one begins, and its
-        # weights are settled as they stand.
+        # weights at the chunk's start are the current ones.
         chunk, memory = state.memory.memory.chunk, state.memory.memory.position
         self.aligned = mode == "on" and torch.equal(state.segment.position % chunk, memory % chunk)
 
@@ -284,21 +292,23 @@ class MACDecoder(MixerDecoder):
         mixer = self.mixer
         begins = now.once("begins", mixer.size, make=lambda: (now.position % mixer.size == 0) & now.active)
         if self.aligned:
-            self.memory.running.adopt(self.weights, begins)
+            self.memory.running.copy_weights(self.weights, begins)
         else:
-            decode.keep(self.weights, self.memory.settled(), begins)
+            decode.keep(self.weights, self.memory.current_weights(), begins)
         return mixer.segment(
             x,
             None
             if self.memory.mode == "off"
-            else lambda x: self.memory.ask(x, self.weights, self.asked, now),
+            else lambda x: self.memory.query(x, self.weights, self.query_history, now),
             lambda x, retrieved: self.segment.step(x, retrieved, now),
             lambda x: self.memory.step(x, now),
         )
 
     def state(self, position: Tensor) -> MACState:
         weights = tuple(weight.clone() for weight in self.weights)
-        return MACState(self.memory.state(), weights, self.asked.clone(), self.segment.state(position))
+        return MACState(
+            self.memory.state(), weights, self.query_history.clone(), self.segment.state(position)
+        )
 
     @property
     def diverged(self) -> Tensor:

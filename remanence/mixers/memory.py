@@ -15,7 +15,7 @@ from remanence.layers import Module
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.mixers.base import MemoryTrace, Mixer, MixerOutput
-from remanence.ops import ask, decode
+from remanence.ops import decode, query
 from remanence.ops.state import Weights
 from remanence.runtime.module import plain
 from remanence.runtime.ragged import SegmentSplit
@@ -83,7 +83,7 @@ class Memory(Module):
         if mode == "off":
             return MixerOutput(torch.zeros_like(x), state, None)
         if mode == "frozen":
-            return MixerOutput(*self.layer.peek(x, state, offsets=offsets), None)
+            return MixerOutput(*self.layer.read_frozen(x, state, offsets=offsets), None)
         return self._fresh(x, state, offsets)
 
     def _called(self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None) -> MixerOutput:
@@ -147,19 +147,19 @@ class MemoryDecoder:
         self.memory = state.memory
         self.fused = decode.fits(q, self.layer.head_dim) and self.layer.q_conv.weight is not None
         if mode == "on":
-            self.running = decode.Running(state.memory, self.layer.net, self.layer.rule)
+            self.running = decode.InPlaceMemory(state.memory, self.layer.net, self.layer.rule)
         else:  # not written, so what it has to say is known
-            self.weights = tuple(weight.detach().contiguous() for weight in self.layer.settle(state))
+            self.weights = tuple(weight.detach().contiguous() for weight in self.layer.current_weights(state))
 
-    def settled(self) -> Weights:
-        return self.running.settled() if self.mode == "on" else self.weights
+    def current_weights(self) -> Weights:
+        return self.running.current_weights() if self.mode == "on" else self.weights
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         if self.mode == "off":
             return torch.zeros_like(x)
         layer = self.layer
         if self.mode == "frozen":
-            y, past_q = layer.ask(x, self.weights, self.conv[0])
+            y, past_q = layer.query(x, self.weights, self.conv[0])
             past_k = layer.k_conv.advance(layer.k_proj(x), self.conv[1], None)
             past_v = layer.v_conv.advance(layer.v_proj(x), self.conv[2], None)
             decode.keep(self.conv, (past_q, past_k, past_v), now.active)
@@ -167,7 +167,7 @@ class MemoryDecoder:
         if self.fused:
             parts = ((layer.q_proj, layer.q_conv), (layer.k_proj, layer.k_conv), (layer.v_proj, layer.v_conv))
             q, k, v = self._convolve(x, parts, self.conv, now)
-            q, k = (layer.lift(each.unsqueeze(1))[:, 0] for each in (q, k))
+            q, k = (layer.key_features(each.unsqueeze(1))[:, 0] for each in (q, k))
             gates = layer.log_gates(x)
         else:
             q, k, v, gates, conv = layer.prepare(x, self.conv)
@@ -176,16 +176,16 @@ class MemoryDecoder:
         answers, _ = self.running.step(q, k, v, gates.map(lambda gate: gate[:, 0]), now.active)
         return layer.output(q.unsqueeze(1), answers.unsqueeze(1).to(x.dtype), layer.g_proj(x))
 
-    def ask(self, x: Tensor, weights: Weights, past: Tensor, now: StepContext) -> Tensor:
+    def query(self, x: Tensor, weights: Weights, past: Tensor, now: StepContext) -> Tensor:
         """What given weights answer; the history is the caller's, and goes on."""
         layer = self.layer
         if not self.fused:
-            y, new = layer.ask(x, weights, past)
+            y, new = layer.query(x, weights, past)
             decode.keep((past,), (new,), now.active)
             return y
         (q,) = self._convolve(x, ((layer.q_proj, layer.q_conv),), (past,), now)
-        q = layer.lift(q.unsqueeze(1))
-        return layer.output(q, ask(q, weights, net=layer.net), layer.g_proj(x))
+        q = layer.key_features(q.unsqueeze(1))
+        return layer.output(q, query(q, weights, net=layer.net), layer.g_proj(x))
 
     def _convolve(self, x: Tensor, parts: Any, pasts: tuple[Tensor, ...], now: StepContext) -> list[Tensor]:
         xs = [projection(x)[:, 0] for projection, _ in parts]

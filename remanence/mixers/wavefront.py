@@ -238,7 +238,7 @@ class _Reads(nn.Module):
     def forward(self, x: Tensor, carry: Any) -> tuple[Tensor, Any, MemoryTrace | None]:
         block: Any = self.block
         y, carry, trace = block.mixer.read_segment(block.norm_mixer(x, operand(x)), carry)
-        return block.added(x, y), carry, trace
+        return block.residual_ffn(x, y), carry, trace
 
 
 def _rows(tree: Any, first: int, count: int) -> Any:

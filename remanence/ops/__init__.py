@@ -1,11 +1,12 @@
 """The memory operator: one function, several backends, one signature."""
 
 from remanence.ops import large_chunk as large_chunk  # adds to NETS and RULES
-from remanence.ops.leash import leashed, reset_leashed
+from remanence.ops.clamp import clamped, reset_clamped
 from remanence.ops.nets import MLP, NETS, Deep, Net
-from remanence.ops.operator import BACKENDS, ask, memorize, recall, settle, start
+from remanence.ops.operator import BACKENDS, current_weights, memorize, query, recall, start
 from remanence.ops.rules import LOSSES, RULES, LinearRule, Rule
 from remanence.ops.state import Gates, MemoryState, RuleState
+from remanence.runtime.deprecation import renamed_names
 
 __all__ = [
     "BACKENDS",
@@ -20,11 +21,17 @@ __all__ = [
     "Net",
     "Rule",
     "RuleState",
-    "ask",
-    "leashed",
+    "clamped",
+    "current_weights",
     "memorize",
+    "query",
     "recall",
-    "reset_leashed",
+    "reset_clamped",
     "settle",
     "start",
 ]
+
+__getattr__ = renamed_names(
+    globals(),
+    {"ask": "query", "settle": "current_weights", "leashed": "clamped", "reset_leashed": "reset_clamped"},
+)

@@ -1,6 +1,6 @@
-"""The chunk-parallel backend: a walk over chunks that saves few states, and walks each stretch again for backward.
+"""The chunk-parallel backend: a scan over chunks that saves few states, and scans each block again for backward.
 
-Saved for backward are the inputs and the states at the starts of about sqrt(n) stretches. The states within a stretch
+Saved for backward are the inputs and the states at the starts of about sqrt(n) blocks. The states within a block
 of about sqrt(n) chunks are computed again. The recurrence is never inverted: dividing by a gate is unstable.
 """
 
@@ -14,20 +14,20 @@ from einops import rearrange
 from torch import Tensor
 
 from remanence.ops import closed_form as cf
+from remanence.ops.clamp import counter
 from remanence.ops.generic import chunk_step, rule_step
 from remanence.ops.layout import Layout, gates_rows
-from remanence.ops.leash import counter
 from remanence.ops.library import once_differentiable
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Coefficients, LinearRule, Rule, coefficients, coefficients_backward, is_linear
 from remanence.ops.state import Gates, MemoryState, RuleState, Weights
 from remanence.runtime.state import needs_grad, positions_of
 
-INFERENCE_STRETCH = 16
+INFERENCE_BLOCK = 16
 """Chunks whose answers are computed together when nothing is saved for backward: enough to fill a machine."""
 
 
-class Stretch(NamedTuple):
+class ChunkBlock(NamedTuple):
     """The inputs of consecutive chunks: ``[n m c e]``, log gates ``[n m c]`` (None if absent), complete ``[n m]``."""
 
     q: Tensor
@@ -42,25 +42,25 @@ class Stretch(NamedTuple):
     def gates(self) -> Gates:
         return Gates(self.log_step, self.log_momentum, self.log_keep)
 
-    def part(self, chunks: slice) -> Stretch:
-        return Stretch._make(None if x is None else x[chunks] for x in self)
+    def part(self, chunks: slice) -> ChunkBlock:
+        return ChunkBlock._make(None if x is None else x[chunks] for x in self)
 
 
 Grad = Tensor | None
 
 
-class Leash:
+class GradientClamp:
     """Limits the gradient that is carried back from chunk to chunk, per row and head, to what floats can represent.
 
     Thousands of writes are a long product of Jacobians, which explodes with a deep net or repeated keys. The limit is
     all that was received so far (the absolute sum of the outputs' gradients, times the largest query if above 1) times
     1 / eps: beyond it, rounding has replaced the last digit of what was received. There the gradient is scaled down;
-    below it nothing changes. Deep nets are limited after every chunk, a user's own net after every stretch.
+    below it nothing changes. Deep nets are limited after every chunk, a user's own net after every block.
 
     What was received may itself have grown in a later call (MAC makes one per segment), so there is also a fixed limit:
     a number whose square can be summed 1e18 times, as a gradient's norm needs.
 
-    `count` adds the limited rows and heads to the total that `leashed` returns.
+    `count` adds the limited rows and heads to the total that `clamped` returns.
     """
 
     def __init__(self, g_end: tuple[Tensor, ...], dtype: torch.dtype) -> None:
@@ -68,7 +68,7 @@ class Leash:
         self.reach, self.end = 1.0 / torch.finfo(dtype).eps, torch.finfo(dtype).max ** 0.5 * 1e-9
         self.least: Tensor | None = None
 
-    def hold(self, g_state: list[Tensor], received: Tensor) -> None:
+    def apply(self, g_state: list[Tensor], received: Tensor) -> None:
         """Scale g_state ``[m ...]`` down in place where needed, after gradients of this size ``[m]`` were received."""
         self.received = self.received + received
         limit = (self.received * self.reach).clamp(max=self.end)
@@ -83,15 +83,15 @@ class Leash:
             counter(self.least).add_((self.least < 1.0).sum())
 
 
-def _received(s: Stretch, g_y: Tensor, g_surprise: Tensor) -> Tensor:
+def _received(s: ChunkBlock, g_y: Tensor, g_surprise: Tensor) -> Tensor:
     """``[n m]``: the absolute sum of the gradients of a chunk's outputs, times the largest query if that is above 1."""
     reach = s.q.abs().flatten(2).amax(-1).clamp(min=1.0) if s.q.numel() else 1.0
     return g_y.abs().sum((-1, -2)) * reach + g_surprise.abs().sum(-1)
 
 
-class Walk(Protocol):
-    """How one stretch is walked: from a state J to (answers, surprise, state), and back to the gradients of inputs and
-    J.
+class ChunkScan(Protocol):
+    """How a block of chunks is computed: from a state J to (answers, surprise, state), and back to the gradients of
+    inputs and J.
 
     `folds` is False while nothing but one open chunk is read: the state's end is then its start, and is not computed.
     """
@@ -99,22 +99,28 @@ class Walk(Protocol):
     folds: bool
     slow: list[Tensor]  # parameters of the net and the loss themselves, from their own parameters()
 
-    def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]: ...
+    def forward(self, s: ChunkBlock, state: Weights) -> tuple[Tensor, Tensor, Weights]: ...
 
     def backward(
-        self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
+        self,
+        s: ChunkBlock,
+        state: Weights,
+        g_y: Tensor,
+        g_surprise: Tensor,
+        g_state: list[Tensor],
+        clamp: GradientClamp,
     ) -> tuple[list[Grad], list[Tensor], list[Grad]]: ...
 
 
-class ClosedForm:
-    """An MLP memory: keys one chunk after the other, then all the stretch's queries at once."""
+class ClosedFormScan:
+    """An MLP memory: keys one chunk after the other, then all the block's queries at once."""
 
     def __init__(self, net: MLP, rule: LinearRule, folds: bool) -> None:
         self.net, self.rule, self.folds = net, rule, folds
         self.slow: list[Tensor] = []
 
     def _keys(
-        self, s: Stretch, co: Coefficients, state: Weights
+        self, s: ChunkBlock, co: Coefficients, state: Weights
     ) -> tuple[Weights, list[cf.Anchor], list[cf.Record]]:
         """The states ``[n+1 m ...]`` at the chunks' borders (``[1 m ...]`` if it does not fold), and the records."""
         n = s.k.shape[0]
@@ -133,7 +139,7 @@ class ClosedForm:
         return states, anchors, records
 
     def _queries(
-        self, s: Stretch, co: Coefficients, states: Weights, records: list[cf.Record]
+        self, s: ChunkBlock, co: Coefficients, states: Weights, records: list[cf.Record]
     ) -> tuple[cf.Anchor, list[Tensor], list[Tensor], cf.Reading]:
         together = cf.Anchor(
             tuple(layer[: len(records)].flatten(0, 1) for layer in states),
@@ -145,7 +151,7 @@ class ClosedForm:
         )
         return together, inputs, errors, cf.read(self.net, together, inputs, errors, s.q.flatten(0, 1))
 
-    def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
+    def forward(self, s: ChunkBlock, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)
         states, _, records = self._keys(s, co, state)
         *_, reading = self._queries(s, co, states, records)
@@ -157,7 +163,13 @@ class ClosedForm:
         )
 
     def backward(
-        self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
+        self,
+        s: ChunkBlock,
+        state: Weights,
+        g_y: Tensor,
+        g_surprise: Tensor,
+        g_state: list[Tensor],
+        clamp: GradientClamp,
     ) -> tuple[list[Grad], list[Tensor], list[Grad]]:
         co = coefficients(self.rule, s.gates, s.complete)
         g_co = _map(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), co)
@@ -180,25 +192,25 @@ class ClosedForm:
                 self.net, self.rule, anchors[i], records[i], own, g_surprise[i]
             )
             g_state = own.state
-            leash.hold(g_state, received[i])
+            clamp.apply(g_state, received[i])
         g_gates = coefficients_backward(s.gates, s.complete, g_co)
         return [g_q.view_as(s.q), g_k, g_v, *g_gates], g_state, []
 
 
-class Exact(ClosedForm):
-    """A matrix by the token-exact rule: what does not wait for the state is computed for all of the stretch's chunks at
-    once, and the walk itself is two products a chunk, forwards and back.
+class TokenExactScan(ClosedFormScan):
+    """A matrix by the token-exact rule: what does not wait for the state is computed for all of the block's chunks at
+    once, and the scan itself is two products a chunk, forwards and back.
 
     With the solver T of each chunk (closed_form.py), D = T (X~ J - target) = U J - known, where U = T X~ and X~ are the
     keys times their coefficients one token earlier; and the state at the chunk's end is F J - K^T D.
     """
 
-    def _prepared(self, s: Stretch, co: Coefficients) -> tuple[Coefficients, cf.Prepared]:
+    def _prepare(self, s: ChunkBlock, co: Coefficients) -> tuple[Coefficients, cf.Prepared]:
         flat = _map(lambda x: x.flatten(0, 1), co)
         return flat, cf.prepare(self.net, flat, s.k.flatten(0, 1), s.v.flatten(0, 1))
 
-    def _walked(
-        self, s: Stretch, co: Coefficients, ready: cf.Prepared, state: Weights
+    def _scan_states(
+        self, s: ChunkBlock, co: Coefficients, ready: cf.Prepared, state: Weights
     ) -> tuple[Tensor, Tensor]:
         """The states ``[n+1 m p f e]`` at the chunks' borders (``[1 ...]`` if it does not fold) and the errors
         ``[n m c e]``.
@@ -211,17 +223,17 @@ class Exact(ClosedForm):
             cf.exact_step(states[i], U[i], errors[i], K[i], co.fold[i], states[i + 1] if self.folds else None)
         return states, errors
 
-    def _asked(
-        self, s: Stretch, flat: Coefficients, x: Tensor, states: Tensor, errors: Tensor
+    def _read_queries(
+        self, s: ChunkBlock, flat: Coefficients, x: Tensor, states: Tensor, errors: Tensor
     ) -> tuple[cf.Anchor, cf.Reading]:
         together = cf.Anchor((states[: len(errors)].flatten(0, 1),), flat)
         return together, cf.read(self.net, together, [x], [errors.flatten(0, 1)], s.q.flatten(0, 1))
 
-    def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
+    def forward(self, s: ChunkBlock, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         co = coefficients(self.rule, s.gates, s.complete)
-        flat, ready = self._prepared(s, co)
-        states, errors = self._walked(s, co, ready, state)
-        _, reading = self._asked(s, flat, ready.x, states, errors)
+        flat, ready = self._prepare(s, co)
+        states, errors = self._scan_states(s, co, ready, state)
+        _, reading = self._read_queries(s, flat, ready.x, states, errors)
         surprise = 0.5 * errors.square().sum(-1)
         return (
             reading.answers.unflatten(0, s.q.shape[:2]),
@@ -230,12 +242,18 @@ class Exact(ClosedForm):
         )
 
     def backward(
-        self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
+        self,
+        s: ChunkBlock,
+        state: Weights,
+        g_y: Tensor,
+        g_surprise: Tensor,
+        g_state: list[Tensor],
+        clamp: GradientClamp,
     ) -> tuple[list[Grad], list[Tensor], list[Grad]]:
         co = coefficients(self.rule, s.gates, s.complete)
-        flat, ready = self._prepared(s, co)
-        states, errors = self._walked(s, co, ready, state)
-        together, reading = self._asked(s, flat, ready.x, states, errors)
+        flat, ready = self._prepare(s, co)
+        states, errors = self._scan_states(s, co, ready, state)
+        together, reading = self._read_queries(s, flat, ready.x, states, errors)
         g_co = _map(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), co)
         g_flat = _map(lambda x: x.flatten(0, 1), g_co)
         error = errors.flatten(0, 1)
@@ -253,7 +271,7 @@ class Exact(ClosedForm):
                 g_state[0] if self.folds else None, U[i], K[i], co.fold[i], g_errors[i], g_starts[i]
             )
             g_state = [g_starts[i]]
-            leash.hold(g_state, received[i])
+            clamp.apply(g_state, received[i])
         g_end = None if g_ends is None else g_ends.flatten(0, 1)
         g_k, g_v = cf.prepare_backward(
             self.net, flat, ready, together.state[0], error, g_error, g_end, g.inputs[0], g_flat
@@ -262,15 +280,15 @@ class Exact(ClosedForm):
         return [g_q.view_as(s.q), g_k.view_as(s.k), g_v.view_as(s.v), *g_gates], [g_state[0].clone()], []
 
 
-class Generic:
-    """Any net, any inner loss: each chunk by torch.func, the stretch's gradients by autograd."""
+class AutogradScan:
+    """Any net, any inner loss: each chunk by torch.func, the block's gradients by autograd."""
 
     def __init__(self, net: Net, rule: Rule, folds: bool) -> None:
         self.net, self.rule, self.folds = net, rule, folds
         owners = [part for part in (net, rule, rule.loss) if hasattr(part, "parameters")]
         self.slow: list[Tensor] = [p for owner in owners for p in owner.parameters() if p.requires_grad]
 
-    def _chunks(self, s: Stretch) -> list[Any]:
+    def _chunks(self, s: ChunkBlock) -> list[Any]:
         """The gates of each chunk, as `_step` takes them."""
         assert is_linear(self.rule)
         return _unbind(coefficients(self.rule, s.gates, s.complete), s.k.shape[0])
@@ -281,7 +299,7 @@ class Generic:
         assert is_linear(self.rule)
         return chunk_step(self.net, self.rule, gates, q, k, v, state)
 
-    def forward(self, s: Stretch, state: Weights) -> tuple[Tensor, Tensor, Weights]:
+    def forward(self, s: ChunkBlock, state: Weights) -> tuple[Tensor, Tensor, Weights]:
         answers, surprises = [], []
         for i, gates in enumerate(self._chunks(s)):
             y, surprise, end = self._step(gates, s.q[i], s.k[i], s.v[i], state)
@@ -293,28 +311,34 @@ class Generic:
         return torch.stack(answers), torch.stack(surprises), state if self.folds else ()
 
     def backward(
-        self, s: Stretch, state: Weights, g_y: Tensor, g_surprise: Tensor, g_state: list[Tensor], leash: Leash
+        self,
+        s: ChunkBlock,
+        state: Weights,
+        g_y: Tensor,
+        g_surprise: Tensor,
+        g_state: list[Tensor],
+        clamp: GradientClamp,
     ) -> tuple[list[Grad], list[Tensor], list[Grad]]:
         inputs = [None if x is None else x.detach().requires_grad_() for x in s[:-1]]
         state = tuple(x.detach().requires_grad_() for x in state)
         with torch.enable_grad():
-            y, surprise, end = self.forward(Stretch._make([*inputs, s.complete]), state)
+            y, surprise, end = self.forward(ChunkBlock._make([*inputs, s.complete]), state)
         outputs = [(y, g_y), (surprise, g_surprise), *zip(end, g_state, strict=True)]
         grads = _grads(outputs, [*inputs, *state, *self.slow])
         first, last = len(inputs), len(inputs) + len(state)
         g_start: list[Tensor] = grads[first:last]  # type: ignore[assignment]
-        leash.hold(g_start, _received(s, g_y, g_surprise).sum(0))
+        clamp.apply(g_start, _received(s, g_y, g_surprise).sum(0))
         return grads[:first], g_start, grads[last:]
 
 
-class ByRule(Generic):
+class RuleScan(AutogradScan):
     """Any rule, by its own `update`. The state is the weights ``[m 1 ...]``, `depth` of them, then the buffers."""
 
     def __init__(self, net: Net, rule: Rule, folds: bool, depth: int) -> None:
         super().__init__(net, rule, folds)
         self.depth = depth
 
-    def _chunks(self, s: Stretch) -> list[Gates]:
+    def _chunks(self, s: ChunkBlock) -> list[Gates]:
         return [s.gates.part(i) for i in range(s.k.shape[0])]
 
     def _step(
@@ -329,7 +353,7 @@ def _last_state(states: Tensor, complete: Tensor) -> Tensor:
     """The state ``[m ...]`` after each row's complete chunks ``[n m]``, from those at all borders ``[n+1 m ...]``.
 
     Not simply the last one: a chunk that is not complete adds zero times its errors, and those of padding may overflow.
-    A copy, as a view would keep all states of the stretch alive for as long as its checkpoint.
+    A copy, as a view would keep all states of the block alive for as long as its checkpoint.
     """
     return states[complete.sum(0), torch.arange(states.shape[1], device=states.device)]
 
@@ -362,42 +386,42 @@ def _or_zeros(grad: Grad, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def stretches(
-    walk: Walk, s: Stretch, state: Weights, stride: int, keep: bool
+def scan_forward(
+    scan: ChunkScan, s: ChunkBlock, state: Weights, stride: int, keep: bool
 ) -> tuple[Tensor, Tensor, Weights, list[Weights]]:
-    """Walk all chunks, `stride` at a time: answers, surprise, the last state, and with `keep` the stretches' starts."""
+    """Scan all chunks, `stride` at a time: answers, surprise, the last state, and with `keep` the blocks' starts."""
     starts: list[Weights] = []
     answers, surprises = [], []
     for start in range(0, s.k.shape[0], stride):
         if keep:
             starts.append(state)
-        y, surprise, state = walk.forward(s.part(slice(start, start + stride)), state)
+        y, surprise, state = scan.forward(s.part(slice(start, start + stride)), state)
         answers.append(y)
         surprises.append(surprise)
     return torch.cat(answers), torch.cat(surprises), state, starts
 
 
-def stretches_backward(
-    walk: Walk,
-    s: Stretch,
+def scan_backward(
+    scan: ChunkScan,
+    s: ChunkBlock,
     starts: list[Weights],
     stride: int,
     g_y: Tensor,
     g_surprise: Tensor,
     g_end: tuple[Tensor, ...],
 ) -> tuple[list[Grad], list[Tensor], list[Tensor]]:
-    """The gradients of a stretch's tensors (but `complete`), of the first state and of the net's own parameters."""
-    g_state, pieces, slow, leash = list(g_end), [], [], Leash(g_end, s.k.dtype)
+    """The gradients of a block's tensors (but `complete`), of the first state and of the net's own parameters."""
+    g_state, pieces, slow, clamp = list(g_end), [], [], GradientClamp(g_end, s.k.dtype)
     # Backward may be called under autocast, which must not lower the memory's own arithmetic.
     with torch.autocast(s.k.device.type, enabled=False):
         for index in range(len(starts) - 1, -1, -1):
             chunks = slice(index * stride, (index + 1) * stride)
-            grads, g_state, g_slow = walk.backward(
-                s.part(chunks), starts[index], g_y[chunks], g_surprise[chunks], g_state, leash
+            grads, g_state, g_slow = scan.backward(
+                s.part(chunks), starts[index], g_y[chunks], g_surprise[chunks], g_state, clamp
             )
             pieces.append(grads)
             slow.append(g_slow)
-    leash.count()
+    clamp.count()
     joined = [None if parts[0] is None else torch.cat(parts[::-1]) for parts in zip(*pieces, strict=True)]
     return joined, g_state, [torch.stack(parts).sum(0) for parts in zip(*slow, strict=True)]
 
@@ -406,12 +430,12 @@ class _Sequence(torch.autograd.Function):
     """All chunks of a call, as one differentiable function of inputs, gates and state."""
 
     @staticmethod
-    def forward(ctx: Any, walk: Walk, keep_for_backward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        s, state = _unpack(tensors, walk)
-        stride = math.isqrt(s.k.shape[0] - 1) + 1 if keep_for_backward else INFERENCE_STRETCH
-        y, surprise, end, starts = stretches(walk, s, state, stride, keep_for_backward)
+    def forward(ctx: Any, scan: ChunkScan, keep_for_backward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        s, state = _unpack(tensors, scan)
+        stride = math.isqrt(s.k.shape[0] - 1) + 1 if keep_for_backward else INFERENCE_BLOCK
+        y, surprise, end, starts = scan_forward(scan, s, state, stride, keep_for_backward)
         if keep_for_backward:
-            ctx.walk, ctx.stride, ctx.inputs = walk, stride, len(tensors)
+            ctx.scan, ctx.stride, ctx.inputs = scan, stride, len(tensors)
             ctx.save_for_backward(*tensors, *[layer for state in starts[1:] for layer in state])
         return y, surprise, *end
 
@@ -420,34 +444,36 @@ class _Sequence(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, g_surprise: Tensor, *g_end: Tensor) -> tuple:
         tensors = ctx.saved_tensors  # read once: activation checkpointing recomputes them on access
         saved = tensors[ctx.inputs :]
-        s, state = _unpack(tensors[: ctx.inputs], ctx.walk)
+        s, state = _unpack(tensors[: ctx.inputs], ctx.scan)
         depth = len(state)
         starts = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
-        joined, g_state, slow = stretches_backward(ctx.walk, s, starts, ctx.stride, g_y, g_surprise, g_end)
+        joined, g_state, slow = scan_backward(ctx.scan, s, starts, ctx.stride, g_y, g_surprise, g_end)
         return None, None, *joined, None, *g_state, *slow
 
 
-def _unpack(tensors: tuple[Tensor, ...], walk: Walk) -> tuple[Stretch, Weights]:
-    inputs = len(Stretch._fields)
-    return Stretch._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(walk.slow)]
+def _unpack(tensors: tuple[Tensor, ...], scan: ChunkScan) -> tuple[ChunkBlock, Weights]:
+    inputs = len(ChunkBlock._fields)
+    return ChunkBlock._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(scan.slow)]
 
 
-def walk_for(net: Net, rule: Rule, folds: bool, depth: int) -> Walk:
+def scan_for(net: Net, rule: Rule, folds: bool, depth: int) -> ChunkScan:
     """The fastest way to run a memory with `depth` weights."""
     if not is_linear(rule):
-        return ByRule(net, rule, folds, depth)
+        return RuleScan(net, rule, folds, depth)
     if isinstance(net, MLP) and isinstance(rule.loss, str):
-        return (Exact if cf.exact(net, rule) and rule.loss == "squared" else ClosedForm)(net, rule, folds)
-    return Generic(net, rule, folds)
+        return (TokenExactScan if cf.exact(net, rule) and rule.loss == "squared" else ClosedFormScan)(
+            net, rule, folds
+        )
+    return AutogradScan(net, rule, folds)
 
 
-def _run(walk: Walk, stretch: Stretch, state: MemoryState) -> tuple[Tensor, Tensor, Weights, Weights]:
-    """Walk all chunks from a state: answers and surprise ``[n m c ...]``, the state's layers and buffers at the end."""
+def _run(scan: ChunkScan, block: ChunkBlock, state: MemoryState) -> tuple[Tensor, Tensor, Weights, Weights]:
+    """Scan all chunks from a state: answers and surprise ``[n m c ...]``, the state's layers and buffers at the end."""
     start = [layer.flatten(0, 1) for layer in (*state.layers, *state.buffers)]
-    tensors = (*stretch, *start, *walk.slow)
+    tensors = (*block, *start, *scan.slow)
     needed = needs_grad(tensors)
-    y, surprise, *end = _Sequence.apply(walk, needed, *tensors)
-    if not walk.folds:
+    y, surprise, *end = _Sequence.apply(scan, needed, *tensors)
+    if not scan.folds:
         return y, surprise, state.layers, state.buffers
     ends, depth = tuple(x.unflatten(0, state.layers[0].shape[:2]) for x in end), len(state.layers)
     return y, surprise, ends[:depth], ends[depth:]
@@ -475,9 +501,9 @@ def memorize(
 ) -> tuple[Tensor, MemoryState, Tensor]:
     """The arguments are those of `remanence.ops.memorize`, already checked."""
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
-    stretch, k, v, gates = arranged(layout, q, k, v, gates, state)
-    walk = walk_for(net, rule, layout.folds, len(state.layers))
-    y, surprise, layers, buffers = _run(walk, stretch, state)
+    block, k, v, gates = arranged(layout, q, k, v, gates, state)
+    scan = scan_for(net, rule, layout.folds, len(state.layers))
+    y, surprise, layers, buffers = _run(scan, block, state)
     y, surprise = (from_chunks(x, q.shape[2]) for x in (y, surprise))
     y, surprise = layout.back(y), layout.back(surprise[:, layout.lead :] if layout.lead else surprise)
     return y, layout.next_state(state, layers, k, v, gates, (y, surprise), buffers), surprise
@@ -485,27 +511,27 @@ def memorize(
 
 def arranged(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState
-) -> tuple[Stretch, Tensor, Tensor, Gates]:
+) -> tuple[ChunkBlock, Tensor, Tensor, Gates]:
     """A call's tokens as chunks, and its keys, values and gates as the rows ``[r length ...]`` before they were cut."""
     k, v, gates = layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
     inputs = [layout.queries(q), k, v, *gates]
     complete = layout.complete().repeat_interleave(q.shape[2], 1)
     return (
-        Stretch._make([*[None if x is None else to_chunks(x, layout.chunks) for x in inputs], complete]),
+        ChunkBlock._make([*[None if x is None else to_chunks(x, layout.chunks) for x in inputs], complete]),
         k,
         v,
         gates,
     )
 
 
-def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
+def current_weights(state: MemoryState, net: Net, rule: Rule) -> Weights:
     """The weights ``[r h ...]`` as they are now: the open chunk's tail folded in, as if it were complete."""
     rows, heads = state.k.shape[0], state.k.shape[2]
     slots = int((state.position % state.chunk).max()) if rows else 0
     if slots == 0 or rule.read == "chunk":
         return state.weights
     if not is_linear(rule):
-        return _settle_by_rule(state, net, rule)
+        return _current_weights_by_rule(state, net, rule)
     # Slots not yet read get gates that change nothing: no step, no past, everything kept.
     unread = (
         torch.arange(slots, device=state.k.device) >= (state.position % state.chunk).unsqueeze(-1)
@@ -515,13 +541,13 @@ def settle(state: MemoryState, net: Net, rule: Rule) -> Weights:
     gates = [None if tail is None else tail[:, :slots].masked_fill(unread, fill) for tail, fill in tails]
     complete = torch.ones(1, rows * heads, dtype=torch.bool, device=state.k.device)
     inputs = [state.k[:, :0], state.k[:, :slots], state.v[:, :slots], *gates]
-    stretch = Stretch._make([*[None if x is None else to_chunks(x, 1) for x in inputs], complete])
+    block = ChunkBlock._make([*[None if x is None else to_chunks(x, 1) for x in inputs], complete])
     return tuple(
-        layer[:, :, 0] for layer in _run(walk_for(net, rule, True, len(state.layers)), stretch, state)[2]
+        layer[:, :, 0] for layer in _run(scan_for(net, rule, True, len(state.layers)), block, state)[2]
     )
 
 
-def _settle_by_rule(state: MemoryState, net: Net, rule: Rule) -> Weights:
+def _current_weights_by_rule(state: MemoryState, net: Net, rule: Rule) -> Weights:
     """`settle` for a rule whose gates have no neutral values: rows with tails of the same length together."""
     tails = [position % state.chunk for position in positions_of(state.position)]
     order, parts = [], []
@@ -535,9 +561,9 @@ def _settle_by_rule(state: MemoryState, net: Net, rule: Rule) -> Weights:
                 part.k[:, :0],
                 *[None if x is None else x[:, :slots] for x in (part.k, part.v, *part.gates)],
             ]
-            stretch = Stretch._make([*[None if x is None else to_chunks(x, 1) for x in inputs], complete])
-            walk = walk_for(net, rule, True, len(state.layers))
-            part = part._replace(layers=_run(walk, stretch, part)[2])
+            block = ChunkBlock._make([*[None if x is None else to_chunks(x, 1) for x in inputs], complete])
+            scan = scan_for(net, rule, True, len(state.layers))
+            part = part._replace(layers=_run(scan, block, part)[2])
         parts.append(part.weights)
     back = torch.tensor(order, device=state.k.device).argsort()
     return tuple(torch.cat(weight)[back] for weight in zip(*parts, strict=True))

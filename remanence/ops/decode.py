@@ -22,7 +22,7 @@ from remanence.ops.triton import decode as kernels
 from remanence.ops.triton import dispatch
 from remanence.ops.triton.decode import convolve
 
-__all__ = ["Running", "choose", "convolve", "fits", "keep", "put", "unsupported"]
+__all__ = ["InPlaceMemory", "choose", "convolve", "fits", "keep", "put", "unsupported"]
 
 
 def put(buffer: Tensor, slot: Tensor, new: Tensor, active: Tensor) -> None:
@@ -47,7 +47,7 @@ def fits(like: Tensor, width: int) -> bool:
     return dispatch.decode_reason(like, width) is None
 
 
-class Running:
+class InPlaceMemory:
     """A `MemoryState` being written in place; the one it was made from is not touched, and `state` hands out a copy.
 
     ``m`` is rows times heads. `inputs` and `errors` are the open chunk's X and D, one ``[m c ...]`` for each layer.
@@ -98,14 +98,14 @@ class Running:
         """``[r h ...]`` at the open chunk's start: views, which change as tokens come."""
         return tuple(self._split(layer[:, 0]) for layer in self.layers)
 
-    def adopt(self, weights: Weights, rows: Tensor) -> None:
+    def copy_weights(self, weights: Weights, rows: Tensor) -> None:
         """Copy `self.weights` to these, in place, in the given rows ``[r]``."""
         if self.fits:
-            kernels.adopt(self, weights, rows)
+            kernels.copy_weights(self, weights, rows)
         else:
             keep(weights, self.weights, rows)
 
-    def settled(self) -> Weights:
+    def current_weights(self) -> Weights:
         """``[r h ...]`` after all that was read, the open chunk included."""
         slot = self._each(self.position % self.chunk)
         co = coefficients(self.rule, self.gates, torch.zeros_like(slot, dtype=torch.bool))

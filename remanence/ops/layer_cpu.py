@@ -43,8 +43,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return gated_norm_forward(x, gate, weight, eps)
 
 
-def lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return lift_forward(x, up, down)
+def key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return key_features_forward(x, up, down)
 
 
 def roll_history(past: Tensor, new: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def _gated_norm_backward(
     )
 
 
-def _lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     rows = _by_heads(x)
     u = _features(rows, up)[-2]
     return (
@@ -179,7 +179,7 @@ def _lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     )
 
 
-def _lift_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, narrow_up, narrow_down = _by_heads(x), up.to(x.dtype), down.to(x.dtype)
     gate, value, active, u, factor = _features(rows, up)
     y, scale = _unit(_wide(torch.baddbmm(rows, u, narrow_down)))
@@ -231,7 +231,7 @@ def _norm_shape(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return gate.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
 
 
-def _lift_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _key_features_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -281,7 +281,13 @@ gated_norm_forward = _register(
     "Tensor x, Tensor gate, Tensor weight",
     "float eps",
 )
-lift_forward = _register("lift", _lift, _lift_backward, _lift_shape, "Tensor x, Tensor up, Tensor down")
+key_features_forward = _register(
+    "key_features",
+    _key_features,
+    _key_features_backward,
+    _key_features_shape,
+    "Tensor x, Tensor up, Tensor down",
+)
 roll_history_forward = _register(
     "roll_history",
     rolled,

@@ -2,7 +2,7 @@
 
 Traced, the loop over chunks would be unrolled and each row's position in its chunk compiled in: a first call took a
 minute, and the next one, from another position, as long again. The shapes of an operator's results follow from those of
-its arguments, so the states saved for backward have room for a walk from any position.
+its arguments, so the states saved for backward have room for a scan from any position.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from remanence.ops.chunked import (
-    Stretch,
-    Walk,
+    ChunkBlock,
+    ChunkScan,
     arranged,
     from_chunks,
-    stretches,
-    stretches_backward,
+    scan_backward,
+    scan_for,
+    scan_forward,
     to_chunks,
-    walk_for,
 )
 from remanence.ops.layout import Layout
 from remanence.ops.library import GATES, operator, raise_on_double_backward
@@ -30,7 +30,7 @@ from remanence.ops.rules import LinearRule
 from remanence.ops.state import Gates, MemoryState
 from remanence.runtime.state import needs_grad
 
-STRETCH = 16
+BLOCK_CHUNKS = 16
 """Chunks from one saved state to the next. Not the root of their number, which the compiler would have to know."""
 
 _KIND = (
@@ -102,9 +102,9 @@ class _Call(NamedTuple):
 
     @property
     def saved(self) -> int:
-        """States to make room for: one per stretch but the first, from any position of the rows in their chunks."""
+        """States to make room for: one per block but the first, from any position of the rows in their chunks."""
         longest = self.q.shape[1] if self.offsets is None else max(b - a for a, b in pairwise(self.offsets))
-        return (longest + self.chunk - 2) // (self.chunk * STRETCH)
+        return (longest + self.chunk - 2) // (self.chunk * BLOCK_CHUNKS)
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -114,13 +114,13 @@ class _Call(NamedTuple):
             if x is not None
         ]
 
-    def arranged(self) -> tuple[Layout, Walk, Stretch, tuple[Tensor, Tensor, Gates]]:
+    def arranged(self) -> tuple[Layout, ChunkScan, ChunkBlock, tuple[Tensor, Tensor, Gates]]:
         layout = Layout(self.q.shape[0], self.q.shape[1], self.state, self.chunk, self.offsets)
-        stretch, k, v, gates = arranged(layout, self.q, self.k, self.v, self.gates, self.state)
+        block, k, v, gates = arranged(layout, self.q, self.k, self.v, self.gates, self.state)
         return (
             layout,
-            walk_for(self.net, self.rule, layout.folds, len(self.state.layers)),
-            stretch,
+            scan_for(self.net, self.rule, layout.folds, len(self.state.layers)),
+            block,
             (k, v, gates),
         )
 
@@ -151,9 +151,9 @@ def _forward(*arguments: Any) -> list[Tensor]:
     """Answers, surprise and the new state; then the states for backward, one tensor ``[saved m ...]`` a layer."""
     call, train = _Call.of(*arguments[:-1]), arguments[-1]
     state, heads = call.state, call.q.shape[2]
-    layout, walk, stretch, rows = call.arranged()
-    y, surprise, end, starts = stretches(
-        walk, stretch, tuple(layer.flatten(0, 1) for layer in state.layers), STRETCH, train
+    layout, scan, block, rows = call.arranged()
+    y, surprise, end, starts = scan_forward(
+        scan, block, tuple(layer.flatten(0, 1) for layer in state.layers), BLOCK_CHUNKS, train
     )
     y, surprise = (from_chunks(x, heads) for x in (y, surprise))
     layers = tuple(layer.unflatten(0, (-1, heads)) for layer in end) if layout.folds else state.layers
@@ -188,7 +188,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
     """The gradients of all that is differentiable, the state's layers last."""
     call, (saved, grads) = _Call.of(*arguments[:_ARGUMENTS]), arguments[_ARGUMENTS:]
     state, heads = call.state, call.q.shape[2]
-    layout, walk, stretch, _ = call.arranged()
+    layout, scan, block, _ = call.arranged()
     results = [
         call.v,
         call.k[..., 0],
@@ -203,13 +203,15 @@ def _backward(*arguments: Any) -> list[Tensor]:
     depth = len(state.layers)
     g_layers, g_tails = rest[:depth], rest[depth:]
     starts = [tuple(layer.flatten(0, 1) for layer in state.layers)]
-    starts += [tuple(layer[index] for layer in saved) for index in range(-(-layout.chunks // STRETCH) - 1)]
+    starts += [
+        tuple(layer[index] for layer in saved) for index in range(-(-layout.chunks // BLOCK_CHUNKS) - 1)
+    ]
     g_surprise = layout.queries(g_surprise)
     if layout.lead:
         g_surprise = torch.nn.functional.pad(g_surprise, (0, 0, layout.lead, 0))
     g_y, g_surprise = (to_chunks(x, layout.chunks) for x in (layout.queries(g_y), g_surprise))
     g_end = tuple(grad.flatten(0, 1) for grad in g_layers) if layout.folds else ()
-    found, g_start, _ = stretches_backward(walk, stretch, starts, STRETCH, g_y, g_surprise, g_end)
+    found, g_start, _ = scan_backward(scan, block, starts, BLOCK_CHUNKS, g_y, g_surprise, g_end)
     g_q, *g_rows = [from_chunks(grad, heads).contiguous() for grad in found if grad is not None]
     new, old = [layout.back(g_q)], []
     for grad, g_tail in zip(g_rows, g_tails, strict=True):

@@ -174,18 +174,20 @@ def recall(
     if not isinstance(state, MemoryState):
         raise ValueError(f"state: expected a MemoryState, got {type(state).__name__}")
     check_state(q, state, net, rule, state.chunk, offsets)
-    return ask(q, settle(state, net=net, rule=rule), net=net, offsets=offsets)
+    return query(q, current_weights(state, net=net, rule=rule), net=net, offsets=offsets)
 
 
-def settle(state: MemoryState, *, net: Net = NETS["titans"], rule: Rule = RULES["titans"]) -> Weights:
+def current_weights(
+    state: MemoryState, *, net: Net = NETS["titans"], rule: Rule = RULES["titans"]
+) -> Weights:
     """A memory's weights ``[r h ...]`` after everything that was read, its open chunk included; for a rule that reads
     at the chunk's start, those of the chunk's start.
     """
     with torch.autocast(state.k.device.type, enabled=False):
-        return chunked.settle(state, net, rule)
+        return chunked.current_weights(state, net, rule)
 
 
-def ask(
+def query(
     q: Float[Tensor, "b t h f"],
     weights: Weights,
     *,

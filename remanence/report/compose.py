@@ -153,7 +153,7 @@ def _against(row: Row, off: Row) -> str:
 
 
 def _trained(runs: Sequence[Run]) -> list[Part]:
-    header = ["run", "blocks", "parameters", "steps", "tokens", "last loss", "tokens/s", "skipped", "leashed"]
+    header = ["run", "blocks", "parameters", "steps", "tokens", "last loss", "tokens/s", "skipped", "clamped"]
     rows = []
     for run in runs:
         model = run.config["model"]
@@ -164,8 +164,8 @@ def _trained(runs: Sequence[Run]) -> list[Part]:
         blocks = f"{' '.join(model.get('pattern', []))}, {model.get('depth', '?')} layers"
         tokens, loss = short(last["tokens"]), f"{last['loss']:.4f}"
         cells = [run.name, blocks, _parameters(run), steps, tokens, loss, rate]
-        leashed = run.values("leash", (int,))
-        rows.append([*cells, str(run.lines[-1].get("skipped", 0)), f"{sum(leashed):,}" if leashed else "-"])
+        clamped = [*run.values("clamped", (int,)), *run.values("leash", (int,))]  # "leash" in earlier runs
+        rows.append([*cells, str(run.lines[-1].get("skipped", 0)), f"{sum(clamped):,}" if clamped else "-"])
     legend = Text("Tokens per second are the middle of all logged steps.")
     picture = Picture("training", "Loss by tokens read.", plots.losses(runs))
     return [Heading("Training"), legend, Table(header, rows), picture]

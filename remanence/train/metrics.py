@@ -141,9 +141,9 @@ class Metrics:
         os.fsync(self.file.fileno())
 
     def write(
-        self, progress: Progress, step: Step, world_size: int, leash: int, validation: float | None = None
+        self, progress: Progress, step: Step, world_size: int, clamped: int, validation: float | None = None
     ) -> None:
-        """`leash` is how many memories' gradients were clipped in the steps since the last line, by all processes."""
+        """`clamped` is how many memories' gradients were clipped in the steps since the last line, by all processes."""
         now = time.perf_counter()
         first, tokens = self.before
         rate = (progress.tokens - tokens) / max(now - first, 1e-9)
@@ -155,7 +155,7 @@ class Metrics:
             "tokens": progress.tokens,
             "tokens_per_s": round(rate, 1),
             "skipped": progress.skipped,
-            "leash": leash,
+            "clamped": clamped,
             "memory_gib": round(memory_in_use(self.device) / 2**30, 3),
             **memory_facts(step.trace),
         }

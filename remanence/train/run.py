@@ -25,7 +25,7 @@ from remanence.io.files import locked, remove_leftovers, replacing_folder, write
 from remanence.io.tensors import write_tensors
 from remanence.memory.policies import unigrams
 from remanence.model import State
-from remanence.ops import leashed
+from remanence.ops import clamped
 from remanence.runtime.errors import DivergedError, OtherConfigError
 from remanence.runtime.overrides import differences
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
@@ -151,7 +151,7 @@ class Run:
             # A model is there if the run was to be shorter before.
             world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))
         self.graphs = self.task.captured_steps(self.model, self.begin is not None)
-        self._leashed = leashed()  # in this process so far
+        self._clamped = clamped()  # in this process so far
 
     @property
     def done(self) -> bool:
@@ -344,8 +344,8 @@ class Run:
         at = self.progress.step
         if at % self.config.log_every and at != self.config.steps and validation is None:
             return
-        before, self._leashed = self._leashed, leashed()
-        summed = int(self.world.total(self._leashed - before)[0])
+        before, self._clamped = self._clamped, clamped()
+        summed = int(self.world.total(self._clamped - before)[0])
         if self.metrics:
             self.metrics.write(self.progress, step, self.world.size, summed, validation)
 

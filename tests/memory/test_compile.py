@@ -88,9 +88,9 @@ def test_a_layers_operators_are_torchs():
     torch.library.opcheck(layer_cpu.short_conv_forward, (x, make(2, 3, 8), make(8, 4), 2, False))
     torch.library.opcheck(layer_cpu.log_gates_forward, (x, make(6, 8), make(6), 2, 0b101))
     torch.library.opcheck(layer_cpu.gated_norm_forward, (heads, x, make(4), 1e-6))
-    torch.library.opcheck(layer_cpu.lift_forward, (heads, make(2, 4, 6), make(2, 3, 4)))
+    torch.library.opcheck(layer_cpu.key_features_forward, (heads, make(2, 4, 6), make(2, 3, 4)))
     for length in (3, 5, 9):
-        torch.library.opcheck(layer_cpu.carry_on_forward, (make(2, length, 8), x))
+        torch.library.opcheck(layer_cpu.roll_history_forward, (make(2, length, 8), x))
 
 
 @pytest.mark.parametrize("kind", ["default", "titans"])

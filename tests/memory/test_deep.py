@@ -200,9 +200,9 @@ class TestThreshold:
         text = torch.randn(2, 160, 16, dtype=dtype)
         _, after = memory(text, state)
         assert state.memory.weights[0].abs().max() > 0
-        assert torch.equal(memory.settle(after)[0], memory.settle(state)[0])
+        assert torch.equal(memory.current_weights(after)[0], memory.current_weights(state)[0])
         _, after = memory(text[:, :1], after)
-        assert torch.equal(memory.settle(after)[0], memory.settle(state)[0])
+        assert torch.equal(memory.current_weights(after)[0], memory.current_weights(state)[0])
 
     def test_gradients_are_finite_and_none_where_nothing_is_written(self):
         logs = torch.tensor([-9.0, -0.7, -0.6, -0.2], dtype=torch.float64).view(1, 4, 1).requires_grad_()

@@ -8,7 +8,7 @@ import torch
 from cases import Case, pairwise
 
 from remanence.layers import ShortConv, unit
-from remanence.ops import MLP, NETS, RULES, Gates, Rule, decode, memorize, settle, start
+from remanence.ops import MLP, NETS, RULES, Gates, Rule, current_weights, decode, memorize, start
 from remanence.ops.rules import is_linear
 from remanence.ops.triton import decode as decode_kernels
 from remanence.runtime.state import where
@@ -44,7 +44,7 @@ def walk(case, backend, steps):
     for t in range(8):
         state = where([t < 1, t < 4, True], read(state, slice(t, t + 1))[1], state)
     untouched = state.clone()
-    running = decode.Running(state, case.net, case.rule, backend)
+    running = decode.InPlaceMemory(state, case.net, case.rule, backend)
     for t in range(8, 8 + steps):
         active = torch.rand(3) < 0.8
         answers, new, surprises = read(state, slice(t, t + 1))
@@ -54,7 +54,9 @@ def walk(case, backend, steps):
         if backend == "triton":
             assert not y[~active].any() and not surprise[~active].any()
         state = where(active.tolist(), new, state)
-        assert_close(settle(state, net=case.net, rule=case.rule), running.settled(), 1e-10, "weights")
+        assert_close(
+            current_weights(state, net=case.net, rule=case.rule), running.current_weights(), 1e-10, "weights"
+        )
         if t % 5 == 0:
             assert_close(state, running.state, 1e-10, "state")
     assert_close(state, running.state, 1e-10, "state")
@@ -62,11 +64,11 @@ def walk(case, backend, steps):
         torch.tensor([True, False, True]),
         tuple(torch.zeros_like(weight) for weight in running.weights),
     )
-    running.adopt(weights, rows)
+    running.copy_weights(weights, rows)
     for weight, held in zip(weights, running.weights, strict=True):
         assert_close(held[rows], weight[rows], 0.0)
         assert not weight[~rows].any()
-    assert_close(untouched, decode.Running(untouched, case.net, case.rule, backend).state, 0.0)
+    assert_close(untouched, decode.InPlaceMemory(untouched, case.net, case.rule, backend).state, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,7 @@ def test_the_convolutions(kernel, slack, width):
 def test_divergence_raises_the_flag(backend, depth):
     net = MLP(depth=depth, norm=False)
     state = start(net.init(1, 4), 2, chunk=4)
-    running = decode.Running(state, net, Rule(), backend)
+    running = decode.InPlaceMemory(state, net, Rule(), backend)
     q, k, v = torch.randn(3, 2, 1, 4)
     v[0] = 1e30
     gates = Gates(*[torch.full((2, 1), value) for value in (0.0, -0.1, 0.0)])
@@ -249,18 +251,18 @@ def test_auto_takes_the_kernels():
     linear = [rule for rule in RULES.values() if is_linear(rule)]
     assert len(linear) >= 7
     for net, rule in [(NETS["linear"], rule) for rule in linear] + [(MLP(), Rule())]:
-        running = decode.Running(start(net.init(1, 4), 1, rule=rule), net, rule)
+        running = decode.InPlaceMemory(start(net.init(1, 4), 1, rule=rule), net, rule)
         assert running.step == running._fused
     net = MLP(depth=1)  # its LayerNorm needs all columns at once
     state = start(net.init(1, 4), 1)
-    running = decode.Running(state, net, Rule())
+    running = decode.InPlaceMemory(state, net, Rule())
     assert running.step == running._plain
     with pytest.raises(
         ValueError, match="backend: 'triton' cannot decode this memory: the kernels decode two layers"
     ):
-        decode.Running(state, net, Rule(), "triton")
+        decode.InPlaceMemory(state, net, Rule(), "triton")
     wide = start(NETS["linear"].init(1, 4, values=129), 1, keys=4)
-    running = decode.Running(wide, NETS["linear"], Rule())
+    running = decode.InPlaceMemory(wide, NETS["linear"], Rule())
     assert running.step == running._plain
 
 
@@ -269,4 +271,4 @@ def test_a_net_without_a_closed_form_is_refused():
         init, apply = MLP().init, MLP().apply
 
     with pytest.raises(ValueError, match="net: expected a memory that can be written in place, got Own"):
-        decode.Running(start(MLP().init(1, 4), 1), Own(), Rule())
+        decode.InPlaceMemory(start(MLP().init(1, 4), 1), Own(), Rule())

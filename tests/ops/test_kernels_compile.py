@@ -101,11 +101,17 @@ QUICK_LIFTS = [
 ]
 
 
-def check_lift(arch, width, hidden, dtype):
-    launches = layer.lift_launches(8, width, hidden, DTYPES[dtype], arch)
-    names = ["lift_gated", "lift_added", "lift_gated", "lift_added_backward", "lift_gated_backward"]
+def check_key_features(arch, width, hidden, dtype):
+    launches = layer.key_features_launches(8, width, hidden, DTYPES[dtype], arch)
+    names = [
+        "key_features_gated",
+        "key_features_added",
+        "key_features_gated",
+        "key_features_added_backward",
+        "key_features_gated_backward",
+    ]
     if max(width, hidden) <= (128 if dtype == "bf16" else 64):
-        names = ["lift_kernel", "lift_slopes", "heads_kernel", "heads_weight", "heads_weight"]
+        names = ["key_features_kernel", "key_features_slopes", "heads_kernel", "heads_weight", "heads_weight"]
     assert [launch.name for launch in launches] == names
     reason = resources.lacking(layer.kernels(), launches, arch, resources.SHARED[arch] * 1024)
     assert reason is None, reason
@@ -113,13 +119,13 @@ def check_lift(arch, width, hidden, dtype):
 
 @pytest.mark.parametrize("case", QUICK_LIFTS, ids=str)
 def test_features_fit(case):
-    check_lift(*case)
+    check_key_features(*case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in LIFTS if case not in QUICK_LIFTS], ids=str)
 def test_features_fit_everywhere(case):
-    check_lift(*case)
+    check_key_features(*case)
 
 
 DECODED = [
@@ -140,7 +146,7 @@ def test_one_token_fits(case, monkeypatch):
         q, v = (torch.empty(1, 1, size, dtype=DTYPES[dtype]) for size in (width, values))
         gate = torch.empty(1, 1)
         gates = Gates(gate, gate if rule.momentum else None, gate if rule.forget else None)
-        decode.Running(state, net, rule, "triton").step(q, q, v, gates, torch.ones(1, dtype=torch.bool))
+        decode.InPlaceMemory(state, net, rule, "triton").step(q, q, v, gates, torch.ones(1, dtype=torch.bool))
     launches = [resources.Launch(*each, decode_kernels.WARPS, 1) for each in recorded]
     assert [launch.name for launch in launches] == [
         "decode_kernel" if net.depth == 2 else "decode_linear_kernel"

@@ -194,9 +194,14 @@ def test_features_are_right_on_this_chip(tokens, width, hidden, dtype, monkeypat
 
     first, second = results(True), results(True)
     at_once = max(width, hidden) <= (128 if dtype == torch.bfloat16 else 64)
-    between = {"lift_gated", "lift_gated_backward", "lift_added", "lift_added_backward"}
+    between = {
+        "key_features_gated",
+        "key_features_gated_backward",
+        "key_features_added",
+        "key_features_added_backward",
+    }
     assert set(used) == (
-        {"lift_kernel", "lift_slopes", "heads_kernel", "heads_weight"} if at_once else between
+        {"key_features_kernel", "key_features_slopes", "heads_kernel", "heads_weight"} if at_once else between
     )
     usual, true = results(False), results(False, torch.float64)
     for name, exact, a, b, again in zip(["y", "dx", "dup", "ddown"], true, usual, first, second, strict=True):

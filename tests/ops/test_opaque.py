@@ -6,7 +6,7 @@ from cases import Case
 from compiling import assert_same, whole
 
 from remanence import MLP, NETS, RULES
-from remanence.ops import Gates, leashed, opaque, reset_leashed, start
+from remanence.ops import Gates, clamped, opaque, reset_clamped, start
 
 
 @pytest.mark.parametrize("offsets", [None, [0, 3, 3, 14]])
@@ -60,7 +60,7 @@ def test_compiled_gradients_that_are_held_are_counted(aside, monkeypatch):
     leaves = case.leaves()
     y = aside(lambda: whole(case.call("chunked"))(*leaves)[0])
     monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 1e9, "max": 1e30}))
-    reset_leashed()
+    reset_clamped()
     torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True)
-    assert leashed() == 4, "of two rows and two heads"
-    reset_leashed()
+    assert clamped() == 4, "of two rows and two heads"
+    reset_clamped()

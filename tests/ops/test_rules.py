@@ -20,12 +20,12 @@ from remanence.ops import (
     LinearRule,
     Rule,
     RuleState,
+    current_weights,
     memorize,
     recall,
-    settle,
     start,
 )
-from remanence.ops.chunked import ByRule, ClosedForm, Exact, Generic, walk_for
+from remanence.ops.chunked import AutogradScan, ClosedFormScan, RuleScan, TokenExactScan, scan_for
 from remanence.ops.closed_form import unsupported
 from remanence.ops.large_chunk import LargeChunk, SwiGLU
 from remanence.testing import (
@@ -166,7 +166,9 @@ def test_recall_asks_the_weights_that_the_next_query_would(rule, read):
             first = last // 4 * 4
             later = torch.cat([x[1:, :first], torch.cat([q[1:, :1], x[1:, :1, :, 3:]], -1)], 1)
             assert_close(answers[1, 0], step(later)[0][0, -1], 1e-10)
-        assert_close(settle(here, net=net, rule=rule), settle(here.clone(), net=net, rule=rule), 0.0)
+        assert_close(
+            current_weights(here, net=net, rule=rule), current_weights(here.clone(), net=net, rule=rule), 0.0
+        )
 
 
 def by_hand(q, k, v, log_step, log_momentum, weights, chunk, read, loss):
@@ -236,17 +238,17 @@ def test_gradcheck(rule):
 
 def test_fast_paths_are_found_by_dispatch():
     matrix, net = NETS["linear"], NETS["titans"]
-    assert type(walk_for(net, RULES["titans"], True, 2)) is ClosedForm
-    assert type(walk_for(matrix, RULES["delta"], True, 1)) is Exact
-    assert type(walk_for(SwiGLU(), RULES["titans"], True, 3)) is Generic
+    assert type(scan_for(net, RULES["titans"], True, 2)) is ClosedFormScan
+    assert type(scan_for(matrix, RULES["delta"], True, 1)) is TokenExactScan
+    assert type(scan_for(SwiGLU(), RULES["titans"], True, 3)) is AutogradScan
     for own in (Bounded(), RULES["large_chunk"], Newest()):
-        assert type(walk_for(matrix, own, True, 1)) is ByRule
+        assert type(scan_for(matrix, own, True, 1)) is RuleScan
         assert type(own).__name__ in unsupported(matrix, own)
 
     class Renamed(LinearRule):
         """Changes nothing, so it keeps its closed form."""
 
-    assert type(walk_for(net, Renamed(), True, 2)) is ClosedForm
+    assert type(scan_for(net, Renamed(), True, 2)) is ClosedFormScan
 
 
 def test_rules_made_as_before_are_linear_rules():

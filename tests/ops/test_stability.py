@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from remanence.ops import MLP, NETS, Gates, Rule, leashed, memorize, recall, reset_leashed, start
+from remanence.ops import MLP, NETS, Gates, Rule, clamped, memorize, recall, reset_clamped, start
 
 TOKENS = 16_384
 
@@ -105,11 +105,11 @@ def test_small_gates_do_not_underflow_into_nan():
     y, _, _ = memorize(
         q, F.normalize(k, dim=-1), v, gates, start(net.init(1, 8), 1, chunk=chunk), net=net, chunk=chunk
     )
-    reset_leashed()
+    reset_clamped()
     y.sum().backward()
     assert y.isfinite().all()
     assert all(gate.grad.isfinite().all() for gate in gates)
-    assert leashed() == 0
+    assert clamped() == 0
 
 
 @pytest.mark.parametrize(
@@ -165,18 +165,18 @@ def test_a_held_gradient_is_counted_once_for_each_row_and_head_and_call(net):
     v = torch.randn(3, 640, heads, 4)
     log_step = torch.full((3, 640, heads), -1.0)
     log_step[0] = -20.0  # a calm row
-    reset_leashed()
+    reset_clamped()
     for calls in (1, 2):
         weights = tuple(weight.requires_grad_() for weight in net.init(heads, 4))
         state = start(weights, 3, rule=rule, chunk=chunk)
         y, _, _ = memorize(
             k, k, v, Gates(log_step), state, net=net, rule=rule, chunk=chunk, backend="chunked"
         )
-        assert leashed() == 4 * (calls - 1), "reading counts nothing"
+        assert clamped() == 4 * (calls - 1), "reading counts nothing"
         y[:, -1].sum().backward()
-        assert leashed() == 4 * calls
-    reset_leashed()
-    assert leashed() == 0
+        assert clamped() == 4 * calls
+    reset_clamped()
+    assert clamped() == 0
 
 
 def test_recall_answers_like_memorize_at_any_scale():

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from cases import Case, pairwise
 
 from remanence import Model, preset
-from remanence.ops import MLP, Gates, Rule, leashed, memorize, reset_leashed, start
+from remanence.ops import MLP, Gates, Rule, clamped, memorize, reset_clamped, start
 from remanence.ops.triton import dispatch, memory
 from remanence.ops.triton import mlp as fused
 from remanence.testing import assert_close, assert_same_function, distance
@@ -138,10 +138,10 @@ def test_the_leash_holds_as_chunked_does(blocks, largest, monkeypatch):
 
 def held(case, leaves, backend):
     """What one call's backward adds to the count."""
-    reset_leashed()
+    reset_clamped()
     y, surprise, new = case.call(backend)(*leaves)
     torch.autograd.grad(y.sum() + surprise.sum() + sum(layer.sum() for layer in new.layers), leaves)
-    return leashed()
+    return clamped()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -169,9 +169,9 @@ def test_the_compiler_sees_one_operator(norm, monkeypatch):
         found = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(*leaves), leaves)
         assert all(torch.equal(a, b) for a, b in zip(true, found, strict=True))
     monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 1e9, "max": 1e30}))
-    reset_leashed()
+    reset_clamped()
     torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves)
-    assert leashed() == 1, "compiled, it still counts"
+    assert clamped() == 1, "compiled, it still counts"
 
 
 @pytest.mark.parametrize("backend", ["chunked", "triton"])

@@ -64,7 +64,7 @@ def torch_heads(x, weight, base=None):
     return by_heads(x, weight, base)
 
 
-def torch_lift(x, up, down):
+def torch_key_features(x, up, down):
     heads, hidden, width = down.shape[-3:]
     return with_parameters(Features(heads, width, hidden), up0=up, down0=down)(x)
 
@@ -119,7 +119,7 @@ LIFTS = {  # rows, tokens, heads, width, hidden
 }
 
 
-def lift_leaves(rows, tokens, heads, width, hidden):
+def key_features_leaves(rows, tokens, heads, width, hidden):
     x = F.normalize(torch.randn(rows, tokens, heads, width, dtype=torch.float64), dim=-1).requires_grad_()
     up = (torch.randn(heads, width, 2 * hidden, dtype=torch.float64) / width**0.5).requires_grad_()
     return [x, up, randn(heads, hidden, width)]
@@ -145,7 +145,7 @@ def cases():
         leaves = [randn(rows, tokens, heads, width), randn(rows, tokens, heads * width), randn(width)]
         yield f"norm, {name}", torch_norm, layer.gated_norm, leaves, (1e-6,)
     for name, sizes in LIFTS.items():
-        yield f"lift, {name}", torch_lift, layer.lift, lift_leaves(*sizes), ()
+        yield f"key_features, {name}", torch_key_features, layer.key_features, key_features_leaves(*sizes), ()
     for name, (rows, tokens, width) in WIDE_NORMS.items():
         leaves = [randn(rows, tokens, width), randn(width)]
         yield f"rms, {name}", torch_rms, layer.rms_norm, leaves, (1e-6, torch.float64)
@@ -171,12 +171,18 @@ def cases():
         yield f"gates, {groups} layers", torch_gates, layer.log_gates, leaves, (3, (False, True))
         leaves = [randn(rows, 21, 2, 12), randn(rows, 21, 2 * 12), randn(groups, 12)]
         yield f"norm, {groups} layers", torch_norm, layer.gated_norm, leaves, (1e-6,)
-        parts = [lift_leaves(2, 23, 2, 12, 20) for _ in range(groups)]
+        parts = [key_features_leaves(2, 23, 2, 12, 20) for _ in range(groups)]
         leaves = [
             torch.cat([x.detach() for x, _, _ in parts]),
             *[torch.stack([p[i].detach() for p in parts]) for i in (1, 2)],
         ]
-        yield f"lift, {groups} layers", torch_lift, layer.lift, [x.requires_grad_() for x in leaves], ()
+        yield (
+            f"key_features, {groups} layers",
+            torch_key_features,
+            layer.key_features,
+            [x.requires_grad_() for x in leaves],
+            (),
+        )
         leaves = [randn(rows, 21, 2, 12), randn(groups, 2, 12, 20), randn(rows, 21, 2, 20)]
         yield f"product, {groups} layers", torch_heads, layer.by_heads, leaves, ()
         leaves = [randn(rows, 5, 24), randn(groups, 24)]
@@ -240,52 +246,54 @@ def test_as_exact_as_torch_and_twice_the_same(case, dtype):
 @pytest.mark.parametrize("name", LIFTS)
 def test_features_with_products_over_parts_of_the_tokens(name, part, monkeypatch):
     """Whatever their number, and however many tokens the last of them is short of."""
-    monkeypatch.setattr(layer, "LIFT_PART", part)
-    assert_same_function(torch_lift, layer.lift, lift_leaves(*LIFTS[name]), tolerance=1e-10)
+    monkeypatch.setattr(layer, "FEATURE_PART", part)
+    assert_same_function(
+        torch_key_features, layer.key_features, key_features_leaves(*LIFTS[name]), tolerance=1e-10
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 511, 512, 513, 1000, 8191, 100_003])
 def test_parts_hold_all_tokens(tokens):
-    parts, room = layer._lift_room(tokens)
-    assert 1 <= parts <= layer.LIFT_PARTS and room % parts == 0 and tokens <= room < tokens + parts
+    parts, room = layer._key_features_room(tokens)
+    assert 1 <= parts <= layer.FEATURE_PARTS and room % parts == 0 and tokens <= room < tokens + parts
 
 
 def test_untrained_features_are_the_keys():
     """Nothing is added yet, and what will be has its gradient already."""
-    x, up, down = lift_leaves(2, 37, 3, 12, 20)
+    x, up, down = key_features_leaves(2, 37, 3, 12, 20)
     with torch.no_grad():
         down.zero_()
-    assert distance(x, layer.lift(x, up, down)) < 1e-10
-    assert_same_function(torch_lift, layer.lift, [x, up, down], tolerance=1e-10)
-    _, _, g_up, g_down = gradients(layer.lift, [x, up, down], ())
+    assert distance(x, layer.key_features(x, up, down)) < 1e-10
+    assert_same_function(torch_key_features, layer.key_features, [x, up, down], tolerance=1e-10)
+    _, _, g_up, g_down = gradients(layer.key_features, [x, up, down], ())
     assert not bool(g_up.any()) and bool(g_down.any())
     for dtype in (torch.float32, torch.bfloat16):
         key = x.detach().to(dtype)
-        y = layer.lift(key, up.detach().float(), down.detach().float())
+        y = layer.key_features(key, up.detach().float(), down.detach().float())
         assert y.dtype == dtype and distance(key.float(), y.float()) < 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_features_are_unit(dtype):
-    x, up, down = (leaf.detach() for leaf in lift_leaves(2, 37, 3, 12, 20))
-    y = layer.lift(x.to(dtype), up.float(), down.float())
+    x, up, down = (leaf.detach() for leaf in key_features_leaves(2, 37, 3, 12, 20))
+    y = layer.key_features(x.to(dtype), up.float(), down.float())
     assert y.dtype == dtype
     assert distance(torch.ones(2, 37, 3), y.float().norm(dim=-1)) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_keys_need_not_be_contiguous():
-    x, up, down = lift_leaves(2, 9, 3, 12, 20)
+    x, up, down = key_features_leaves(2, 9, 3, 12, 20)
     turned = x.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).requires_grad_()
     assert not turned.is_contiguous()
-    assert_same_function(torch_lift, layer.lift, [turned, up, down], tolerance=1e-10)
+    assert_same_function(torch_key_features, layer.key_features, [turned, up, down], tolerance=1e-10)
 
 
 def test_autocast_lowers_no_product_of_features():
     """Forward or backward: keys come in the dtype that products are to have."""
-    leaves = [leaf.detach().float().requires_grad_() for leaf in lift_leaves(2, 9, 3, 12, 20)]
-    plain = gradients(layer.lift, leaves, ())
+    leaves = [leaf.detach().float().requires_grad_() for leaf in key_features_leaves(2, 9, 3, 12, 20)]
+    plain = gradients(layer.key_features, leaves, ())
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(layer.lift, leaves, ())
+        found = gradients(layer.key_features, leaves, ())
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
@@ -306,9 +314,15 @@ def test_features_of_any_depth_take_the_kernels(hidden, monkeypatch):
     )
     assert_close(plain, gradients(call, leaves, ()), 1e-10)
     assert asked == [{"width": 12, "features": hidden}]
-    forward, back = ["lift_gated", "lift_added"], ["lift_gated", "lift_added_backward", "lift_gated_backward"]
+    forward, back = (
+        ["key_features_gated", "key_features_added"],
+        ["key_features_gated", "key_features_added_backward", "key_features_gated_backward"],
+    )
     if hidden <= 64:
-        forward, back = ["lift_kernel"], ["lift_slopes", "heads_kernel", "heads_weight", "heads_weight"]
+        forward, back = (
+            ["key_features_kernel"],
+            ["key_features_slopes", "heads_kernel", "heads_weight", "heads_weight"],
+        )
     assert used == 3 * forward + 3 * back
 
 
@@ -327,7 +341,7 @@ def test_the_compiler_sees_one_operator():
     def loss(x):
         y, _ = layer.short_conv(1.5 * x, past, conv, 2, True)
         first, second, third = layer.log_gates(x, gates, bias, 2, [False, True, False])
-        lifted = layer.lift(y, up, down).sin().sum()
+        lifted = layer.key_features(y, up, down).sin().sum()
         return (
             layer.gated_norm(y, x, gain, 1e-6).square().sum() + (first * second).sum() + third.sin().sum()
         ).log() + lifted
@@ -336,7 +350,7 @@ def test_the_compiler_sees_one_operator():
     torch.library.opcheck(layer.short_conv_forward, (x, past, conv, 2, True))
     torch.library.opcheck(layer.gates_forward, (x, gates, bias, 2, 2))
     torch.library.opcheck(layer.gated_norm_forward, (x.unflatten(-1, (2, 4)), randn(2, 5, 8), gain, 1e-6))
-    torch.library.opcheck(layer.lift_forward, (x.unflatten(-1, (2, 4)), up, down))
+    torch.library.opcheck(layer.key_features_forward, (x.unflatten(-1, (2, 4)), up, down))
     torch.library.opcheck(layer.rms_norm_forward, (x, randn(8), 1e-6, torch.float64))
     torch.library.opcheck(layer.join_forward, (x, randn(2, 5, 8), randn(8), randn(8), 1e-6))
     torch.library.opcheck(layer.swiglu_forward, (x, randn(2, 5, 8)))
@@ -374,9 +388,9 @@ def test_a_whole_layer(rule, monkeypatch):
     ours = results()
     assert_close(plain, ours, 1e-10)
     elsewhere = {
-        name for name in layer.TILE if name.startswith(("rms_norm", "join", "rotary", "lift"))
+        name for name in layer.TILE if name.startswith(("rms_norm", "join", "rotary", "key_features"))
     }  # or of wider features
-    at_once = {"lift_kernel", "lift_slopes", "heads_kernel", "heads_weight"}
+    at_once = {"key_features_kernel", "key_features_slopes", "heads_kernel", "heads_weight"}
     assert set(used) == ({*layer.TILE, *layer.GATE_TILE} - elsewhere) | at_once
 
 

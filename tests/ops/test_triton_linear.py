@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Case, pairwise
 
-from remanence.ops import MLP, NETS, RULES, Gates, Rule, chunked, leashed, memorize, reset_leashed, start
+from remanence.ops import MLP, NETS, RULES, Gates, Rule, chunked, clamped, memorize, reset_clamped, start
 from remanence.ops.triton import linear as fused_linear
 from remanence.testing import assert_same_function, distance
 
@@ -169,22 +169,22 @@ def test_the_leash_holds_as_chunked_does(kind, largest, monkeypatch):
     with torch.no_grad():
         leaves[1][:] = leaves[1][:, :1].clone()
     held = []
-    hold = chunked.Leash.hold
+    hold = chunked.GradientClamp.apply
 
     def watch(self, g_state, came):
         before = g_state[0].clone()
         hold(self, g_state, came)
         held.append(not torch.equal(before, g_state[0]))
 
-    monkeypatch.setattr(chunked.Leash, "hold", watch)
+    monkeypatch.setattr(chunked.GradientClamp, "apply", watch)
     assert_same_function(case.call("chunked"), case.call("triton"), leaves, tolerance=1e-8)
     assert any(held)
     counts = []
     for backend in ("chunked", "triton"):
-        reset_leashed()
+        reset_clamped()
         y, surprise, new = case.call(backend)(*leaves)
         torch.autograd.grad(y.sum() + surprise.sum() + new.layers[0].sum(), leaves, allow_unused=True)
-        counts.append(leashed())
+        counts.append(clamped())
     assert counts == [1, 1]
 
 

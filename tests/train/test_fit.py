@@ -44,7 +44,7 @@ def test_it_learns(tmp_path):
     assert found[60] < 0.8 * found[10]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {"surprise", "step_size", "keep", "tokens_per_s", "gradient", "lr"} <= lines[-1].keys()
-    assert {line["leash"] for line in lines} == {0}
+    assert {line["clamped"] for line in lines} == {0}
     assert lines[-1]["tokens"] == 60 * 4 * 24
     assert (tmp_path / "run" / "metrics.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -266,13 +266,13 @@ def test_what_the_leash_held_is_told_by_line(tmp_path, monkeypatch, command):
     """As if every carried gradient had outgrown its reach: each row and head of the one layer, in each of a line's
     steps.
     """
-    real = chunked.Leash.__init__
+    real = chunked.GradientClamp.__init__
 
     def short(self, *args):
         real(self, *args)
         self.reach = 1e-9
 
-    monkeypatch.setattr(chunked.Leash, "__init__", short)
+    monkeypatch.setattr(chunked.GradientClamp, "__init__", short)
     recipe = tmp_path / "recipe.py"
     recipe.write_text(
         f"import sys\nsys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom runs import config as recipe\n"
@@ -280,8 +280,8 @@ def test_what_the_leash_held_is_told_by_line(tmp_path, monkeypatch, command):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         command("train", recipe, "--out", tmp_path / "run", "--steps=5", "--log_every=2")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["leash"] for line in lines] == [2 * 4 * 2, 2 * 4 * 2, 4 * 2]
-    assert "16 leashed" in said.getvalue()
+    assert [line["clamped"] for line in lines] == [2 * 4 * 2, 2 * 4 * 2, 4 * 2]
+    assert "16 clamped" in said.getvalue()
 
 
 def test_documents_carry_their_memory_and_begin_anew(tmp_path, shards):

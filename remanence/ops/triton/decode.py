@@ -12,7 +12,7 @@ from remanence.ops.state import Gates, Weights
 from remanence.ops.triton.launch import launch, power, triton_type
 
 if TYPE_CHECKING:
-    from remanence.ops.decode import Running
+    from remanence.ops.decode import InPlaceMemory
 
 BLOCK = 64
 """Of the hidden axis or a matrix's columns; half of it for heads wider, or chunks longer, than 64."""
@@ -41,7 +41,7 @@ def convolve(
     return ys
 
 
-def adopt(memory: Running, weights: Weights, rows: Tensor) -> None:
+def copy_weights(memory: InPlaceMemory, weights: Weights, rows: Tensor) -> None:
     """Copy the memory's weights at its chunk's start to `weights`, in place, in these rows ``[r]``."""
     for layer, weight in zip(memory.layers, weights, strict=True):
         size, block = weight[0, 0].numel(), 1024
@@ -49,13 +49,13 @@ def adopt(memory: Running, weights: Weights, rows: Tensor) -> None:
             (memory.rows * memory.heads, -(-size // block)),
             (size, layer.shape[1], memory.heads, block),
         )
-        launch("adopt_kernel", grid, rows.view(torch.uint8), layer, weight, *constants, options={})
+        launch("copy_weights_kernel", grid, rows.view(torch.uint8), layer, weight, *constants, options={})
 
 
 def step(
-    memory: Running, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor
+    memory: InPlaceMemory, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Read one token into a memory, as `Running.step` does. Answers and surprise of rows that are not active are 0."""
+    """Read one token into a memory, as `InPlaceMemory.step` does. Answers and surprise of inactive rows are 0."""
     y = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
     surprise = torch.empty_like(gates.log_step)
     absent = memory.gates.log_step
@@ -72,7 +72,7 @@ def step(
     return y, surprise
 
 
-def _constants(memory: Running) -> dict[str, Any]:
+def _constants(memory: InPlaceMemory) -> dict[str, Any]:
     """What the kernel is compiled for."""
     net, rule, chunk, width, columns = (
         memory.net,

@@ -41,17 +41,17 @@ TILE = {
     "join_kernel": 2048,
     "join_backward": 2048,
     "rotary_kernel": 2048,
-    "lift_gated": 2048,
-    "lift_gated_backward": 1024,
-    "lift_added": 2048,
-    "lift_added_backward": 1024,
+    "key_features_gated": 2048,
+    "key_features_gated_backward": 1024,
+    "key_features_added": 2048,
+    "key_features_added_backward": 1024,
 }
 """Elements of each tensor in one program: 16 a thread, or 8 where many tensors are loaded at once."""
 
 GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
 """Tokens and channels of the input in one tile; half of each for more than 64 gates."""
 
-LIFT_PARTS, LIFT_PART = 16, 512
+FEATURE_PARTS, FEATURE_PART = 16, 512
 """The most parts that a product over tokens is split into, and the fewest tokens of one. One product per head would use
 few of the GPU's processors, and would add everything up in bfloat16.
 """
@@ -123,11 +123,11 @@ def by_heads(x: Tensor, weight: Tensor, base: Tensor | None = None) -> Tensor:
     return heads_forward(x, weight, base)
 
 
-def lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """One layer of features: `up` ``[h e 2*o]`` makes gated features at unit length of x ``[b t h e]``, `down`
     ``[h o e]`` projects them back, and x plus that is normalized to unit length.
     """
-    return lift_forward(x, up, down)
+    return key_features_forward(x, up, down)
 
 
 def _power(size: int) -> int:
@@ -142,7 +142,7 @@ def _launch(
     name: str, grid: tuple[Any, ...], *tensors: Any, warps: int = 4, stages: int = 1, **constants: Any
 ) -> None:
     constants["ACC"] = launch.triton_type(_wide(tensors[0]))
-    # torch.compile wants shapes only, `lift_launches` the kernels' names.
+    # torch.compile wants shapes only, `key_features_launches` the kernels' names.
     if isinstance(tensors[0], FakeTensor):
         record(name, tensors, {**constants, "warps": warps, "stages": stages})
         return
@@ -547,12 +547,12 @@ def _heads_backward(g_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Ten
     return _heads_product(g_y.to(x.dtype), weight, None, True), _heads_weight(x, g_y, weight)
 
 
-def _lifts_at_once(x: Tensor, down: Tensor) -> bool:
+def _key_features_fused(x: Tensor, down: Tensor) -> bool:
     """Whether one processor can hold the weights of a head beside a tile of keys."""
     return max(x.shape[-1], down.shape[-2]) <= (128 if x.dtype == torch.bfloat16 else 64)
 
 
-def _lift_tiles(x: Tensor, down: Tensor, backward: bool) -> dict[str, Any]:
+def _key_features_tiles(x: Tensor, down: Tensor, backward: bool) -> dict[str, Any]:
     """For wide heads backward has one program per processor and forward two, so that no register is spilled."""
     count, width = down.shape[-2:]
     narrow = x.dtype == torch.bfloat16
@@ -573,26 +573,35 @@ def _lift_tiles(x: Tensor, down: Tensor, backward: bool) -> dict[str, Any]:
     return constants | _dtypes(x)
 
 
-def _lift_at_once(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _key_features_at_once(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     x, up, down = (tensor.to(x.dtype).contiguous() for tensor in (x, up, down))
     groups, per = _per(up, 3, x.shape[0] * x.shape[1])
-    constants, y = _lift_tiles(x, down, False), torch.empty_like(x)
+    constants, y = _key_features_tiles(x, down, False), torch.empty_like(x)
     _launch(
-        "lift_kernel", (-(-per // constants["BT"]), groups * x.shape[2]), x, up, down, y, per, **constants
+        "key_features_kernel",
+        (-(-per // constants["BT"]), groups * x.shape[2]),
+        x,
+        up,
+        down,
+        y,
+        per,
+        **constants,
     )
     return y
 
 
-def _lift_at_once_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _key_features_at_once_backward(
+    g_y: Tensor, x: Tensor, up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     g_y, x, narrow_up, narrow_down = (tensor.to(x.dtype).contiguous() for tensor in (g_y, x, up, down))
     groups, per = _per(up, 3, x.shape[0] * x.shape[1])
-    constants, count = _lift_tiles(x, down, True), down.shape[-2]
+    constants, count = _key_features_tiles(x, down, True), down.shape[-2]
     g_sum = torch.empty_like(x)
     u, g_z = (
         torch.empty((*x.shape[:3], size), dtype=x.dtype, device=x.device) for size in (count, 2 * count)
     )
     grid = (-(-per // constants["BT"]), groups * x.shape[2])
-    _launch("lift_slopes", grid, g_y, x, narrow_up, narrow_down, u, g_sum, g_z, per, **constants)
+    _launch("key_features_slopes", grid, g_y, x, narrow_up, narrow_down, u, g_sum, g_z, per, **constants)
     return (
         _heads_product(g_z, narrow_up, g_sum, True),
         _heads_weight(x, g_z, up),
@@ -600,7 +609,7 @@ def _lift_at_once_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> 
     )
 
 
-def _lift_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants: Any) -> None:
+def _key_features_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants: Any) -> None:
     size = constants["COUNT" if "COUNT" in constants else "D"]
     constants |= {
         "BC" if "COUNT" in constants else "BD": _power(size),
@@ -609,7 +618,7 @@ def _lift_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants:
     _launch(name, (-(-tokens // constants["BT"]), heads), *tensors, **constants)
 
 
-def _lift_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _key_features_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tensor, Tensor, Tensor]:
     """By heads: the products z, their unit features (with room for so many tokens), and what these add to x."""
     groups = up.shape[0] // x.shape[2]
     # Of one group a view, else a copy.
@@ -617,25 +626,27 @@ def _lift_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tens
     heads, n, width = by_heads.shape
     z = torch.bmm(by_heads, up)
     u = torch.empty((heads, room, down.shape[1]), dtype=x.dtype, device=x.device)
-    _lift_launch("lift_gated", room, heads, z, u, n, room, COUNT=down.shape[1], SCALE=math.sqrt(width))
+    _key_features_launch(
+        "key_features_gated", room, heads, z, u, n, room, COUNT=down.shape[1], SCALE=math.sqrt(width)
+    )
     return z, u, torch.bmm(u[:, :n], down)
 
 
-def _lift(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    if _lifts_at_once(x, down):
-        return _lift_at_once(x, up, down)
+def _key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    if _key_features_fused(x, down):
+        return _key_features_at_once(x, up, down)
     x, up, down = x.contiguous(), up.flatten(0, -3).to(x.dtype), down.flatten(0, -3).to(x.dtype)
     rows, tokens, heads, width = x.shape
     y, n = torch.empty_like(x), rows * tokens * heads // len(up)
     with torch.autocast(x.device.type, enabled=False):  # x has the dtype that products are to have
-        _, _, added = _lift_products(x, up, down, n)
-    _lift_launch("lift_added", n, len(up), x, added, y, n, HEADS=heads, D=width)
+        _, _, added = _key_features_products(x, up, down, n)
+    _key_features_launch("key_features_added", n, len(up), x, added, y, n, HEADS=heads, D=width)
     return y
 
 
-def _lift_room(n: int) -> tuple[int, int]:
+def _key_features_room(n: int) -> tuple[int, int]:
     """How many parts products over n tokens have, and how many tokens all parts together, the last one padded."""
-    parts = min(LIFT_PARTS, -(-n // LIFT_PART))
+    parts = min(FEATURE_PARTS, -(-n // FEATURE_PART))
     return parts, parts * -(-n // parts)
 
 
@@ -645,9 +656,9 @@ def _over_tokens(a: Tensor, b: Tensor, parts: int) -> Tensor:
     return torch.bmm(a.mT, b).unflatten(0, (-1, parts)).sum(1, dtype=_wide(a))
 
 
-def _lift_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if _lifts_at_once(x, down):
-        return _lift_at_once_backward(g_y, x, up, down)
+def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if _key_features_fused(x, down):
+        return _key_features_at_once_backward(g_y, x, up, down)
     g_y, x, narrow_up, narrow_down = (
         g_y.contiguous(),
         x.contiguous(),
@@ -657,18 +668,20 @@ def _lift_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Te
     rows, tokens, heads, width = x.shape
     every = len(narrow_up)  # heads of all groups
     n = rows * tokens * heads // every
-    parts, room = _lift_room(n)
+    parts, room = _key_features_room(n)
     g_x, g_sum = torch.empty_like(x), torch.empty((every, room, width), dtype=x.dtype, device=x.device)
     turned = torch.empty_like(g_sum)
     with torch.autocast(x.device.type, enabled=False):
-        z, u, added = _lift_products(x, narrow_up, narrow_down, room)
+        z, u, added = _key_features_products(x, narrow_up, narrow_down, room)
         tensors = (g_y, x, added, g_x, g_sum, turned)
-        _lift_launch("lift_added_backward", room, every, *tensors, n, room, HEADS=heads, D=width)
+        _key_features_launch(
+            "key_features_added_backward", room, every, *tensors, n, room, HEADS=heads, D=width
+        )
         g_down = _over_tokens(u, g_sum, parts).view_as(down).to(down.dtype)
         g_u = torch.bmm(g_sum[:, :n], narrow_down.mT)
         g_z = torch.empty((every, room, up.shape[-1]), dtype=x.dtype, device=x.device)
         constants = {"COUNT": down.shape[-2], "SCALE": math.sqrt(width)}
-        _lift_launch("lift_gated_backward", room, every, z, g_u, g_z, n, room, **constants)
+        _key_features_launch("key_features_gated_backward", room, every, z, g_u, g_z, n, room, **constants)
         g_up = _over_tokens(turned, g_z, parts).view_as(up).to(up.dtype)
         for group in range(every // heads):  # of one group a view that a product can be added to
             part = slice(group * heads, (group + 1) * heads)
@@ -678,17 +691,17 @@ def _lift_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Te
     return g_x, g_up, g_down
 
 
-def _lift_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _key_features_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _lift_shapes(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _key_features_shapes(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Not the function itself, whose number of parts would bind a graph to its number of tokens."""
     return x.new_empty(x.shape), up.new_empty(up.shape), down.new_empty(down.shape)
 
 
-def lift_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int) -> list[Launch]:
-    """The kernels of `lift` and its gradient as they are launched on a chip; nothing runs."""
+def key_features_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int) -> list[Launch]:
+    """The kernels of `key_features` and its gradient as they are launched on a chip; nothing runs."""
     chip = _chip.set(arch)
     with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         x, up, down = (
@@ -696,7 +709,7 @@ def lift_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int
             torch.empty(heads, width, 2 * count),
             torch.empty(heads, count, width),
         )
-        _lift_backward(_lift(x, up, down), x, up, down)
+        _key_features_backward(_key_features(x, up, down), x, up, down)
     _chip.reset(chip)
     return [
         Launch(name, types, constants, constants.pop("warps"), constants.pop("stages"))
@@ -800,11 +813,11 @@ heads_backward = operator(
 heads_forward = operator(
     "by_heads", _heads, "(Tensor x, Tensor weight, Tensor? base) -> Tensor", _heads_gradient, _save_heads
 )
-lift_forward = differentiable(
-    "lift",
-    _lift,
-    _lift_backward,
+key_features_forward = differentiable(
+    "key_features",
+    _key_features,
+    _key_features_backward,
     "Tensor x, Tensor up, Tensor down",
-    fake=_lift_shape,
-    fake_backward=_lift_shapes,
+    fake=_key_features_shape,
+    fake_backward=_key_features_shapes,
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from remanence.ops.leash import counter
+from remanence.ops.clamp import counter
 from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
 from remanence.ops.state import Gates

@@ -9,11 +9,11 @@ import triton.language as tl
 from remanence.ops.triton.kernels.tools import (
     COEF_C,
     COEF_S,
+    clamp_factor,
     dot,
     dot_apart,
     kernel,
     largest,
-    leash_factor,
     load,
     load_coef,
     load_layers,
@@ -83,7 +83,7 @@ def carry_kernel(
     k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
     g_X2, g_D1, g_D2, g_J1, g_J2, received, received_end, g_end1, g_end2, g_first1, g_first2,
     g_Z, g_ends1, g_ends2, g_v,
-    leashed, mail, flags, L, n, HEADS,
+    clamped, mail, flags, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
@@ -93,8 +93,8 @@ def carry_kernel(
     in g_Z.
 
     With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's D2. There they
-    also learn how large the gradient is, so the leash holds it only now, and what was made of it so far, which is
-    linear in it. A memory that was held is one more of `leashed`.
+    also learn how large the gradient is, so the clamp holds it only now, and what was made of it so far, which is
+    linear in it. A memory that was held is one more of `clamped`.
     """
     m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, f, t = tl.arange(0, BD), share * BH + tl.arange(0, BH), tl.arange(0, BC)
@@ -132,7 +132,7 @@ def carry_kernel(
             tl.store(sizes + back_from % 2 * SHARES + share, size)
             g_error = meet(g_error, mail, flags + m, back_from, share, SHARES, BC, BD)
             size = _all_sizes(sizes + back_from % 2 * SHARES, SHARES)
-        factor = leash_factor(total, size, REACH, END)
+        factor = clamp_factor(total, size, REACH, END)
         least = tl.minimum(least, factor)
         G1 *= factor
         G2 *= factor
@@ -178,8 +178,8 @@ def carry_kernel(
         tl.store(sizes + n % 2 * SHARES + share, size)
         rendezvous(flags + m, (n + 1) * SHARES)
         size = _all_sizes(sizes + n % 2 * SHARES, SHARES)
-    factor = leash_factor(total, size, REACH, END)
-    tl.atomic_add(leashed, 1, mask=(tl.minimum(least, factor) < 1.0) & (share == 0), sem="relaxed")
+    factor = clamp_factor(total, size, REACH, END)
+    tl.atomic_add(clamped, 1, mask=(tl.minimum(least, factor) < 1.0) & (share == 0), sem="relaxed")
     G1 *= factor
     G2 *= factor
     if MOMENTUM:
@@ -195,7 +195,7 @@ def carry_stream(
     k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
     g_X2, g_D1, g_D2, g_J1, g_J2, received, received_end, g_end1, g_end2, g_first1, g_first2,
     g_Z, g_ends1, g_ends2, g_v,
-    leashed, L, n, HEADS,
+    clamped, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     REACH: tl.constexpr, END: tl.constexpr,
@@ -204,7 +204,7 @@ def carry_stream(
     """`carry_kernel` with the gradient in blocks through L2, in g_first. g_ends may be g_J.
 
     One pass over it per chunk: a block that has reached a chunk's start is at once sent through the fold before it, for
-    that chunk's D1, which waits in g_Z, and D2. The leash's factor is known only after the pass, so it is applied when
+    that chunk's D1, which waits in g_Z, and D2. The clamp's factor is known only after the pass, so it is applied when
     a block is read again, and to what was made of unheld blocks, which is linear in them.
     """
     m = tl.program_id(0).to(tl.int64)
@@ -323,12 +323,12 @@ def carry_stream(
                 W2 = load(starts2 + here_next, f, d, HIDDEN, D, EVEN)
                 g_error = onto_apart(g_error, g_next, W2, n, APART, OP, PRECISION)
         total += tl.load(received + base)
-        factor = leash_factor(total, size, REACH, END)
+        factor = clamp_factor(total, size, REACH, END)
         least = tl.minimum(least, factor)
         K, c = K_next, c_next
         if MOMENTUM:
             s = s_next
-    tl.atomic_add(leashed, 1, mask=least < 1.0, sem="relaxed")
+    tl.atomic_add(clamped, 1, mask=least < 1.0, sem="relaxed")
     tl.debug_barrier()
     for j in tl.range(BLOCKS, num_stages=1):
         f = j * BH + tl.arange(0, BH)

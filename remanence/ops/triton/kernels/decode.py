@@ -331,7 +331,7 @@ def convolve_kernel(
 
 
 @triton.jit
-def adopt_kernel(
+def copy_weights_kernel(
     begins, source, weights, SIZE, PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The chunk's start weights, the first of J's parts, where a segment begins; nothing is even read elsewhere."""

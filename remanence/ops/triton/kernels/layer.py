@@ -10,9 +10,9 @@ memory once.
     swiglu_kernel         SiLU of one tensor times another
     rotary_kernel         pairs of channels turned by an angle
     heads_kernel          each head times a matrix of its own
-    lift_kernel           unit keys to unit features of them, at once (narrow ones, whose weights a processor can hold)
-    lift_gated            unit features of the products that torch made of unit keys
-    lift_added            keys and what torch's products made of their features, added and brought back to length 1
+    key_features_kernel   unit keys to unit features in one kernel (for narrow ones, whose weights fit a processor)
+    key_features_gated    unit features from the products that torch made of unit keys
+    key_features_added    the sum of keys and torch's products of their features, normalised to length 1
 
 Weights may come in groups, one for each of so many rows or tokens in a row (`per`): several layers' at once.
 
@@ -562,7 +562,7 @@ def _features(
 
 
 @kernel
-def lift_kernel(
+def key_features_kernel(
     x, up, down, y, per,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -597,7 +597,7 @@ def lift_kernel(
 
 
 @kernel
-def lift_slopes(
+def key_features_slopes(
     g_y, x, up, down, u_out, g_sum, g_z, per,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -649,7 +649,7 @@ def _halves(z, t, live, cols, COUNT: tl.constexpr, BC: tl.constexpr, SCALE: tl.c
 
 
 @kernel
-def lift_gated(
+def key_features_gated(
     z, u, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
     """From ``[h n 2*COUNT]`` to ``[h room COUNT]``, zeros where there is room for more than n tokens."""
@@ -662,7 +662,7 @@ def lift_gated(
 
 
 @kernel
-def lift_gated_backward(
+def key_features_gated_backward(
     z, g_u, g_z, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr  # noqa: E501
 ):  # fmt: skip
     """g_z has the room, g_u has not."""
@@ -681,7 +681,7 @@ def lift_gated_backward(
 
 
 @kernel
-def lift_added(
+def key_features_added(
     x, added, y, n, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
     """x and y stand by tokens, ``[g n h D]``; what is added stands by heads, ``[g h n D]``."""
@@ -694,7 +694,7 @@ def lift_added(
 
 
 @kernel
-def lift_added_backward(
+def key_features_added_backward(
     g_y, x, added, g_x, g_sum, turned, n, room,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip

@@ -20,9 +20,9 @@ from remanence.ops.triton.kernels.tools import (
     COEF_C,
     COEF_R,
     COEF_S,
+    clamp_factor,
     dot,
     kernel,
-    leash_factor,
     load,
     load_coef,
     load_columns,
@@ -167,7 +167,7 @@ def linear_read_backward(
 
 @kernel
 def linear_carry(
-    k, v, U, R, co, fold, values, rstds, g_J, received, received_end, g_end, g_first, g_ends, over, leashed,
+    k, v, U, R, co, fold, values, rstds, g_J, received, received_end, g_end, g_first, g_ends, over, clamped,
     L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
@@ -176,16 +176,16 @@ def linear_carry(
 ):  # fmt: skip
     """The gradient at each chunk's end is kept in g_ends.
 
-    The leash needs the whole gradient's largest entry before the next chunk, which programs that share it do not know,
+    The clamp needs the whole gradient's largest entry before the next chunk, which programs that share it do not know,
     and which is a wait for the others. So it is first only watched: `over` tells whether any entry went beyond it.
     Where one did, HELD, with the whole gradient in one program, does all of it again and holds it, and is one more of
-    `leashed`.
+    `clamped`.
     """
     m = tl.program_id(0).to(tl.int64)
     if HELD:
         if tl.max(tl.load(over + m * PROGRAMS + tl.arange(0, PROGRAMS)), 0) == 0:
             return
-        tl.atomic_add(leashed, 1, sem="relaxed")
+        tl.atomic_add(clamped, 1, sem="relaxed")
     cols, d = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * E
@@ -229,7 +229,7 @@ def linear_carry(
         if MOMENTUM:
             size = tl.maximum(size, tl.abs(H))
         if HELD:
-            factor = leash_factor(total, tl.max(tl.max(size, 1), 0), REACH, END)
+            factor = clamp_factor(total, tl.max(tl.max(size, 1), 0), REACH, END)
             G *= factor
             if MOMENTUM:
                 H *= factor

@@ -8,7 +8,7 @@ import os
 import triton
 import triton.language as tl
 
-LIFT = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+WIDEN_BFLOAT16 = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 EPS = tl.constexpr(1e-5)
 LARGE = tl.constexpr(1e12)
 DENSITY = tl.constexpr(0.3989422804014327)
@@ -24,7 +24,7 @@ kernel = triton.jit(do_not_specialize=["L", "n", "HEADS"])
 @triton.jit
 def dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
     a, b = a.to(OP), b.to(OP)
-    if LIFT and tl.bfloat16 == OP:
+    if WIDEN_BFLOAT16 and tl.bfloat16 == OP:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
@@ -33,7 +33,7 @@ def dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 def dot_onto(x, a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
     """x + `dot`, added up where the product is made."""
     a, b = a.to(OP), b.to(OP)
-    if LIFT and tl.bfloat16 == OP:
+    if WIDEN_BFLOAT16 and tl.bfloat16 == OP:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, x, input_precision=PRECISION, out_dtype=x.dtype)
 
@@ -243,8 +243,8 @@ def square_of(base, BC: tl.constexpr):
 
 
 @triton.jit
-def leash_factor(received, size, REACH: tl.constexpr, END: tl.constexpr):
-    """`chunked.Leash`: 1 while the gradient's largest entry is within what was received times REACH, and within END."""
+def clamp_factor(received, size, REACH: tl.constexpr, END: tl.constexpr):
+    """`GradientClamp`: 1 while the gradient's largest entry is below REACH times what was received, and below END."""
     factor = tl.minimum(tl.minimum(received * REACH, END) / size, 1.0)
     return tl.where(factor == factor, factor, 1.0)
 

@@ -36,11 +36,11 @@ def counter(beside: Tensor) -> Tensor:
     return found
 
 
-def leashed() -> int:
-    """How many memories' gradients were limited since the start or `reset_leashed`, on all devices; waits for them."""
+def clamped() -> int:
+    """How many memories' gradients were limited since the start or `reset_clamped`, on all devices; waits for them."""
     return sum(int(count) for count in _counters.values())
 
 
-def reset_leashed() -> None:
+def reset_clamped() -> None:
     for count in _counters.values():
         count.zero_()
