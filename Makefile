@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: setup demo docs test test-all test-gpu lint format bench bench-long bench-knn bench-gpu bench-knn-gpu clean
+.PHONY: setup demo docs test test-all test-durations test-gpu lint format bench bench-long bench-knn bench-gpu bench-knn-gpu clean
 
 setup: .venv/ready
 
@@ -24,24 +25,29 @@ docs: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The fast tier: at most five minutes on two idle cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(TEST)
 
-test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --slow
+# The fast tier, then the slow one.
+test-all: test
+	$(TEST) --tier slow
+
+test-durations: setup
+	$(TEST) --tier all --durations 100
 
 # On a machine with a GPU, whose torch and Triton are not ours to install: no setup. PYTHONPATH=. make test-gpu BIN=/usr/bin
 GPU_TESTS := tests/ops tests/memory tests/test_model.py tests/test_attention.py tests/test_decoding.py tests/test_model_gpu.py tests/test_graphs.py \
 	tests/test_wavefront.py tests/test_new_architecture.py tests/test_knn.py tests/test_knn_oracle.py
 
 test-gpu:
-	REMANENCE_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS)
+	REMANENCE_TEST_DEVICE=cuda $(BIN)/python -m pytest --tier all -k "not fit_everywhere and not fits_everywhere" $(GPU_TESTS)
 
 .venv/bench-ready: .venv/ready
 	$(PIP) install -c constraints.txt -e '.[bench]'

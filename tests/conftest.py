@@ -1,6 +1,7 @@
 """Tests run on the CPU, or on what REMANENCE_TEST_DEVICE names. One thread each: two workers share two cores."""
 
 import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -66,12 +67,51 @@ def command(capsys):
     return call
 
 
-def pytest_collection_modifyitems(config, items):
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    items[:] = [item for item in items if ("interpreted" in item.keywords) == interpreted]
-    if not config.getoption("--slow"):
-        items[:] = [item for item in items if "slow" not in item.keywords]
+TIERS = {"fast": {False}, "slow": {True}, "all": {False, True}}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the slow tests too")
+    tiers = "fast (make test), slow (the rest) or all (make test-all)"
+    parser.addoption("--tier", choices=TIERS, default="fast", help=tiers)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the tests of the chosen tier. A test that is named as `file::test` runs in every tier."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    kept = [item for item in items if ("interpreted" in item.keywords) == interpreted]
+    if not any("::" in argument for argument in config.args):
+        slow, tier = slow_tier(kept), TIERS[config.getoption("--tier")]
+        kept = [item for item in kept if (item in slow) in tier]
+    dropped = set(items) - set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+    items[:] = kept
+
+
+def slow_tier(items):
+    """Tests marked `slow`, and of those marked `sample` all cases but a few."""
+    slow, sampled = set(), {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            slow.add(item)
+        elif (mark := item.get_closest_marker("sample")) and hasattr(item, "callspec"):
+            sampled.setdefault((item.parent.nodeid, item.originalname, *mark.args), []).append(item)
+    for (*_, count), cases in sampled.items():
+        slow.update(set(cases) - set(spread(cases, count)))
+    return slow
+
+
+def spread(cases, count):
+    """A few cases with many different values of their parameters: one that depends on the test's name, so that tests
+    with the same parameters share them out; then each time the one with the most new values, far from those chosen.
+    """
+    values = [set(case.callspec.indices.items()) for case in cases]
+    chosen = [zlib.crc32(cases[0].originalname.encode()) % len(cases)]
+    while len(chosen) < min(count, len(cases)):
+        seen = set().union(*(values[index] for index in chosen))
+        rank = {
+            index: (len(values[index] - seen), min(abs(index - other) for other in chosen))
+            for index in range(len(cases))
+            if index not in chosen
+        }
+        chosen.append(max(rank, key=rank.get))
+    return [cases[index] for index in chosen]

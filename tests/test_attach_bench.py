@@ -42,6 +42,7 @@ def given(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_part(bench, given, monkeypatch, capsys):
     out = given / "rows.json"
 

@@ -102,7 +102,11 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [PAGES[0], *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:])],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
 def test_blocks_run(page, tmp_path, monkeypatch, command):
     name, text = page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8")
     found = [block for block in blocks(text) if block.why is None and block.language not in DATA]
@@ -193,6 +197,7 @@ def test_a_wrong_command_is_found():
     assert not wrong(["python", "-m", "experiments.facts.distance", "BOOKS", "--seeds", "0"])
 
 
+@pytest.mark.slow
 def test_the_install_line(tmp_path):
     """``pip install .`` makes a package that reads and answers, away from the clone."""
     line = ["pip", "install", "."]

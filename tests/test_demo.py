@@ -140,6 +140,7 @@ def test_memories_win_beyond_the_window(tmp_path):
     assert right[0] >= 7 and right[1] <= 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
     process = start("--out", tmp_path / "demo", "--tokens", 1024)
     while not list(tmp_path.glob(".demo.*.new/*/config.json")):

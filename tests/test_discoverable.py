@@ -66,6 +66,7 @@ class TestTypes:
         }
         assert typing.get_type_hints(SamplingFields).keys() == typing.get_type_hints(Sampling).keys()
 
+    @pytest.mark.slow
     def test_mypy_knows_every_name(self, tmp_path):
         """The repository's own cache is used: after the linter this takes seconds."""
         good = [

@@ -104,6 +104,7 @@ class TestReadme:
                 assert f"`{path.name}`" in rooms, f"README.md: the map lacks {relative(path)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(example):
     assert len(example.read_text().splitlines()) < 100

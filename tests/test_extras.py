@@ -143,6 +143,7 @@ def test_pages_name_extras():
     assert {frozenset(), frozenset({"hf"}), frozenset({"attach"})} <= set(every_extras())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extras", every_extras(), ids=lambda own: "+".join(sorted(own)) or "none")
 def test_blocks_run_with_the_extras_that_a_page_names(extras, place, tmp_path):
     folders = {}
@@ -160,6 +161,7 @@ def test_blocks_run_with_the_extras_that_a_page_names(extras, place, tmp_path):
     assert done.returncode == 0 and not done.stdout, f"extras {sorted(extras)}: {done.stdout}{done.stderr}"
 
 
+@pytest.mark.slow
 def test_what_no_extra_names_cannot_be_imported(place, tmp_path):
     code = (
         "import remanence, importlib.util as u;"

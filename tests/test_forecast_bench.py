@@ -28,6 +28,7 @@ def called(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=True, env=here, cwd=ROOT).stdout
 
 
+@pytest.mark.slow
 def test_every_kind_of_run_in_two_processes(bench, tmp_path, monkeypatch):
     path = written(tmp_path / "ETTh1.csv", waves(900))
     with zipfile.ZipFile(tmp_path / "ETT-small.zip", "w") as archive:

@@ -147,6 +147,7 @@ def test_every_part_runs_in_small(gpu, tmp_path):
     assert {row["variant"] for row in table["rows"]} == {gpu.TRANSFORMER, "lmm", "mag", "mal", "mac"}
 
 
+@pytest.mark.slow
 def test_the_search_s_runs_in_small(tmp_path):
     pytest.importorskip("triton")
     out = tmp_path / "knn.json"

@@ -22,10 +22,12 @@ COVERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(("file", "some"), COVERS)
 def test_under_the_interpreter(file, some):
-    command = [sys.executable, "-m", "pytest", str(ROOT / file), "-x", "-p", "no:cacheprovider", "-k", some]
+    options = ["--tier", "all", "-x", "-p", "no:cacheprovider", "-k", some]
+    command = [sys.executable, "-m", "pytest", str(ROOT / file), *options]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

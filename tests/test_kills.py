@@ -24,6 +24,7 @@ def check(result):
     assert result["kills"] == result["identical"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ptrace is Linux's")
 def test_some_of_the_writes_of_every_command(tmp_path):
     found = killed(tmp_path, "--some", "3")

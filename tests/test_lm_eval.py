@@ -15,9 +15,12 @@ pytest.importorskip("remanence.hf")
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+    ),
+]
 CHOICES = {"choices": [" north", " south, of course", " é"]}
 DOCUMENTS = [
     {"text": "Which way did the needle point?", **CHOICES, "answer": 0},

@@ -42,6 +42,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page(site):
     pages = [path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
     pages += [Path("notebooks", path.stem).with_suffix(".html") for path in NOTEBOOKS]
@@ -50,6 +51,7 @@ def test_the_site_has_every_page(site):
     assert not [page for page in pages if f'href="{page.as_posix()}"' not in index], "not in the navigation"
 
 
+@pytest.mark.slow
 def test_the_reference_has_what_the_package_exports(site):
     import remanence
     from remanence import cli
@@ -66,6 +68,7 @@ def test_the_reference_has_what_the_package_exports(site):
     assert helped == {command.__metadata__[0].name for command in cli.Command.__args__}
 
 
+@pytest.mark.slow
 def test_the_site_fetches_nothing(site):
     for path in site.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
@@ -92,6 +95,7 @@ def test_long_lines_of_code_are_broken_and_say_the_same():
     assert hooks.on_page_markdown(code, None, None, None).splitlines()[2].startswith("    # why why")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(executable() is None, reason="no Chromium")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_pages_fit_the_screen(site, width):
@@ -107,6 +111,7 @@ def test_pages_fit_the_screen(site, width):
         assert not browser.errors
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(executable() is None, reason="no Chromium")
 @pytest.mark.parametrize("page", ["index.html", "results/facts.html"])
 def test_search_works_in_a_page_opened_from_the_disk(site, page):
@@ -132,6 +137,7 @@ def plain(text):
     return re.sub(r"\d[\d.,]*", "#", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path, tmp_path, monkeypatch):
     """And print what they show, up to numbers."""

@@ -53,6 +53,7 @@ def test_every_part_states_what_it_asks_for(bench):
         assert (row["stated"], row["right"]) == (2, 0), title
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     command = [
         sys.executable,

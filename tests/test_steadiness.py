@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_quick_run_fills_all_tables(tmp_path):
     out = tmp_path / "steadiness.json"
     command = [

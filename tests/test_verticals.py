@@ -112,6 +112,7 @@ assert not (out / "other").exists()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_rest_works_without_the_folder(name, tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "remanence", ignore=shutil.ignore_patterns("__pycache__", "shipped"))

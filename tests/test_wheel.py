@@ -51,6 +51,7 @@ def files(folder):
     }
 
 
+@pytest.mark.slow
 def test_it_has_every_file_of_the_package_and_the_examples(wheel, dist):
     wanted = files("remanence") | {f"remanence/{name}" for name in files("examples")}
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -61,11 +62,13 @@ def test_it_has_every_file_of_the_package_and_the_examples(wheel, dist):
     assert files("remanence") | files("examples") | {"README.md", "LICENSE", "hatch_build.py"} <= names
 
 
+@pytest.mark.slow
 def test_the_indexs_checker_accepts_it(dist):
     said = python("-m", "twine", "check", "--strict", *sorted(dist.iterdir()), cwd=dist)
     assert said.count("PASSED") == 2
 
 
+@pytest.mark.slow
 def test_links_work_on_an_index_page(wheel):
     """Each is absolute, and leads to a file of this version."""
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
@@ -92,6 +95,7 @@ def test_without_an_address_links_to_files_are_words():
     assert absolute(text, "h/", "1") == expected
 
 
+@pytest.mark.slow
 def test_it_works_without_the_repository(wheel, tmp_path):
     """Unpacked elsewhere: a recipe and a model by name, and an example."""
     wheel.extractall(tmp_path / "site")

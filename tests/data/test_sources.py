@@ -243,6 +243,7 @@ class TestLimits:
                 prepare([dataset], tmp_path / "out", **{name: 0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prefix", "workers"), [("", 1), ("hf:", 2)])
 def test_killed_at_any_moment_it_goes_on_to_the_same(tmp_path, prefix, workers):
     """Killed without warning, its other processes end too; started again the result is as if nothing had happened."""
@@ -375,6 +376,7 @@ def hub(dataset, tmp_path):
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub(hub, dataset, tmp_path):
     said, errors = hub(
         "hf:some/set:small", "hf:some/set", "hf:some/set:small:test", "hf:other/set", "hf:some/set:small"

@@ -210,6 +210,7 @@ def test_an_archive_is_a_folder_and_en_comes_first(home):
         )
 
 
+@pytest.mark.slow
 def test_the_hub_s_stories_are_the_archive_s(home, tmp_path):
     """In BABILong's layout: a configuration for each length, of which 0k has the facts alone, and a split for each
     task.

@@ -85,6 +85,7 @@ def home(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_its_numbers_are_the_native_models(home):
     piqa = [{**HUB["piqa"], "goal": f"Open {n} jars.", "label": n % 2} for n in range(3)]
     (home / "data" / "piqa_val.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in piqa))
@@ -128,6 +129,7 @@ def test_lambada_is_the_same_through_the_harness_and_without_it(home):
     assert ours.value("accuracy") == theirs.value("acc")
 
 
+@pytest.mark.slow
 def test_all_together_have_a_mean(home):
     rows = measured(home, "commonsense", data=str(home / "data"))
     shares = [row.value for row in rows if row.metric in ("acc", "acc_norm")]

@@ -89,6 +89,7 @@ def classifier(tmp_path_factory):
     return home / "run" / "model", data
 
 
+@pytest.mark.slow
 def test_a_planted_motif_is_learned_and_needs_the_memory(classifier):
     folder, data = classifier
     rows = measured(folder, "dna", ("on", "off", "frozen"), data=str(data))
@@ -190,6 +191,7 @@ def plain(model, tokens):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["on", "off", "frozen", "fresh"])
 def test_a_genome_in_pieces_is_a_genome_token_by_token(reader, tmp_path, mode, monkeypatch):
     monkeypatch.setattr("remanence.evaluate.subject.PIECE", 64)

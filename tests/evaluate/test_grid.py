@@ -127,6 +127,7 @@ def test_one_diverged_seed_leaves_the_rows_of_all(tmp_path):
     assert rows.value("perplexity", trained=0) == exp(1) and rows.row("accuracy", seeds=2).deviation == 0
 
 
+@pytest.mark.slow
 def test_going_on_gives_the_same_rows(tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()

@@ -43,6 +43,7 @@ def plain(model, tokens, window=None):
     return total
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variant", ["mac", "lmm", "attention", "hybrid"])
 def test_perplexity_is_that_of_a_plain_loop(tmp_path, variant):
     home = saved(tmp_path, variant)

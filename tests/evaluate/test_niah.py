@@ -234,6 +234,7 @@ def test_scores_by_hand():
     assert score(sample, equal)["chosen"] == 0.0, "a model that prefers nothing has not found anything"
 
 
+@pytest.mark.slow
 def test_a_model_is_asked_what_a_plain_loop_asks(home):
     """From reading in pieces, side by side, to the chosen value: the same as token after token."""
     settings = {"data": str(home / "hay.txt"), "kinds": "n", "lengths": "400", "depths": "0", "samples": "2"}
@@ -256,6 +257,7 @@ def test_a_model_is_asked_what_a_plain_loop_asks(home):
     assert first.position.tolist() == [400]
 
 
+@pytest.mark.slow
 def test_a_needle_costs_its_length_and_little_more(home, monkeypatch):
     """No clock: tokens that pass through the model beside the text itself, which are as many for a text of any
     length.

@@ -112,6 +112,7 @@ def test_going_on_after_an_interruption_gives_the_same_rows(home, monkeypatch):
     assert len(calls) == 10, "another window is another unit, the stream is not"
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(home):
     (home / "t" / "long.txt").write_text(TEXT * 10)
     words = [
@@ -393,6 +394,7 @@ def test_the_document_names_every_task_and_setting():
         assert re.search(rf"\b{name}\b", cli.Eval.__doc__), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variant", ["mac", "hybrid"])
 @pytest.mark.parametrize("task", ["lm", "niah"])
 def test_a_unit_of_hours_goes_on_in_its_middle(home, monkeypatch, task, variant):

@@ -46,6 +46,7 @@ def read(memory, inputs):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_is_eager(kind, aside):
     """From the start, inside a chunk, at its border, over several."""
@@ -55,6 +56,7 @@ def test_compiled_is_eager(kind, aside):
     assert_same(run(memory), aside(run, whole(memory)))
 
 
+@pytest.mark.slow
 def test_many_chunks(aside, monkeypatch):
     """More than are walked at once, so that states are kept on the way."""
     monkeypatch.setattr(opaque, "STRETCH", 2)
@@ -64,6 +66,7 @@ def test_many_chunks(aside, monkeypatch):
         assert_same(run(memory), aside(run, whole(memory)))
 
 
+@pytest.mark.slow
 def test_positions_are_not_compiled(aside):
     """Calls of one length from any position, rows apart from one another too: compiled once."""
     memory = layer()
@@ -93,6 +96,7 @@ def test_a_layers_operators_are_torchs():
         torch.library.opcheck(layer_cpu.roll_history_forward, (make(2, length, 8), x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["default", "titans"])
 def test_autocast(kind, aside):
     """bfloat16 around a float32 memory, as eager has it."""

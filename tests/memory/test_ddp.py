@@ -64,6 +64,7 @@ def worker(rank, port, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="two gloo processes are tried on Linux only")
 def test_two_processes_equal_one(tmp_path):
     with socket.socket() as probe:
@@ -85,6 +86,7 @@ def test_two_processes_equal_one(tmp_path):
         torch.testing.assert_close(both, tensor, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo processes are tried on Linux only")
 @pytest.mark.parametrize("view", [False, True])
 def test_no_warnings_of_gradients_strides(tmp_path, view):

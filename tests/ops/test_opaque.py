@@ -9,6 +9,7 @@ from remanence import MLP, NETS, RULES
 from remanence.ops import Gates, clamped, opaque, reset_clamped, start
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("offsets", [None, [0, 3, 3, 14]])
 @pytest.mark.parametrize("rule", ["titans", "ttt", "gated_delta", "linear_attention"])
 def test_the_operator_is_one_of_torchs(rule, offsets, aside):

@@ -24,7 +24,10 @@ from remanence.train import DataConfig, export, fit
 from remanence.train.checkpoint import checkpoints
 from remanence.train.distributed import World, full, shard
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="two gloo processes are tried on Linux only")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="two gloo processes are tried on Linux only"),
+]
 
 
 def port():
