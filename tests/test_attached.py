@@ -733,7 +733,9 @@ def test_the_command_line_attaches_reads_and_refuses(tmp_path, capsys):
     main(["attach", str(tmp_path / "base"), own, "--window", "24"])
     assert "new parameters of" in capsys.readouterr().out
     main(["read", own, str(tmp_path / "text.txt"), "--save", str(tmp_path / "text.mem")])
-    main(["generate", own, "--memory", str(tmp_path / "text.mem"), "--prompt", "And", "--max-tokens", "3"])
+    main(
+        ["generate", own, "--memory-file", str(tmp_path / "text.mem"), "--prompt", "And", "--max-tokens", "3"]
+    )
     main(["inspect", str(tmp_path / "text.mem")])
     main(["inspect", own])
     page = ["lens", own, "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "x")]

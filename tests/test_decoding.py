@@ -261,7 +261,7 @@ def test_a_graph_is_its_steps(variant, dtype, tolerance):
     with torch.device("cuda"):
         fields = {
             "dim": 64,
-            "vocabulary": 64,
+            "vocab_size": 64,
             "window": 64,
             "segment": 64,
             "memory": {"chunk": 16, "expansion": 4.0},
@@ -286,7 +286,7 @@ def test_a_graph_is_its_steps(variant, dtype, tolerance):
 @pytest.mark.parametrize("write", ["all", "prompt", "none"])
 def test_generating_in_place_says_the_same(variant, write, monkeypatch):
     """Answers of different lengths, and the state when the loop is left early."""
-    subject, prompts = model(variant, vocabulary=257), ["a", "some text", "more of it"]
+    subject, prompts = model(variant, vocab_size=257), ["a", "some text", "more of it"]
     found = []
     for kinds in ({"cuda"}, {"cpu", "cuda"}):
         monkeypatch.setattr(generate, "IN_PLACE", kinds)

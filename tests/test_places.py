@@ -118,7 +118,7 @@ def test_so_does_one_of_transformers(by, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_memory_goes_on_to_the_last_bit(variant, tmp_path):
-    subject = model(variant, torch.float32, vocabulary=257, **ODD).eval()
+    subject = model(variant, torch.float32, vocab_size=257, **ODD).eval()
     for by, count in zip(PLACES, (103, 104, 107), strict=True):  # in, at and before a segment's end
         session = Session(subject)
         session.read(TEXT[:count])
