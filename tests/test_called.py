@@ -34,6 +34,8 @@ from remanence.runtime.module import Watch, altered, modules_of, overridden, pla
 from remanence.testing import assert_close
 from remanence.train.graphed import Graphed
 
+pytestmark = pytest.mark.sample(3)
+
 SEGMENT = 16
 TOKENS = 4 * SEGMENT
 VARIANTS = ["mac", "mag", "mal", "lmm", "window", "attention", "conv_window", "knn"]
@@ -484,6 +486,7 @@ def test_plain():
         assert not plain(part, kind)
 
 
+@pytest.mark.slow
 def test_compiled_layers_run_hooks_and_overrides():
     """torch.compile takes the operators of ops/layer_cpu.py, which are given weights."""
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ from remanence.train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 
-TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 90
+TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 45  # two pieces
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +247,7 @@ def test_other_weights_and_damage_at_the_command_line(run, home, tmp_path):
     assert "a.mem: damaged" in run(*ask, code=2)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(home, tmp_path):
     """A limit on file sizes stands for it."""
     resource = pytest.importorskip("resource")
@@ -420,7 +421,7 @@ def test_an_empty_file_is_read_as_nothing_beside_others_and_refused_alone(run, t
 
 def test_ctrl_c_saves_what_was_read(home, tmp_path):
     big = tmp_path / "big.txt"
-    big.write_text(TEXT * 400)
+    big.write_text(TEXT * 800)
     command = [
         sys.executable,
         "-m",
@@ -447,7 +448,7 @@ def test_ctrl_c_saves_what_was_read(home, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted after" in err and "Traceback" not in err
-    assert 0 < memfile.peek(tmp_path / "a.mem")[0]["tokens"][0] < 400 * len(TEXT)
+    assert 0 < memfile.peek(tmp_path / "a.mem")[0]["tokens"][0] < 800 * len(TEXT)
 
 
 class TestPresets:

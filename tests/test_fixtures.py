@@ -18,9 +18,12 @@ from remanence.io.migrations import current_fields
 from remanence.io.tensors import read_tensors
 from remanence.train import export, fit
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
-)
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.skipif(
+        os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+    ),
+]
 
 GENERATIONS = sorted((Path(__file__).parent / "fixtures").glob("v*"))
 VARIANTS = {

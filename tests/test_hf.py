@@ -17,9 +17,12 @@ from remanence.hf import RemanenceCache, RemanenceConfig, RemanenceForCausalLM
 from remanence.testing import assert_close
 from remanence.tokenizers.tokens import ByteTokenizer, load_tokenizer
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
-)
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.skipif(
+        os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+    ),
+]
 AutoModel = transformers.AutoModelForCausalLM
 
 

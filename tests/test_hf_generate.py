@@ -11,9 +11,12 @@ from models import tokens
 from remanence.hf import RemanenceCache
 from remanence.testing import assert_close
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
-)
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.skipif(
+        os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+    ),
+]
 AutoModel = transformers.AutoModelForCausalLM
 
 

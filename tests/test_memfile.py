@@ -22,6 +22,8 @@ from remanence.inference import memfile
 from remanence.io.tensors import Stored, describe, read_header, read_tensors
 from remanence.testing import assert_close
 
+pytestmark = pytest.mark.sample(3)
+
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 
 

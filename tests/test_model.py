@@ -34,7 +34,7 @@ def told(variant, **fields):
 COUNT = 29  # more than three segments of 8, seven chunks of 4, five windows of 5, and a rest of each
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 class TestLaws:
     def test_causal(self, variant):
@@ -187,7 +187,7 @@ class TestLaws:
         assert_close(grads[0], grads[1], 1e-12)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", MEMORIES)
 class TestModes:
     @pytest.mark.parametrize("mode", MODES)

@@ -20,9 +20,10 @@ from remanence.testing import assert_close
 from remanence.train import DataConfig, fit
 from remanence.train.checkpoint import checkpoints
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="of a CPU's memory"
-)
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.skipif(os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="of a CPU's memory"),
+]
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 PLACES = (8, 24, 40)
 """Where safetensors put them, if anything stands before them whose size is no multiple of 64."""

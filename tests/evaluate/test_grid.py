@@ -73,6 +73,7 @@ def test_each_variant_changes_one_thing(tmp_path):
     assert "no_persistent" not in grid(tmp_path, recipe=alone).variants, "an LMM has none to take away"
 
 
+@pytest.mark.slow
 def test_numbers_by_hand(tmp_path):
     task = grid(tmp_path, variants="base,no_conv", seeds="0,1", lengths="12,20")
     rows = measured(task)

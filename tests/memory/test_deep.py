@@ -12,6 +12,8 @@ from remanence.memory.neural import threshold
 from remanence.ops import NETS, RULES, Deep, Gates, memorize, start
 from remanence.testing import assert_close
 
+pytestmark = pytest.mark.sample(4)
+
 NET, RULE = NETS["deep"].fast, RULES["gated_delta"]
 
 

@@ -20,6 +20,8 @@ from remanence.testing import assert_close
 from remanence.train.config import DataConfig, TrainConfig
 from remanence.train.plan import flops_per_token, plan
 
+pytestmark = pytest.mark.sample(4)
+
 OWN = runpy.run_path(str(Path(__file__).parent.parent.parent / "examples" / "own_rule.py"))
 RULES.pop("adagrad")
 KINDS = {
