@@ -20,7 +20,7 @@ text = torch.tensor(ByteTokenizer().encode(path.read_text(encoding="utf-8")))
 train, held_out = text[: int(0.9 * len(text))], text[int(0.9 * len(text)) :][:1024]
 
 torch.manual_seed(0)
-config = preset("tiny", "mac", num_layers=1, segment=64)
+config = preset("tiny", "mac", depth=1, segment=64)
 model = Model(matched(config))  # as many parameters as a Transformer of this preset
 print(f"{path.name}: {len(text):,} bytes; {sum(p.numel() for p in model.parameters()):,} parameters")
 
@@ -43,6 +43,6 @@ for step in range(STEPS):
 model.eval()
 with torch.no_grad():
     for mode in ("on", "frozen", "off"):
-        logits, _ = model(held_out[None, :-1], memory=mode)
+        logits, _ = model(held_out[None, :-1], memory_mode=mode)
         print(f"held out, memory {mode:6s}: {cross_entropy(logits[0], held_out[1:]).item():.3f} nats/byte")
 print(repr(Session(model).generate("The ", max_tokens=40, temperature=0.8)))

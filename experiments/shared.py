@@ -168,7 +168,7 @@ def bits_of(
     x = x.to(model.device).long()
     cuda = model.device.type == "cuda"
     with torch.autocast(model.device.type, torch.bfloat16, enabled=cuda):
-        seen = model.trace(x[:, :-1], state, memory=mode, keep=keep)
+        seen = model.trace(x[:, :-1], state, memory_mode=mode, keep=keep)
         logits = model.logits(seen.hidden).flatten(0, 1)
     loss = F.cross_entropy(logits.float(), x[:, 1:].flatten(), reduction="none")
     return loss.view(len(x), -1) / math.log(2), seen.state

@@ -22,6 +22,7 @@ from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import pick, repad
 from remanence.ops.state import memories
 from remanence.runtime.choices import check_choice
+from remanence.runtime.mode import RenamedMode, renamed_mode
 from remanence.runtime.module import ours
 from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import TensorTuple, advanced, note_positions, positions_of
@@ -126,11 +127,12 @@ class Block(Module):
 class Backbone(Module):
     """``y, state = Backbone(config)(x, state)``: features ``[b t d]`` in, normalised features out.
 
-    Pass None at a document's start, and what you got afterwards. ``backbone.memory`` says what becomes of the memories,
-    neural and kNN: "on"; "off", as if there were none; "frozen", read but never written; "fresh", begun anew at every
-    segment. ``backbone.checkpointing`` trades a second forward pass for memory in training. ``backbone.schedule`` is
-    how layers that read segment after segment do it: "wavefront", several layers at once where that can be, or
-    "layers", one after the other.
+    Pass None at a document's start, and what you got afterwards. ``memory_mode`` says what becomes of the memories,
+    neural and kNN: "on"; "off", as if there were none; "frozen", read but not written; "fresh", reset at every segment.
+    It is an argument of each call; ``backbone.memory_mode`` is the default of calls that give none.
+    ``backbone.checkpointing`` trades a second forward pass for memory in training. ``backbone.schedule`` is how layers
+    that read segment after segment do it: "wavefront", several layers at once where possible, or "layers", one after
+    the other.
     """
 
     def __init__(self, config: ModelConfig, **fields: Unpack[ModelFields]) -> None:
@@ -144,7 +146,7 @@ class Backbone(Module):
             mixer.link(self.mixers[:index])
         self.checkpointing = False
         self._schedule: Schedule = "wavefront"
-        self._memory: Mode = "on"
+        self._memory_mode: Mode = "on"
         self.reset_own_parameters()
 
     def reset_own_parameters(self) -> None:
@@ -152,7 +154,7 @@ class Backbone(Module):
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 if name.endswith(("o_proj.weight", "down.weight")):
-                    weight.mul_((2 * self.config.num_layers) ** -0.5)
+                    weight.mul_((2 * self.config.depth) ** -0.5)
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -163,12 +165,14 @@ class Backbone(Module):
         return self.norm.weight.device
 
     @property
-    def memory(self) -> Mode:
-        return self._memory
+    def memory_mode(self) -> Mode:
+        return self._memory_mode
 
-    @memory.setter
-    def memory(self, mode: Mode) -> None:
-        self._memory = self.check_mode(mode)
+    @memory_mode.setter
+    def memory_mode(self, mode: Mode) -> None:
+        self._memory_mode = self.check_mode(mode)
+
+    memory = RenamedMode()
 
     @property
     def schedule(self) -> Schedule:
@@ -184,10 +188,11 @@ class Backbone(Module):
         return any(mixer.has_memory for mixer in self.mixers)
 
     def check_mode(self, mode: Mode) -> Mode:
-        check_choice("memory", mode, MODES)
+        """The mode, if this model has it; a model without a memory has "on" alone."""
+        check_choice("memory_mode", mode, MODES)
         if mode != "on" and not self.has_memory:
             raise ValueError(
-                f"memory: expected 'on', as the blocks {self.config.pattern} have no memory, got {mode!r}"
+                f"memory_mode: expected 'on', as the blocks {self.config.pattern} have no memory, got {mode!r}"
             )
         return mode
 
@@ -205,10 +210,11 @@ class Backbone(Module):
         *,
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
-        memory: Mode | None = None,
+        memory_mode: Mode | None = None,
         keep: bool = True,
         text: Text | None = None,
         traced: bool = False,
+        memory: Mode | None = None,
     ) -> tuple[Float[Tensor, "b t d"], State] | Trace:
         """The last layer's output, normalised, and the state.
 
@@ -217,12 +223,17 @@ class Backbone(Module):
             state: None at a document's start, then what the call before returned.
             mask: true where a token counts. Padding, wherever it stands, is not read; its output is zero.
             offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
-            memory: for this call only, instead of ``backbone.memory``.
+            memory_mode: of this call; None: ``backbone.memory_mode``.
             keep: whether to return the state, as in `trace`.
             text: the tokens and their statistics, as in `trace`.
             traced: return all that `trace` does.
+            memory: deprecated: use `memory_mode`.
         """
-        trace = self.trace(x, state, mask=mask, offsets=offsets, memory=memory, keep=keep, text=text)
+        if memory is not None:
+            memory_mode = renamed_mode(memory, level=5)  # through the calls of nn.Module
+        trace = self.trace(
+            x, state, mask=mask, offsets=offsets, memory_mode=memory_mode, keep=keep, text=text
+        )
         return trace if traced else (trace.hidden, trace.state)
 
     def trace(
@@ -232,9 +243,10 @@ class Backbone(Module):
         *,
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
-        memory: Mode | None = None,
+        memory_mode: Mode | None = None,
         keep: bool = True,
         text: Text | None = None,
+        memory: Mode | None = None,
     ) -> Trace:
         """`forward`, with what each memory did beside it.
 
@@ -242,8 +254,10 @@ class Backbone(Module):
         layers and documents at once, and kNN stores are as long as the documents. `text` is what a language model knows
         of x.
         """
+        if memory is not None:
+            memory_mode = renamed_mode(memory)
         self.check(x, state, mask, offsets)
-        mode = self._memory if memory is None else self.check_mode(memory)
+        mode = self._memory_mode if memory_mode is None else self.check_mode(memory_mode)
         if mask is not None and not bool(mask.all()):
             return self._trace_masked(x, state, mask, mode, keep, text)
         rows = x.shape[0] if offsets is None else documents(offsets)
@@ -379,7 +393,7 @@ class Backbone(Module):
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
         packed = lambda full: full[mask].unsqueeze(0)
         text = text and text._replace(tokens=packed(text.tokens))
-        inside = self.trace(packed(x), state, offsets=borders, memory=mode, keep=keep, text=text)
+        inside = self.trace(packed(x), state, offsets=borders, memory_mode=mode, keep=keep, text=text)
         traces = tuple(
             MemoryTrace.mapped(trace, lambda tensor: repad(tensor, mask)) for trace in inside.traces
         )

@@ -16,6 +16,7 @@ from remanence.backbone import Backbone, Schedule, State, Trace, memories
 from remanence.config import Mode, ModelConfig, ModelFields, change
 from remanence.io.migrations import current_name
 from remanence.mixers import Mixer, Text
+from remanence.runtime.mode import RenamedMode, renamed_mode
 from remanence.runtime.module import Module, altered, check_transforms
 
 __all__ = [
@@ -41,7 +42,6 @@ class CausalModel(Protocol):
     """Has `vocabulary`, `dim` and `to_dict`."""
     folder: Path | None
     """Where it was loaded from, with its tokenizer."""
-    memory: Mode
     checkpointing: bool
     training: bool
     log_unigrams: Any
@@ -81,9 +81,15 @@ class CausalModel(Protocol):
         *,
         mask: Tensor | None = None,
         offsets: Any = None,
-        memory: Mode | None = None,
+        memory_mode: Mode | None = None,
         keep: bool = True,
     ) -> Trace: ...
+
+    memory_mode: Mode
+    """Of calls that give none. Sessions and generations always give theirs."""
+
+    def check_mode(self, mode: Mode) -> Mode:
+        """The mode; an error if the model does not have it."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -121,9 +127,9 @@ class CausalModel(Protocol):
 class Model(Module):
     """``logits, state = Model(config)(tokens, state)``: pass None at a document's start, and what you got afterwards.
 
-    ``model.memory``, ``model.checkpointing`` and ``model.schedule`` are those of its `Backbone`: what becomes of the
-    memories ("on", "off", "frozen", "fresh"), whether activations are computed again in backward, and how layers read
-    segments. ``model.folder`` is where it was loaded from, with its tokenizer, or None.
+    ``model.memory_mode``, ``model.checkpointing`` and ``model.schedule`` are those of its `Backbone`: what becomes of
+    the memories ("on", "off", "frozen", "fresh") in calls that do not say, whether activations are computed again in
+    backward, and how layers read segments. ``model.folder`` is where it was loaded from, with its tokenizer, or None.
 
     Texts of different lengths: pass ``mask=``, true where a token counts, or pack the documents into one row and pass
     ``offsets=``. `reset_parameters` initialises the model again, as after ``to_empty`` from the meta device.
@@ -137,12 +143,12 @@ class Model(Module):
             raise ValueError(f"config: expected a ModelConfig, as preset('tiny') makes one, got {config!r}")
         self.config = change(config, fields)
         c = self.config
-        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.embed = nn.Embedding(c.vocabulary, c.dim)
         self.backbone = Backbone(c)
-        self.head = None if c.tie else nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.head = None if c.tie else nn.Linear(c.dim, c.vocabulary, bias=False)
         # Counted from what a model is trained on, saved with it, and never trained.
         rare = any(mixer.needs_unigrams for mixer in self.backbone.mixers)
-        self.log_unigrams = nn.Parameter(torch.empty(c.vocab_size), requires_grad=False) if rare else None
+        self.log_unigrams = nn.Parameter(torch.empty(c.vocabulary), requires_grad=False) if rare else None
         self.reset_own_parameters()
         self.register_load_state_dict_pre_hook(_rename)
 
@@ -152,7 +158,7 @@ class Model(Module):
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
         if self.log_unigrams is not None:
-            nn.init.constant_(self.log_unigrams, -log(self.config.vocab_size))
+            nn.init.constant_(self.log_unigrams, -log(self.config.vocabulary))
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -168,19 +174,25 @@ class Model(Module):
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        return self.config.vocabulary
 
     @property
     def max_positions(self) -> int | None:
         return None
 
     @property
-    def memory(self) -> Mode:
-        return self.backbone.memory
+    def memory_mode(self) -> Mode:
+        return self.backbone.memory_mode
 
-    @memory.setter
-    def memory(self, mode: Mode) -> None:
-        self.backbone.memory = mode
+    @memory_mode.setter
+    def memory_mode(self, mode: Mode) -> None:
+        self.backbone.memory_mode = mode
+
+    memory = RenamedMode()
+
+    def check_mode(self, mode: Mode) -> Mode:
+        """The mode, if this model has it; a model without a memory has "on" alone."""
+        return self.backbone.check_mode(mode)
 
     @property
     def schedule(self) -> Schedule:
@@ -213,6 +225,7 @@ class Model(Module):
         *,
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
+        memory_mode: Mode | None = None,
         memory: Mode | None = None,
     ) -> tuple[Float[Tensor, "b t v"], State]:
         """Logits of what follows each token, and the state.
@@ -223,9 +236,12 @@ class Model(Module):
             mask: true where a token counts. Padding, wherever it stands, is not read; its logits are those of a
                 zero vector.
             offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
-            memory: for this call only, instead of ``model.memory``.
+            memory_mode: of this call; None: ``model.memory_mode``.
+            memory: deprecated: use `memory_mode`.
         """
-        trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory=memory)
+        if memory is not None:
+            memory_mode = renamed_mode(memory, level=5)  # through the calls of nn.Module
+        trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory_mode=memory_mode)
         return self.logits(trace.hidden), trace.state
 
     def logits(self, hidden: Float[Tensor, "... d"]) -> Float[Tensor, "... v"]:
@@ -238,15 +254,18 @@ class Model(Module):
         *,
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
-        memory: Mode | None = None,
+        memory_mode: Mode | None = None,
         keep: bool = True,
+        memory: Mode | None = None,
     ) -> Trace:
         """`forward` up to the logits, with what each memory did beside it: `Backbone.trace`."""
+        if memory is not None:
+            memory_mode = renamed_mode(memory)
         if self.has_memory:
             check_transforms()
         tokens = check_tokens(tokens, mask, self.vocab_size)
         text = Text(tokens, self.log_unigrams, self.logits)
-        settings: dict[str, Any] = {"mask": mask, "offsets": offsets, "memory": memory}
+        settings: dict[str, Any] = {"mask": mask, "offsets": offsets, "memory_mode": memory_mode}
         x, known = self.embed(tokens), type(self.backbone).forward is Backbone.forward
         if known and altered([self.backbone]) is None:
             return self.backbone.trace(x, state, keep=keep, text=text, **settings)
@@ -371,7 +390,7 @@ def matched(config: ModelConfig, target: int | None = None) -> ModelConfig:
     """
     if target is None:
         target = parameters(change(config, {"pattern": ("attention",)}))
-    per_unit = 3 * config.dim * config.num_layers
+    per_unit = 3 * config.dim * config.depth
     rest = parameters(config) - per_unit * config.hidden
     ffn = 16 * round((target - rest) / per_unit / 16)
     if ffn < 16:

@@ -38,9 +38,9 @@ def config(variant="mac", **fields):
     memory = {"heads": 2, "chunk": 4, "expansion": 2.0, **fields.pop("memory", {})}
     depth = max(2, len(VARIANTS[variant]))
     own = {
-        "vocab_size": 11,
+        "vocabulary": 11,
         "dim": 16,
-        "num_layers": depth,
+        "depth": depth,
         "heads": 2,
         "window": 5,
         "segment": 8,

@@ -43,8 +43,6 @@ from remanence.testing import assert_close
 from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, export, fit
 
-pytestmark = pytest.mark.sample(3)
-
 SHAPE = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -161,7 +159,7 @@ def test_a_text_read_in_any_pieces_is_the_text_read_whole(kind):
     model, x = trained(remanence.attach(base(), **settings()[kind])), tokens()
     with torch.no_grad():
         whole, end = model(x)
-        assert (whole - model(x, memory="off")[0]).abs().max() > 0.01  # the memory has something to say
+        assert (whole - model(x, memory_mode="off")[0]).abs().max() > 0.01  # the memory has something to say
         for cut in (1, 15, 24, 27, 40, 69):
             first, state = model(x[:, :cut])
             second, state = model(x[:, cut:], state)
@@ -246,7 +244,7 @@ def test_a_store_finds_what_the_window_has_lost():
         before = model(x)[1]
         store = before.blocks[model.config.layers[0]].memory.store
         assert int((store.position >= 0).sum()) == 48  # all but the last window
-        near, far = (model(x[:, :1], before, memory=mode)[0] for mode in ("off", "on"))
+        near, far = (model(x[:, :1], before, memory_mode=mode)[0] for mode in ("off", "on"))
         assert (near - far).abs().max() > 1e-3
 
 
@@ -296,7 +294,7 @@ def test_a_wrong_config_is_refused_in_one_line():
         ({"kind": "knn"}, "window: expected a number of tokens with kind='knn'"),
         (
             {"memory": "knn"},
-            "memory: expected a MemoryConfig or its fields as a dict, got 'knn'; kind= chooses",
+            "memory_mode: expected a MemoryConfig or its fields as a dict, got 'knn'; kind= chooses",
         ),
         ({"window": 1}, "window: expected an integer of at least 2, got 1"),
     ):
@@ -461,7 +459,6 @@ def corpus(tmp_path_factory):
     return folder / "tokens"
 
 
-@pytest.mark.slow
 def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus, command, monkeypatch):
     base().save_pretrained(tmp_path / "base")
     remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
@@ -497,7 +494,6 @@ def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus, command
         command(*words, "--device", "cpu")
 
 
-@pytest.mark.slow
 def test_windows_that_widen_are_taken_up_where_they_were_left(tmp_path, corpus):
     base().save_pretrained(tmp_path / "base")
     remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
@@ -544,7 +540,6 @@ def test_the_trainer_trains_it(tmp_path):
     assert any(bool(weight.any()) for name, weight in model.model.saved_parameters() if "o_proj" in name)
 
 
-@pytest.mark.slow
 def test_its_folder_is_opened_where_nobody_imports_us(tmp_path):
     base().save_pretrained(tmp_path / "base")
     model = remanence.attach(tmp_path / "base", every=2, **SMALL)
@@ -738,9 +733,7 @@ def test_the_command_line_attaches_reads_and_refuses(tmp_path, capsys):
     main(["attach", str(tmp_path / "base"), own, "--window", "24"])
     assert "new parameters of" in capsys.readouterr().out
     main(["read", own, str(tmp_path / "text.txt"), "--save", str(tmp_path / "text.mem")])
-    main(
-        ["generate", own, "--memory-file", str(tmp_path / "text.mem"), "--prompt", "And", "--max-tokens", "3"]
-    )
+    main(["generate", own, "--memory", str(tmp_path / "text.mem"), "--prompt", "And", "--max-tokens", "3"])
     main(["inspect", str(tmp_path / "text.mem")])
     main(["inspect", own])
     page = ["lens", own, "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "x")]

@@ -16,8 +16,6 @@ import remanence
 from remanence.attached import folder as attached_folder
 from remanence.attached.families import FAMILIES, narrowed_families
 
-pytestmark = pytest.mark.sample(3)
-
 SHAPE = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -113,7 +111,7 @@ def test_states_padding_and_packing_agree_with_single_texts(case):
     mask[1, 50:] = False
     with torch.no_grad():
         whole, _ = model(x)
-        assert (whole - model(x, memory="off")[0]).abs().max() > 0.002
+        assert (whole - model(x, memory_mode="off")[0]).abs().max() > 0.002
         for cut in (1, 27, 69):
             first, state = model(x[:, :cut])
             second, state = model(x[:, cut:], state)
@@ -250,7 +248,7 @@ def test_a_store_searches_the_layers_own_queries_and_keys(case, monkeypatch):
     )
     inner = trained(own)
     with torch.no_grad():
-        on, off = inner(x)[0], inner(x, memory="off")[0]
+        on, off = inner(x)[0], inner(x, memory_mode="off")[0]
     for ours, theirs in zip(asked[0], seen[0], strict=True):
         torch.testing.assert_close(ours, theirs.transpose(1, 2))
     assert (on - off).abs().max() > 1e-4

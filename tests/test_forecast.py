@@ -106,15 +106,15 @@ class TestNetworks:
         made, x = network(), stream()[:24].unsqueeze(0)
         found = {}
         for mode in ("on", "off", "frozen", "fresh"):
-            made.memory = mode
+            made.memory_mode = mode
             found[mode] = made(x)
         assert not torch.allclose(found["on"], found["off"], atol=1e-5)
         assert not torch.allclose(found["on"], found["frozen"], atol=1e-5)
         plain = network(network="dlinear")
         with pytest.raises(
-            ValueError, match="memory: expected 'on', as the network 'dlinear' has no memory, got 'off'"
+            ValueError, match="memory_mode: expected 'on', as the network 'dlinear' has no memory, got 'off'"
         ):
-            plain.memory = "off"
+            plain.memory_mode = "off"
 
     def test_a_forward_changes_no_parameter(self):
         made = network()
@@ -190,17 +190,17 @@ class TestOnline:
                 found, trace = made.read(x, state)
                 state = trace.state
                 carried.append((found[0, -1] - y).square().mean())
-                made.memory = "frozen"
+                made.memory_mode = "frozen"
                 found, trace = made.read(x, after)
                 after = trace.state
                 frozen.append((found[0, -1] - y).square().mean())
-                made.memory = "on"
+                made.memory_mode = "on"
                 fresh.append((made(x)[0] - y).square().mean())
         for mode, wanted in (("on", carried), ("frozen", frozen), ("fresh", fresh)):
             rolled = roll(made, values, 96, mode=mode, warm=3, phases=1)
             torch.testing.assert_close(rolled.mse, torch.stack(wanted), rtol=1e-4, atol=1e-6)
             assert rolled.origins.tolist() == list(range(96, 240 - 8 + 1, 24))
-        assert made.memory == "on"
+        assert made.memory_mode == "on"
 
     def test_phases_are_streams_of_their_own(self):
         made, values = network(), stream(240)
@@ -318,5 +318,5 @@ class TestForecaster:
     def test_a_backbone_of_another_kind_is_an_entry(self):
         made = Forecaster(**{**QUICK, "model": {**QUICK["model"], "pattern": ("attention",)}}).fit(waves(300))
         assert isinstance(made.network.backbone, Backbone) and not made.network.has_memory
-        with pytest.raises(ValueError, match="memory: expected 'on'"):
-            made.predict(waves(300), memory="off")
+        with pytest.raises(ValueError, match="memory_mode: expected 'on'"):
+            made.predict(waves(300), memory_mode="off")

@@ -232,9 +232,7 @@ def setting(chance):
 def model_of(fields, seed):
     torch.manual_seed(seed)
     memory = {"heads": 2, "chunk": 4}
-    made = Model(
-        ModelConfig(vocab_size=VOCABULARY, dim=8, num_layers=2, ffn=8, memory=memory, **fields)
-    ).double()
+    made = Model(ModelConfig(vocabulary=VOCABULARY, dim=8, depth=2, ffn=8, memory=memory, **fields)).double()
     with torch.no_grad():
         for mixer in made.mixers:
             if isinstance(mixer, Knn):
@@ -260,7 +258,7 @@ def read(model, how, texts, state, mode, chance):
     if how == "packed":
         offsets = [0, *accumulate(map(len, texts))]
         logits, state = model(
-            torch.tensor([[*chain(*texts)]], dtype=torch.int64), state, offsets=offsets, memory=mode
+            torch.tensor([[*chain(*texts)]], dtype=torch.int64), state, offsets=offsets, memory_mode=mode
         )
         return [logits[0, a:b] for a, b in pairwise(offsets)], state
     width = max(map(len, texts)) + (2 if how == "masked" else 0)
@@ -271,7 +269,7 @@ def read(model, how, texts, state, mode, chance):
     for row, text in enumerate(texts):
         places = sorted(chance.sample(range(width), len(text)))
         tokens[row, places], mask[row, places] = torch.tensor(text, dtype=torch.int64), True
-    logits, state = model(tokens, state, mask=mask if how == "masked" else None, memory=mode)
+    logits, state = model(tokens, state, mask=mask if how == "masked" else None, memory_mode=mode)
     return [logits[row, mask[row]] for row in range(len(texts))], state
 
 

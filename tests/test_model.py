@@ -34,7 +34,7 @@ def told(variant, **fields):
 COUNT = 29  # more than three segments of 8, seven chunks of 4, five windows of 5, and a rest of each
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 class TestLaws:
     def test_causal(self, variant):
@@ -109,13 +109,13 @@ class TestLaws:
             state = None
             for count in (7, COUNT, 0):
                 x = tokens(0, count)
-                logits, state = subject(x, state, memory=mode)
-                features, end = subject.backbone(subject.embed(x), state, memory=mode)
-                masked, _ = subject(x, state, mask=x > 0, memory=mode)
+                logits, state = subject(x, state, memory_mode=mode)
+                features, end = subject.backbone(subject.embed(x), state, memory_mode=mode)
+                masked, _ = subject(x, state, mask=x > 0, memory_mode=mode)
                 assert list(logits.shape) == list(masked.shape) == [0, count, 11]
                 assert list(features.shape) == [0, count, 16]
                 logits.sum().backward()
-            packed, other = subject(tokens(1, 0), state, offsets=[0], memory=mode)
+            packed, other = subject(tokens(1, 0), state, offsets=[0], memory_mode=mode)
             assert list(packed.shape) == [1, 0, 11]
             for empty in (state, end, other, subject.start(2).rows([])):
                 assert_close(empty, subject.start(0), 0.0)
@@ -187,13 +187,13 @@ class TestLaws:
         assert_close(grads[0], grads[1], 1e-12)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("variant", MEMORIES)
 class TestModes:
     @pytest.mark.parametrize("mode", MODES)
     def test_every_mode_keeps_the_streaming_laws(self, variant, mode):
         subject = model(variant)
-        subject.memory = mode
+        subject.memory_mode = mode
         assert_causal(subject, tokens(2, COUNT), [0, 8, 13, 28])
         for sizes in ([1] * COUNT, [3, 1, 0, 20, 5], [16, 13]):
             assert_split(subject, tokens(2, COUNT), sizes, 1e-9)
@@ -204,13 +204,13 @@ class TestModes:
     def test_frozen_reads_and_never_writes(self, variant):
         subject, x = model(variant), tokens(2, COUNT)
         _, state = subject(x[:, :14])
-        _, after = subject(x[:, 14:], state, memory="frozen")
+        _, after = subject(x[:, 14:], state, memory_mode="frozen")
         from remanence.model import memories
 
         for before, now in zip(memories(state), memories(after), strict=True):
             assert_close(before, now, 0.0)
-        fresh, _ = subject(x[:, 14:], memory="frozen")
-        kept, _ = subject(x[:, 14:], state, memory="frozen")
+        fresh, _ = subject(x[:, 14:], memory_mode="frozen")
+        kept, _ = subject(x[:, 14:], state, memory_mode="frozen")
         assert not torch.equal(fresh, kept), "a frozen memory is still read"
         assert after.position.tolist() == [COUNT] * 2
 
@@ -234,35 +234,35 @@ class TestModes:
 
         changed = other(state)
         assert torch.equal(
-            subject(x[:, 14:], state, memory="off")[0], subject(x[:, 14:], changed, memory="off")[0]
+            subject(x[:, 14:], state, memory_mode="off")[0], subject(x[:, 14:], changed, memory_mode="off")[0]
         )
         assert not torch.equal(subject(x[:, 14:], state)[0], subject(x[:, 14:], changed)[0])
 
     def test_fresh_remembers_nothing_beyond_a_segment(self, variant):
         """The pure memory model: what stood in earlier segments changes nothing (but the convolution's few tokens)."""
         subject, x = (
-            model(variant, num_layers=1, pattern=MEMORIES[variant][:1], window=2, knn={"size": 64}),
+            model(variant, depth=1, pattern=MEMORIES[variant][:1], window=2, knn={"size": 64}),
             tokens(1, 32),
         )
         other = x.clone()
         other[:, :8] = (x[:, :8] + 1) % 11
-        near, far = (subject(y, memory="fresh")[0][:, 27:] for y in (x, other))
+        near, far = (subject(y, memory_mode="fresh")[0][:, 27:] for y in (x, other))
         assert torch.equal(near, far)
-        near, far = (subject(y, memory="on")[0][:, 27:] for y in (x, other))
+        near, far = (subject(y, memory_mode="on")[0][:, 27:] for y in (x, other))
         assert not torch.equal(near, far)
 
 
 def test_modes_are_checked():
     with pytest.raises(
         ValueError,
-        match="memory: expected one of on, off, frozen, fresh, got 'frosen'; did you mean 'frozen'",
+        match="memory_mode: expected one of on, off, frozen, fresh, got 'frosen'; did you mean 'frozen'",
     ):
-        model("lmm").memory = "frosen"
+        model("lmm").memory_mode = "frosen"
     for variant in ("attention", "window"):
         with pytest.raises(ValueError, match="have no memory, got 'off'"):
-            model(variant).memory = "off"
+            model(variant).memory_mode = "off"
         with pytest.raises(ValueError, match="have no memory, got 'frozen'"):
-            model(variant)(tokens(), memory="frozen")
+            model(variant)(tokens(), memory_mode="frozen")
 
 
 def test_taking_back_more_than_a_window_holds_is_refused():
@@ -315,9 +315,9 @@ def test_taking_back_without_a_convolution():
 
 
 def test_a_segment_begun_with_the_memory_off_has_the_weights_of_its_beginning():
-    subject, x = model("mac", num_layers=1), tokens(1, 11)
+    subject, x = model("mac", depth=1), tokens(1, 11)
     _, first = subject(x[:, :8])
-    _, state = subject(x[:, 8:10], first, memory="off")
+    _, state = subject(x[:, 8:10], first, memory_mode="off")
     now = subject.blocks[0].mixer.memory.layer.current_weights(first.blocks[0].memory)
     assert_close(state.blocks[0].weights, now, 0.0)
 
@@ -325,7 +325,7 @@ def test_a_segment_begun_with_the_memory_off_has_the_weights_of_its_beginning():
 def test_rounding_is_not_amplified():
     """The gates begin where a memory's dynamics are tame: with a forget bias of -3 instead of -10 this error is 1."""
     torch.manual_seed(0)
-    exact = Model(config("lmm", dim=64, num_layers=4, vocab_size=64)).double()
+    exact = Model(config("lmm", dim=64, depth=4, vocabulary=64)).double()
     x = torch.randint(64, (1, 1024))
     with torch.no_grad():
         truth, _ = exact(x)
@@ -340,9 +340,7 @@ def test_gradients_are_tame_over_thousands_of_tokens(depth):
     """
     torch.manual_seed(0)
     memory = {"depth": depth, "heads": 1, "expansion": 2.0, "chunk": 64}
-    subject = Model(
-        ModelConfig(vocab_size=64, dim=32, num_layers=1, heads=2, pattern=("lmm",), memory=memory)
-    )
+    subject = Model(ModelConfig(vocabulary=64, dim=32, depth=1, heads=2, pattern=("lmm",), memory=memory))
     x = (64 * torch.rand(1, 4096) ** 3).long()
     F.cross_entropy(subject(x)[0][0, :-1], x[0, 1:]).backward()
     assert nn.utils.get_total_norm([p.grad for p in subject.parameters() if p.grad is not None]) < 10
@@ -357,7 +355,7 @@ def test_taking_back_too_much_is_refused():
         state.crop(3)
     with pytest.raises(ValueError, match="tokens: expected at most the 10 tokens read, got 11"):
         state.crop(11)
-    _, frozen = subject(x[:, 10:13], state, memory="frozen")
+    _, frozen = subject(x[:, 10:13], state, memory_mode="frozen")
     with pytest.raises(ValueError, match="whose memory did not read every token"):
         frozen.crop(1)
 

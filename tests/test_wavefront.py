@@ -16,10 +16,10 @@ SEGMENT = 16
 def model(depth=3, **fields):
     torch.manual_seed(0)
     shape = {
-        "vocab_size": 50,
+        "vocabulary": 50,
         "dim": 32,
         "heads": 2,
-        "num_layers": depth,
+        "depth": depth,
         "ffn": 48,
         "segment": SEGMENT,
         "window": 16,
@@ -136,7 +136,7 @@ def test_frozen_parameters_get_none():
 def test_what_cannot_be_is_read_layer_after_layer(case, why, counted):
     subject = model(1 if case == "one layer" else 2)
     if case == "mag":
-        subject = Model(preset("tiny", "mag", vocab_size=50)).double()
+        subject = Model(preset("tiny", "mag", vocabulary=50)).double()
     if case == "watched":
         subject.blocks[0].mixer.memory.layer.watch = lambda values, answers: None
     if case == "hooked":
@@ -155,7 +155,7 @@ def test_memories_that_missed_something_and_rows_apart_are_read_layer_after_laye
     """
     subject, tokens = model(2), torch.randint(50, (2, 4 * SEGMENT))
     subject.schedule = "wavefront"
-    _, state = subject(tokens[:, :5], memory="off")
+    _, state = subject(tokens[:, :5], memory_mode="off")
     subject(tokens, state)
     _, state = subject(tokens[:, :5], mask=torch.tensor([[True] * 5, [True] * 3 + [False] * 2]))
     subject(tokens, state)

@@ -137,7 +137,7 @@ class Measure:
         state, found = self.model.start(len(tokens)), []
         for first in range(0, tokens.shape[1] - 1, self.piece):
             some = tokens[:, first : first + self.piece + 1].to(self.device)
-            trace = self.model.trace(some[:, :-1], state, memory=mode)
+            trace = self.model.trace(some[:, :-1], state, memory_mode=mode)
             state = trace.state
             found.append(self._losses(trace.hidden, some[:, 1:]))
         return torch.cat(found, 1)
@@ -150,7 +150,7 @@ class Measure:
                 continue  # the first two halves are read together
             begin = max(0, first - half)
             some = tokens[:, begin : max(first + half, self.context) + 1].to(self.device)
-            hidden = self.model.trace(some[:, :-1], memory=mode, keep=False).hidden
+            hidden = self.model.trace(some[:, :-1], memory_mode=mode, keep=False).hidden
             found.append(self._losses(hidden, some[:, 1:])[:, first - begin :])
         return torch.cat(found, 1)
 
@@ -227,7 +227,7 @@ def facts(
         start = int(rng.integers(max(1, len(book) - room)))
         rows.append([*front, *book[start : start + room], *behind])
     right, shown = [], []
-    model.memory = mode
+    model.memory_mode = mode
     for some in range(0, len(rows), args.together):
         tokens = torch.tensor(rows[some : some + args.together], device=device)
         state = read(model, tokens).state
@@ -240,7 +240,7 @@ def facts(
         for (_, fact), answer in zip(facts, answers, strict=True):
             right.append(states(answer, fact.value))
             shown.append([fact.statement, answer])
-    model.memory = "on"
+    model.memory_mode = "on"
     return {
         "right": sum(right),
         "asked": len(right),
@@ -264,7 +264,7 @@ def gates(
     others[values] = False
     Measure(model, device, args.piece, 0)._arm("on")
     read_then = slice(told + what["distance"] // 8, told + what["distance"])
-    seen = model.trace(torch.tensor([text["tokens"]], device=device), memory="on", keep=False).traces
+    seen = model.trace(torch.tensor([text["tokens"]], device=device), memory_mode="on", keep=False).traces
     found = []
     for layer, trace in enumerate(seen):
         if trace is None:
@@ -289,7 +289,7 @@ def speed(model: Attached, what: Row, args: argparse.Namespace, device: torch.de
     from transformers.cache_utils import DynamicCache
 
     mode: Any = Measure(model, device, args.piece, 0)._arm(what["arm"])
-    tokens = torch.randint(model.config.vocab_size, (1, what["context"]), device=device)
+    tokens = torch.randint(model.config.vocabulary, (1, what["context"]), device=device)
     cuda = device.type == "cuda"
 
     def clock() -> float:
@@ -305,7 +305,7 @@ def speed(model: Attached, what: Row, args: argparse.Namespace, device: torch.de
             return cache
         state = model.start(1)
         for some in tokens.split(args.piece, 1):
-            state = model.trace(some, state, memory=mode).state
+            state = model.trace(some, state, memory_mode=mode).state
         return state
 
     reading()
@@ -322,7 +322,7 @@ def speed(model: Attached, what: Row, args: argparse.Namespace, device: torch.de
             if what["arm"] == "full":
                 hidden = model.base.base_model(token, past_key_values=state, use_cache=True).last_hidden_state
             else:
-                trace = model.trace(token, state, memory=mode)
+                trace = model.trace(token, state, memory_mode=mode)
                 hidden, state = trace.hidden, trace.state
             token = model.logits(hidden[:, -1]).argmax(-1, keepdim=True)
         decoded = clock() - begin

@@ -71,7 +71,7 @@ def inputs(model: Any, tokens: list[int], layers: list[int]) -> dict[int, Tensor
 
     modules = [layer.self_attn for layer in model.base.base_model.layers]
     hooks = [modules[n].register_forward_pre_hook(note(n), with_kwargs=True) for n in layers]
-    model.trace(torch.tensor([tokens]), memory="off", keep=False)
+    model.trace(torch.tensor([tokens]), memory_mode="off", keep=False)
     for hook in hooks:
         hook.remove()
     return found

@@ -89,7 +89,7 @@ no HyenaDNA, whose numbers on GUE we have not seen at their source.
 """
 BESIDE = ("DNABERT-2", "NT-2500M-multi")
 TINY = {"runs": ["lmm", "window"], "seeds": [0], "every": 4096, "most": 20_000, "piece": 4096, "pretrain_steps": 4,
-        "steps": 4, "samples": 64, "changes": ["model.dim=32", "model.num_layers=1", "model.heads=2", "model.ffn=64",
+        "steps": 4, "samples": 64, "changes": ["model.dim=32", "model.depth=1", "model.heads=2", "model.ffn=64",
         "model.memory.head_dim=16", "batch=4", "precision=float32"]}  # fmt: skip
 
 
@@ -209,8 +209,11 @@ class Split:
 
     def scored(self, model: Model, both: bool, mode: Mode | None = None) -> np.ndarray:
         """The confusion matrix; of `both` strands' mean."""
-        before, model.memory = model.memory, mode or model.memory
-        subject, rows = Subject(model.device, network=model), 1024 if model.device.type == "cuda" else 128
+        mode = mode or model.memory_mode
+        subject, rows = (
+            Subject(model.device, network=model, mode=mode),
+            1024 if model.device.type == "cuda" else 128,
+        )
         found = []
         model.eval()
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
@@ -223,7 +226,6 @@ class Split:
                     )
                 found.append(logs.argmax(1))
         model.train()
-        model.memory = before
         return confusion(self.classes, torch.cat(found).tolist(), self.count)
 
 
@@ -546,7 +548,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of fine-tuning, instead of epochs")
     parser.add_argument("--lr", type=float, default=1e-3, help="of fine-tuning")
     parser.add_argument(
-        "--changes", nargs="*", default=[], help="to the recipes: model.num_layers=2 model.dim=128"
+        "--changes", nargs="*", default=[], help="to the recipes: model.depth=2 model.dim=128"
     )
     parser.add_argument("--every", type=int, default=10_000, help="bases of a point of the curve")
     parser.add_argument("--most", type=int, help="bases of the genome, from its beginning")

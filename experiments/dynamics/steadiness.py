@@ -47,9 +47,9 @@ KEYS, NOISE = 16, 16
 def lmm(dim: int, vocabulary: int, memory: Row, seed: int) -> Model:
     torch.manual_seed(seed)
     shape: Row = {
-        "vocab_size": vocabulary,
+        "vocabulary": vocabulary,
         "dim": dim,
-        "num_layers": 2,
+        "depth": 2,
         "heads": 2,
         "segment": memory["chunk"],
         "persistent": 0,

@@ -86,7 +86,7 @@ LATE, AROUND = 4096, 24
 UNENDED = ", ends not scored"
 BRIEF = {2**10 * n: f"{n}K" for n in (1, 4, 16, 64, 256)} | {2**20 * n: f"{n}M" for n in (1, 4, 10)}
 TINY = {"steps": 2, "distances": [1024], "texts": 2, "runs": ["mag-context", "window"], "changes": [
-    "model.dim=64", "model.num_layers=2", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
+    "model.dim=64", "model.depth=2", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
     "data.length=512", "batch=2", "precision=float32",
 ]}  # fmt: skip
 
@@ -212,19 +212,22 @@ def measure(
     wording: str = "ruler",
 ) -> Iterator[Row]:
     """Right answers at every distance, in one reading; for `late` a distance is what was read before the fact."""
-    texts, subject = Texts(books, rows, seed), Subject(model.device, network=model, tokens=ByteTokenizer())
-    model.memory = mode if model.has_memory else "on"
+    mode = mode if model.has_memory else "on"
+    texts = Texts(books, rows, seed)
+    subject = Subject(model.device, network=model, tokens=ByteTokenizer(), mode=mode)
     facts = Facts(texts, rows, KEYS.get(kind, 1), wording)
     state, done = None, 0
     if kind != "late":
         begun = facts.stated(texts, max(1024, 128 * KEYS.get(kind, 1)))
-        state = read(model, torch.from_numpy(begun).to(model.device)).state
+        state = read(model, torch.from_numpy(begun).to(model.device), memory_mode=mode).state
     if kind == "numbers":
         texts = Texts([around_digits(books)], rows, seed)
     for distance in distances:
         while done < distance:
             count = min(piece, distance - done)
-            state = read(model, torch.from_numpy(texts.take(count)).to(model.device), state).state
+            state = read(
+                model, torch.from_numpy(texts.take(count)).to(model.device), state, memory_mode=mode
+            ).state
             done += count
         asked, late = state, facts
         if kind == "late":
@@ -232,7 +235,7 @@ def measure(
             places = texts.places.copy()
             said = np.concatenate([late.stated(texts, 512), texts.take(LATE)], 1)
             texts.places = places
-            asked = read(model, torch.from_numpy(said).to(model.device), state).state
+            asked = read(model, torch.from_numpy(said).to(model.device), state, memory_mode=mode).state
         assert asked is not None
         right = late.right(subject, asked)
         low, high = wilson(sum(right), rows)

@@ -120,7 +120,7 @@ def trained(config: TrainConfig, series: Series, off: bool) -> tuple[Network, Fo
     try:
         with Run.open(config, folder / "run", source=source) as run:
             if off:
-                run.model.memory = "off"
+                run.model.memory_mode = "off"
             while not run.done:
                 run.step()
             run.validation.restore(run.model)
@@ -144,11 +144,11 @@ def measured(run: str, network: Network, source: Forecasting, args: argparse.Nam
     errors = {}
     for mode in ("on", "off", "frozen") if run in ("memory", "online") else ("on",):
         if run != "off":
-            network.memory = mode
+            network.memory_mode = mode
         errors[mode] = errors_of(network, windows, size=512)._asdict()
     found: Row = {"errors": errors}
     if run == "online":
-        network.memory = "on"
+        network.memory_mode = "on"
         start, end = source.protocol.borders.val, source.protocol.borders.test
         middle = start + (end - start) // 2
         values = source.protocol.values.to(device)

@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from a MAC of one layer
     "gated_delta": {"pattern": ("lmm",), "memory": {"net": "linear", "rule": "gated_delta"}},
     "window": {"pattern": ("conv_window",)},
     "window-1K": {"pattern": ("conv_window",), "window": 1040},
-    "memorizing": {"pattern": ("conv_window", "knn"), "num_layers": 2},
+    "memorizing": {"pattern": ("conv_window", "knn"), "depth": 2},
     "lmm-forget10": {"pattern": ("lmm",), "memory": {"forget_bias": -10.0}},
     "lmm-forget6": {"pattern": ("lmm",), "memory": {"forget_bias": -6.0}},
     "lmm-step0": {"pattern": ("lmm",), "memory": {"step_bias": 0.0}},
@@ -75,7 +75,7 @@ TINY = {"steps": [2, 2, 2], "distances": [64, 128], "texts": [2, 1], "late": 32}
 def config_of(name: str, args: argparse.Namespace) -> ModelConfig:
     """A run's model, with as many parameters as a MAC of one layer."""
     base = ModelConfig(
-        vocab_size=vocabulary(KEYS, NOISE), dim=64, num_layers=1, heads=2, window=32, segment=16, persistent=4,
+        vocabulary=vocabulary(KEYS, NOISE), dim=64, depth=1, heads=2, window=32, segment=16, persistent=4,
         memory={"heads": 1, **KEEPING}, knn={"size": args.store, "k": 16},
     )  # fmt: skip
     own = change(base, {**RUNS[name], "memory": {"heads": 1, **KEEPING, **RUNS[name].get("memory", {})}})
@@ -168,7 +168,7 @@ def right(model: Model, state: State, pairs: Tensor, memory: Mode | None) -> int
     """How many values follow their keys, each asked alone from the same state."""
     rows = [row for row in range(len(pairs)) for _ in range(PAIRS)]
     keys, values = pairs[:, ::2].reshape(-1, 1), pairs[:, 1::2].flatten()
-    logits, _ = model(keys.to(model.device), state.rows(rows), memory=memory)
+    logits, _ = model(keys.to(model.device), state.rows(rows), memory_mode=memory)
     return int((logits[:, -1].argmax(-1).cpu() == values).sum())
 
 
@@ -176,18 +176,18 @@ def measure(model: Model, seed: int, mode: Mode, args: argparse.Namespace) -> li
     """Right answers at every distance, in one reading."""
     texts, memory = Texts(args.texts[0], seed), mode if model.has_memory else None
     pairs, found = texts.pairs(), []
-    state, done = read(model, pairs.to(model.device), memory=memory).state, STATED
+    state, done = read(model, pairs.to(model.device), memory_mode=memory).state, STATED
     for distance in args.distances[: args.reach]:
         if distance > args.many and texts.rows > args.texts[1]:  # the first rows alone go on
             texts.rows = args.texts[1]
             pairs, state = pairs[: texts.rows], state.rows(range(texts.rows))
         while done < distance:
             count = min(2**16, distance - done)
-            state = read(model, texts.noise(count).to(model.device), state, memory=memory).state
+            state = read(model, texts.noise(count).to(model.device), state, memory_mode=memory).state
             done += count
         new = texts.pairs()
         after = torch.cat([new, texts.noise(args.late - STATED)], 1)
-        late = read(model, after.to(model.device), state, memory=memory).state
+        late = read(model, after.to(model.device), state, memory_mode=memory).state
         for kind, asked, from_ in (("early", pairs, state), ("late", new, late)):
             count = right(model, from_, asked, memory)
             interval = [round(x, 4) for x in wilson(count, asked.numel() // 2)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ from remanence.attached.site import Site, SiteState
 from remanence.attached.window import relative_turn
 from remanence.backbone import State, Trace
 from remanence.config import MODES, Mode, change
-from remanence.io.migrations import current_fields
 from remanence.layers.attention import AttentionState
 from remanence.mixers import MemoryTrace, Shared, Text
 from remanence.model import check_tokens
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad, to_rows
 from remanence.runtime.choices import check_choice
+from remanence.runtime.mode import RenamedMode, renamed_mode
 from remanence.runtime.state import advanced, note_positions, positions_of
 from remanence.tokenizers.tokens import Tokenizer
 
@@ -42,13 +43,14 @@ class Call:
 
     def __init__(
         self,
+        model: Attached,
         mode: Mode,
         state: State | None,
         position: Tensor,
         offsets: list[int] | None,
         mask: Tensor | None,
     ) -> None:
-        self.mode, self.state, self.position = mode, state, position
+        self.model, self.mode, self.state, self.position = model, mode, state, position
         self.offsets, self.mask = offsets, mask
         self.turns: dict[str, tuple[Tensor, Tensor]] = {}
         self.text: Text | None = None
@@ -58,6 +60,21 @@ class Call:
         self.inputs: dict[int, Tensor] = {}
         self.memories: dict[int, Any] = {}
         self.traces: dict[int, MemoryTrace | None] = {}
+
+
+CALL: ContextVar[Call | None] = ContextVar("call", default=None)
+"""The call in progress, of each thread its own: the hooks get the arguments that the pretrained model's code gives its
+attention modules, which cannot carry it for every model family.
+"""
+
+
+@contextmanager
+def _during(call: Call | None) -> Iterator[None]:
+    token = CALL.set(call)
+    try:
+        yield
+    finally:
+        CALL.reset(token)
 
 
 class Attached(nn.Module):
@@ -86,9 +103,8 @@ class Attached(nn.Module):
         self.sites = [Site(self, index, module) for index, module in enumerate(modules)]
         self.memories.to(like.device, like.dtype)
         self.log_unigrams = None
-        self._memory: Mode = "on"
+        self._memory_mode: Mode = "on"
         self._checkpointing = False
-        self._call: Call | None = None
         self._plain = model.config._attn_implementation
         self._digest = pretrained.weights_key(model), config.base
         self.window = config.window
@@ -127,8 +143,7 @@ class Attached(nn.Module):
         return replace(self.config, base=self._digest[1])
 
     def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
-        """With present names, and the present digest if an earlier one is of the same pretrained model."""
-        saved = current_fields("attach", saved)
+        """With the present digest, if an earlier one is of the same pretrained model."""
         earlier = saved.get("base")
         if not pretrained.is_earlier(earlier) or not pretrained.same_base(self.base, earlier):
             return saved
@@ -142,7 +157,7 @@ class Attached(nn.Module):
         return self.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
 
     def state_layout(self) -> tuple[State, list[int]]:
-        return self.state_template(), list(range(self.config.num_layers))
+        return self.state_template(), list(range(self.config.depth))
 
     def pretrained_tokenizer(self) -> Tokenizer | None:
         return self.source.own_tokenizer()
@@ -157,7 +172,7 @@ class Attached(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        return self.config.vocabulary
 
     @property
     def mixers(self) -> list[Any]:
@@ -165,13 +180,19 @@ class Attached(nn.Module):
         return []
 
     @property
-    def memory(self) -> Mode:
-        return self._memory
+    def memory_mode(self) -> Mode:
+        return self._memory_mode
 
-    @memory.setter
-    def memory(self, mode: Mode) -> None:
-        check_choice("memory", mode, MODES)
-        self._memory = mode
+    @memory_mode.setter
+    def memory_mode(self, mode: Mode) -> None:
+        self._memory_mode = self.check_mode(mode)
+
+    memory = RenamedMode()
+
+    def check_mode(self, mode: Mode) -> Mode:
+        """The mode, if it is one."""
+        check_choice("memory_mode", mode, MODES)
+        return mode
 
     @property
     def has_memory(self) -> bool:
@@ -221,16 +242,13 @@ class Attached(nn.Module):
                 self.base.disable_input_require_grads()
             return
         # What is computed again must find the call it belongs to.
-        contexts = lambda: (nullcontext(), self._during(self._call))
+        contexts = lambda: (nullcontext(), _during(CALL.get()))
         self.base.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
-    @contextmanager
-    def _during(self, call: Call | None) -> Iterator[None]:
-        before, self._call = self._call, call
-        try:
-            yield
-        finally:
-            self._call = before
+    def current_call(self) -> Call | None:
+        """The call of this model that runs in this thread; None if the pretrained model is called by itself."""
+        call = CALL.get()
+        return call if call is not None and call.model is self else None
 
     @property
     def max_positions(self) -> int | None:
@@ -269,10 +287,13 @@ class Attached(nn.Module):
         *,
         mask: Tensor | None = None,
         offsets: Tensor | Sequence[int] | None = None,
+        memory_mode: Mode | None = None,
         memory: Mode | None = None,
     ) -> tuple[Tensor, State]:
         """Logits ``[b t v]`` of what follows each token, and the state, as `Model.forward`."""
-        trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory=memory)
+        if memory is not None:
+            memory_mode = renamed_mode(memory, level=5)  # through the calls of nn.Module
+        trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory_mode=memory_mode)
         return self.logits(trace.hidden), trace.state
 
     def trace(
@@ -282,17 +303,19 @@ class Attached(nn.Module):
         *,
         mask: Tensor | None = None,
         offsets: Tensor | Sequence[int] | None = None,
-        memory: Mode | None = None,
+        memory_mode: Mode | None = None,
         keep: bool = True,
         layers: bool = False,
+        memory: Mode | None = None,
     ) -> Trace:
         """`forward` up to the logits, as `Model.trace`; what went into each layer is there only if asked for."""
+        if memory is not None:
+            memory_mode = renamed_mode(memory)
         if not self.sites:
             raise ValueError("model: expected an attached model, got one that has been detached")
         tokens = check_tokens(tokens, mask, self.vocab_size)
         self._check_call(tokens, state, mask, offsets)
-        mode = self._memory if memory is None else memory
-        check_choice("memory", mode, MODES)
+        mode = self._memory_mode if memory_mode is None else self.check_mode(memory_mode)
         if mask is not None and bool(mask.all()):
             mask = None
         rows = len(tokens) if offsets is None else documents(offsets)
@@ -364,7 +387,7 @@ class Attached(nn.Module):
             place = (
                 begin.repeat_interleave(counts) + torch.arange(tokens.shape[1], device=tokens.device)
             ).unsqueeze(0)
-        call = Call(mode, state, position, borders, None)
+        call = Call(self, mode, state, position, borders, None)
         call.keep = keep
         call.text = Text(tokens, None, self.logits)
         if self.config.sinks:
@@ -386,7 +409,7 @@ class Attached(nn.Module):
             rows, back = to_rows(tokens, borders)
             counts = torch.tensor(borders, device=tokens.device).diff()
             inner_mask = torch.arange(rows.shape[1], device=tokens.device) < counts.unsqueeze(-1)
-            inside = self.trace(rows, state, mask=inner_mask, memory=mode, keep=keep, layers=layers)
+            inside = self.trace(rows, state, mask=inner_mask, memory_mode=mode, keep=keep, layers=layers)
             packed = lambda x: x.flatten(0, 1).index_select(0, back).unsqueeze(0)
             traces = tuple(MemoryTrace.mapped(trace, packed) for trace in inside.traces)
             return Trace(packed(inside.hidden), inside.state, traces, tuple(packed(x) for x in inside.layers))
@@ -406,7 +429,7 @@ class Attached(nn.Module):
             return _reordered(inside, order.argsort(dim=1))
         position = self._position(len(tokens), state)
         offsets = None if mask is None else [0, *mask.sum(1).cumsum(0).tolist()]
-        call = Call(mode, state, position, offsets, mask)
+        call = Call(self, mode, state, position, offsets, mask)
         call.keep = keep
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": keep or state is not None}
         known = positions_of(position)
@@ -465,7 +488,7 @@ class Attached(nn.Module):
             call.ends[index] = AttentionState(k, v, position, position)
 
     def _run(self, call: Call, layers: bool, **given: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        with self._during(call):
+        with _during(call):
             out = self.base.base_model(**given, output_hidden_states=layers or None)
         return out.last_hidden_state, out.hidden_states[:-1] if layers else ()
 

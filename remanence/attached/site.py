@@ -106,7 +106,7 @@ class Site:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float, cap: float | None
     ) -> Tensor:
         """A narrowed model's attention."""
-        call = self.owner._call
+        call = self.owner.current_call()
         assert call is not None
         state = None if call.state is None else call.state.blocks[self.index].attention
         key, reach = self.owner.family.rotation_key(module), self.reach
@@ -122,7 +122,7 @@ class Site:
 
     def _read(self, x: Tensor) -> Tensor:
         """What the memory answers to a layer's input ``[b t d]``."""
-        call, memory = self.owner._call, self.memory
+        call, memory = self.owner.current_call(), self.memory
         assert memory is not None
         if call is None:  # the pretrained model is called by itself
             return torch.zeros_like(x)
@@ -135,8 +135,9 @@ class Site:
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep a layer's input for the store, which is asked when attention is done."""
-        if self.owner._call is not None:
-            self.owner._call.inputs[self.index] = args[0] if args else kwargs["hidden_states"]
+        call = self.owner.current_call()
+        if call is not None:
+            call.inputs[self.index] = args[0] if args else kwargs["hidden_states"]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """MAL: attention works on the input and what the memory says to it."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from remanence.cli.arguments import Mode
 from remanence.cli.progress import Progress
 from remanence.inference.session import Session
 from remanence.io.shipped import FOLDER
@@ -66,11 +67,10 @@ def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dic
             bar.update(session.tokens - before)
     session.save(path)
     read = time.monotonic() - began
-    window = session.model.config.window * session.model.config.num_layers
+    window = session.model.config.window * session.model.config.depth
     remembered, others = _session(device).load(path), {}
     for mode in ("frozen", "off"):
-        others[mode] = _session(device)
-        others[mode].model.memory = mode
+        others[mode] = _session(device, mode)
         # Through windows alone nothing farther back can be seen, so nothing farther back is read.
         others[mode].read((beginning + rest)[-REACH * window :])
     return {
@@ -89,8 +89,8 @@ def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dic
     }
 
 
-def _session(device: torch.device) -> Session:
-    return Session(Model.load(MODEL, device=device).eval(), load_tokenizer(MODEL))
+def _session(device: torch.device, memory_mode: Mode = "on") -> Session:
+    return Session(Model.load(MODEL, device=device).eval(), load_tokenizer(MODEL), memory_mode=memory_mode)
 
 
 def _answer(session: Session, question: str) -> str:

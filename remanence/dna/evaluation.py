@@ -129,7 +129,7 @@ def label_scores(subject: Subject, sequences: Sequence[np.ndarray], labels: int)
     tokens, ends = asked(sequences)
     rows, places = torch.from_numpy(tokens.astype(np.int64)).to(subject.device), torch.from_numpy(ends)
     found: Any = None
-    for part, trace in traces(subject.model, rows):
+    for part, trace in traces(subject.model, rows, memory_mode=subject.mode):
         inside = (places >= part.start) & (places < part.stop)
         hidden = trace.hidden[inside.to(subject.device), (places[inside] - part.start).to(subject.device)]
         found = trace.hidden.new_zeros(len(rows), trace.hidden.shape[-1]) if found is None else found

@@ -286,7 +286,7 @@ class Commonsense(Task):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         datasets.disable_progress_bars()
         with tempfile.TemporaryDirectory() as folder, _silent():
-            self.harness.model.model.memory = self.subject.mode
+            self.harness.model.model.memory_mode = self.subject.mode
             task: Any = BENCHMARKS[name].harness
             if name in self.entries:
                 path = Path(folder) / "entries.jsonl"

@@ -183,7 +183,6 @@ class Grid(Task):
 
     @torch.no_grad()
     def _measured(self, model: Model) -> Result:
-        model.memory = self.subject.mode
         found = {}
         for length in self.lengths:
             loss, right, count = 0.0, 0, 0
@@ -199,8 +198,10 @@ class Grid(Task):
         device = self.subject.device
         tokens, wanted = batch.tokens.to(device), batch.targets.to(device)
         mask = None if batch.mask is None else batch.mask.to(device)
-        step = max(1, LOGITS // model.config.vocab_size)
-        for part, trace in traces(model, tokens, mask=mask, offsets=batch.offsets):
+        step = max(1, LOGITS // model.config.vocabulary)
+        for part, trace in traces(
+            model, tokens, mask=mask, offsets=batch.offsets, memory_mode=self.subject.mode
+        ):
             chosen = wanted[:, part] >= 0
             hidden, targets = trace.hidden[chosen], wanted[:, part][chosen]
             for at in range(0, len(targets), step):

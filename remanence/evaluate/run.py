@@ -115,9 +115,9 @@ def evaluate(
 ) -> list[Row]:
     """The rows of every task with the memory in every mode. What the journal has is not measured again."""
     for mode in modes:
-        check_choice("memory", mode, MODES)
+        check_choice("memory_mode", mode, MODES)
         if subject.network is not None:
-            subject.network.memory = mode  # refuses one that the model cannot have
+            subject.network.check_mode(mode)
     model = subject.network
     with (
         locked_file(journal, "another evaluation") if journal else nullcontext(),
@@ -138,8 +138,6 @@ def _evaluate(
     try:
         for task in tasks:
             for mode in modes:
-                if subject.network is not None:
-                    subject.network.memory = mode
                 subject.mode = mode
                 found, told = _measured(subject, task, mode, kept, amount, here)
                 rows += [
@@ -147,8 +145,7 @@ def _evaluate(
                     for row in task.rows(found)
                 ]
     finally:
-        if subject.network is not None:
-            subject.network.memory = "on"
+        subject.mode = "on"
         subject.passed = lambda _: None
     subject.bookmark.remove()
     return rows

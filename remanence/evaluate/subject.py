@@ -47,7 +47,7 @@ class Subject:
     passed: Callable[[int], None] = lambda _: None
     """Called with the number of tokens that were just read."""
     mode: Mode = "on"
-    """The memory mode of models that are trained during the evaluation."""
+    """The memory mode of every call of a model."""
     bookmark: Bookmark = field(default_factory=Bookmark)
 
     @classmethod
@@ -99,7 +99,7 @@ class Subject:
             lengths = torch.tensor([len(part) for part in parts])
             ragged = int(lengths.min()) < longest
             mask = (torch.arange(longest) < lengths[:, None]).to(self.device) if ragged else None
-            state = read(self.model, tokens, state, mask=mask).state
+            state = read(self.model, tokens, state, mask=mask, memory_mode=self.mode).state
             self.passed(sum(len(part) for part in parts))
             self.bookmark.keep(self.model, state, lambda at=start + size: {"at": at}, digest)  # type: ignore[misc]
         return state
@@ -146,9 +146,15 @@ class Subject:
         """The most likely answer to each prompt after what its row of the state has read; "" if its memory diverges."""
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0, stop=stop)
         try:
-            return (
-                Generation(self.model, prompts, sampling, tokenizer=self.tokenizer, state=state).run().texts
+            generation = Generation(
+                self.model,
+                prompts,
+                sampling,
+                tokenizer=self.tokenizer,
+                state=state,
+                memory_mode=self.mode,
             )
+            return generation.run().texts
         except DivergedError:
             if len(prompts) == 1:
                 return [""]
@@ -161,7 +167,7 @@ class Subject:
     @torch.no_grad()
     def likeliest(self, tokens: Tensor, state: State | None = None) -> Tensor:
         """The likeliest token after each of tokens ``[b t]``, on the CPU."""
-        logits, _ = self.model(tokens.to(self.device), state)
+        logits, _ = self.model(tokens.to(self.device), state, memory_mode=self.mode)
         self.passed(tokens.numel())
         return logits.argmax(-1).cpu()
 
@@ -175,7 +181,8 @@ class Subject:
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = torch.arange(longest, device=self.device) < lengths[:, None]
-        hidden = [trace.hidden for _, trace in traces(self.model, tokens, state, mask=mask)]
+        pieces = traces(self.model, tokens, state, mask=mask, memory_mode=self.mode)
+        hidden = [trace.hidden for _, trace in pieces]
         self.passed(int(lengths.sum()))
         features, found = torch.cat(hidden, 1), []
         for row, (context, end) in enumerate(zip(contexts, ends, strict=True)):
@@ -196,8 +203,8 @@ class Subject:
         rows = rows.to(self.device)
         state = self.model.start(len(rows)) if state is None else state
         found = []
-        step = max(1, LOGITS // self.model.config.vocab_size)
-        for part, trace in traces(self.model, rows[:, :-1], state):
+        step = max(1, LOGITS // self.model.config.vocabulary)
+        for part, trace in traces(self.model, rows[:, :-1], state, memory_mode=self.mode):
             state, targets = trace.state, rows[:, 1:][:, part]
             hidden, flat = trace.hidden.flatten(0, 1), targets.flatten()
             parts = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ class Forecast(Task):
         return [self._windows() if unit["shift"] is None else self._stream(unit) for unit in units]
 
     def _windows(self) -> Result:
-        return errors_of(self.network, self.windows, size=self.settings.windows)._asdict()
+        forecast = partial(self.network, memory_mode=self.subject.mode)
+        return errors_of(forecast, self.windows, size=self.settings.windows)._asdict()
 
     @property
     def _middle(self) -> int:
@@ -155,11 +157,9 @@ class Forecast(Task):
         count, names = self.settings.examples, self.network.config.names
         index = torch.linspace(0, self.windows.number - 1, count + 2).long()[1:-1].to(self.values.device)
         x, y = self.windows.take(index)
-        found, before = {}, self.network.memory
-        for mode in modes:
-            self.network.memory = mode
-            found[f"memory {mode}"] = self.network(x, self.windows.first + index)
-        self.network.memory = before
+        found = {
+            f"memory {mode}": self.network(x, self.windows.first + index, memory_mode=mode) for mode in modes
+        }
         restored = lambda each: self.protocol.scaler.restored(each.float().cpu().numpy())
         past, truth = restored(x), restored(y)
         own = {name: restored(each) for name, each in found.items()}

@@ -20,6 +20,7 @@ from remanence.forecast.task import Forecasting
 from remanence.io.files import replacing_folder
 from remanence.runtime.choices import check_choice
 from remanence.runtime.device import resolve
+from remanence.runtime.mode import renamed_mode
 from remanence.train import TrainConfig, fit
 
 
@@ -94,12 +95,16 @@ class Forecaster:
         return self.fitted.config.names
 
     @torch.no_grad()
-    def predict(self, data: Any, *, first: int | None = None, memory: Mode = "on") -> np.ndarray:
+    def predict(
+        self, data: Any, *, first: int | None = None, memory_mode: Mode = "on", memory: Mode | None = None
+    ) -> np.ndarray:
         """The `horizon` rows that follow the last row of `data` ``[horizon channels]``, in the data's own units.
 
         Only the last `lookback` rows are read. `first` is the number of the data's first row in the series that was
         fitted, counted from 0: a network with a `cycle` needs it.
         """
+        if memory is not None:
+            memory_mode = renamed_mode(memory)
         network, shape = self.fitted, self.fitted.config
         series = self._read(data)
         rows = len(series.values)
@@ -111,12 +116,7 @@ class Forecaster:
                 "first: expected the number of the data's first row, as there is a cycle, got None"
             )
         begins = torch.tensor([(first or 0) + rows - shape.lookback], device=network.device)
-        before = network.memory
-        try:
-            network.memory = memory
-            found = network.eval()(x, begins)[0]
-        finally:
-            network.memory = before
+        found = network.eval()(x, begins, memory_mode=memory_mode)[0]
         return self._scaler.restored(found.float().cpu().double().numpy())
 
     def score(self, data: Any, *, part: str = "test") -> Errors:
@@ -128,12 +128,23 @@ class Forecaster:
         windows = protocol.windows(part, shape.lookback, shape.horizon).to(self.fitted.device)
         return errors_of(self.fitted.eval(), windows)
 
-    def roll(self, data: Any, start: int, *, memory: Mode = "on", warm: int = 8, phases: int = 4) -> Rolled:
-        """Errors of forecasts along a stream, from row `start` on: `remanence.forecast.online.roll`. With memory "on"
-        the network goes on learning from what it reads.
+    def roll(
+        self,
+        data: Any,
+        start: int,
+        *,
+        memory_mode: Mode = "on",
+        warm: int = 8,
+        phases: int = 4,
+        memory: Mode | None = None,
+    ) -> Rolled:
+        """Errors of forecasts along a stream, from row `start` on: `remanence.forecast.online.roll`. With memory mode
+        "on" the network goes on learning from what it reads.
         """
+        if memory is not None:
+            memory_mode = renamed_mode(memory)
         values = self._standardized(self._read(data))
-        return roll(self.fitted, values, start, mode=memory, warm=warm, phases=phases)
+        return roll(self.fitted, values, start, mode=memory_mode, warm=warm, phases=phases)
 
     def plot(self, data: Any, path: str | Path, *, channels: tuple[str, ...] = (), truth: Any = None) -> Path:
         """Draw the end of `data` and the forecast of what follows it as a PNG file; with `truth`, also what came."""

@@ -18,6 +18,7 @@ from remanence.forecast.protocol import Scaler
 from remanence.io.files import read_json, sealed, unsealed, write_json
 from remanence.io.tensors import aligned, opened, read_header, read_tensors, write_tensors
 from remanence.runtime.choices import brief, check_choice
+from remanence.runtime.mode import RenamedMode
 from remanence.runtime.terminal import shown
 
 KIND = "remanence-forecast"
@@ -70,6 +71,7 @@ class Network(nn.Module):
     def __init__(self, config: Shape) -> None:
         super().__init__()
         self.config = config
+        self._memory_mode: Mode = "on"
         self.scaler: Scaler | None = None
         self.step_weights: Tensor
         weights = torch.ones(config.horizon)
@@ -94,21 +96,36 @@ class Network(nn.Module):
         return False
 
     @property
-    def memory(self) -> Mode:
-        return "on"
+    def memory_mode(self) -> Mode:
+        """Of calls that give none."""
+        return self._memory_mode
 
-    @memory.setter
-    def memory(self, mode: Mode) -> None:
-        check_choice("memory", mode, MODES)
+    @memory_mode.setter
+    def memory_mode(self, mode: Mode) -> None:
+        self._memory_mode = self.check_mode(mode)
+
+    memory = RenamedMode()
+
+    def check_mode(self, mode: Mode) -> Mode:
+        """The mode, if this network has it; a network without a memory has "on" alone."""
+        check_choice("memory_mode", mode, MODES)
         if mode != "on" and not self.has_memory:
             name = self.config.forecast.network
-            raise ValueError(f"memory: expected 'on', as the network {name!r} has no memory, got {mode!r}")
+            raise ValueError(
+                f"memory_mode: expected 'on', as the network {name!r} has no memory, got {mode!r}"
+            )
+        return mode
 
-    def forward(self, x: Tensor, first: Tensor | None = None) -> Tensor:
-        return self.read(x, None, first)[0][:, -1]
+    def forward(self, x: Tensor, first: Tensor | None = None, *, memory_mode: Mode | None = None) -> Tensor:
+        return self.read(x, None, first, memory_mode=memory_mode)[0][:, -1]
 
     def read(
-        self, x: Tensor, state: State | None = None, first: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        first: Tensor | None = None,
+        *,
+        memory_mode: Mode | None = None,
     ) -> tuple[Tensor, Trace]:
         """Rows ``[b rows channels]`` of one look-back or of several behind one another: the forecast at the end of each
         ``[b n horizon channels]``, and what the memories did, with their state.
@@ -118,9 +135,9 @@ class Network(nn.Module):
             raise ValueError(
                 f"x: expected rows [batch, a multiple of {c.lookback}, {c.channels}], got {list(x.shape)}"
             )
-        return self._read(x, state, first)
+        return self._read(x, state, first, self.check_mode(memory_mode or self._memory_mode))
 
-    def _read(self, x: Tensor, state: State | None, first: Tensor | None) -> tuple[Tensor, Trace]:
+    def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
         raise NotImplementedError
 
     def loss(self, batch: WindowBatch) -> tuple[Tensor, Trace]:
@@ -168,7 +185,7 @@ class Linear(Network):
         super().__init__(config)
         self.time_proj = nn.Linear(config.lookback, config.horizon)
 
-    def _read(self, x: Tensor, state: State | None, first: Tensor | None) -> tuple[Tensor, Trace]:
+    def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
         z, own = _normalized(x.unflatten(1, (-1, self.config.lookback)))
         return _restored(self.time_proj(z.transpose(2, 3)).transpose(2, 3), own), _nothing(x)
 
@@ -181,7 +198,7 @@ class DLinear(Network):
         self.trend_proj = nn.Linear(config.lookback, config.horizon)
         self.rest_proj = nn.Linear(config.lookback, config.horizon)
 
-    def _read(self, x: Tensor, state: State | None, first: Tensor | None) -> tuple[Tensor, Trace]:
+    def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
         rows = x.unflatten(1, (-1, self.config.lookback)).transpose(2, 3).flatten(1, 2)
         side = (AVERAGED - 1) // 2
         trend = F.avg_pool1d(F.pad(rows, (side, side), mode="replicate"), AVERAGED, 1)
@@ -222,15 +239,7 @@ class MemoryNetwork(Network):
     def has_memory(self) -> bool:
         return self.backbone.has_memory
 
-    @property
-    def memory(self) -> Mode:
-        return self.backbone.memory
-
-    @memory.setter
-    def memory(self, mode: Mode) -> None:
-        self.backbone.memory = mode
-
-    def _read(self, x: Tensor, state: State | None, first: Tensor | None) -> tuple[Tensor, Trace]:
+    def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
         c, f = self.config, self.config.forecast
         windows = x.unflatten(1, (-1, c.lookback))
         ahead = None
@@ -246,7 +255,7 @@ class MemoryNetwork(Network):
             self.dropout(tokens).flatten(0, 1).flatten(1, 2)
         )  # a document for each channel of each row
         self.backbone.checkpointing = self.checkpointing
-        trace = self.backbone.trace(documents, state)
+        trace = self.backbone.trace(documents, state, memory_mode=mode)
         features = trace.hidden.unflatten(1, (-1, self.tokens)).flatten(2)
         found = self.head_proj(self.dropout(features)).unflatten(0, rows.shape[:2])  # [b channels n horizon]
         if self.time_proj is not None:

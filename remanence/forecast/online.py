@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -80,12 +80,12 @@ def roll(
     ahead = torch.arange(horizon, device=values.device)
     state: State | None = None
     found = []
-    with _moded(network):
+    with evaluating(network):
         for step in range(-warm, steps):
             origins = start + step * lookback + offsets
             first = origins - lookback
-            network.memory = "on" if mode == "fresh" or (mode == "frozen" and step < 0) else mode
-            forecast, trace = network.read(values[first[:, None] + span], state, first)
+            now: Mode = "on" if mode == "fresh" or (mode == "frozen" and step < 0) else mode
+            forecast, trace = network.read(values[first[:, None] + span], state, first, memory_mode=now)
             state = trace.state if mode in ("on", "frozen") and network.has_memory else None
             if step >= 0:
                 miss = forecast[:, -1].float() - values[origins[:, None] + ahead]
@@ -97,12 +97,11 @@ def roll(
 
 
 @contextmanager
-def _moded(network: Network):  # type: ignore[no-untyped-def]
-    """A network whose memory mode is set back in the end."""
-    before, training = network.memory, network.training
+def evaluating(network: Network) -> Iterator[None]:
+    """Evaluation mode, and afterwards the mode from before."""
+    training = network.training
     network.eval()
     try:
         yield
     finally:
-        network.memory = before
         network.train(training)

@@ -2,7 +2,7 @@
 the folders that `Model.save` writes.
 
 ``generate``, pipelines, the Trainer and lm-eval then work as on any causal language model. The native model is inside,
-with all that it can do: ``hf_model.model.memory = "frozen"``. A pretrained model gets a memory by `attach`.
+with all that it can do: ``hf_model(tokens, memory_mode="frozen")``. A pretrained model gets a memory by `attach`.
 """
 
 try:

@@ -18,6 +18,7 @@ from remanence.attached.config import AttachConfig, Kind, Place
 from remanence.attached.families import attention_modules
 from remanence.attached.folder import KIND
 from remanence.attached.model import Attached
+from remanence.config import Mode
 from remanence.hf.native import FolderConfig, RemanenceForCausalLM
 from remanence.io.files import unsealed
 from remanence.model import State, Trace
@@ -41,7 +42,7 @@ class AttachedConfig(FolderConfig):
     ) -> None:
         native = AttachConfig.from_dict(unsealed("remanence", remanence)) if remanence else None
         own = {} if native is None else {
-            "vocab_size": native.vocab_size, "hidden_size": native.dim, "num_hidden_layers": native.num_layers,
+            "vocab_size": native.vocabulary, "hidden_size": native.dim, "num_hidden_layers": native.depth,
             "num_attention_heads": native.heads[0],
         }  # fmt: skip
         super().__init__(**{**own, **kwargs})
@@ -75,9 +76,14 @@ class AttachedForCausalLM(RemanenceForCausalLM):
         self.name_or_path = model.source.name
 
     def _trace(
-        self, tokens: Tensor, state: State | None, mask: Tensor | None, every_layer: bool | None
+        self,
+        tokens: Tensor,
+        state: State | None,
+        mask: Tensor | None,
+        every_layer: bool | None,
+        memory_mode: Mode | None,
     ) -> tuple[Trace, Any]:
-        trace = self.model.trace(tokens, state, mask=mask, layers=bool(every_layer))
+        trace = self.model.trace(tokens, state, mask=mask, memory_mode=memory_mode, layers=bool(every_layer))
         return trace, (*trace.layers, trace.hidden) if every_layer else None
 
     def get_output_embeddings(self) -> nn.Module:
@@ -213,7 +219,7 @@ def detach(model: AttachedForCausalLM | Attached) -> Any:
 @torch.no_grad()
 def _check_logits(model: Any, found: Attached) -> None:
     """Refuse a model whose logits are more than its output embeddings make of the last hidden state."""
-    tokens = torch.arange(4, device=found.device).unsqueeze(0) % found.config.vocab_size
+    tokens = torch.arange(4, device=found.device).unsqueeze(0) % found.config.vocabulary
     if not torch.equal(model(tokens).logits, found(tokens)[0]):
         raise ValueError(
             "model: expected logits that the output embeddings make of the last hidden state, got "

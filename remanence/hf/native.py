@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from remanence.config import ModelConfig, preset
+from remanence.config import Mode, ModelConfig, preset
 from remanence.folder import AUTO, Auto, describe
 from remanence.inference import memfile
 from remanence.io.files import unsealed
@@ -219,6 +219,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
+        memory_mode: Mode | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """The native model's logits, and the loss if there are labels.
@@ -230,6 +231,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
             labels: the tokens themselves, -100 where they do not count; shifted here.
             use_cache: whether to return a cache; by default not in training, unless one is given.
             logits_to_keep: only those of so many last tokens, 0 for all; or of these places.
+            memory_mode: "on", "off", "frozen" or "fresh"; None: ``model.model.memory_mode``. Also of ``generate``.
             kwargs: for the loss, as the Trainer's ``num_items_in_batch``.
         """
         for name, reason in NOT_TAKEN.items():
@@ -252,7 +254,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        trace, layers = self._trace(input_ids, cache.state, mask, output_hidden_states)
+        trace, layers = self._trace(input_ids, cache.state, mask, output_hidden_states, memory_mode)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(trace.hidden[:, kept])
         loss = None
@@ -271,10 +273,15 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def _trace(
-        self, tokens: Tensor, state: State | None, mask: Tensor | None, every_layer: bool | None
+        self,
+        tokens: Tensor,
+        state: State | None,
+        mask: Tensor | None,
+        every_layer: bool | None,
+        memory_mode: Mode | None,
     ) -> tuple[Trace, Any]:
         """The native model's trace and, if wanted, what went into each layer, with the last one's normalised output."""
-        trace = self.model.trace(tokens, state, mask=mask)
+        trace = self.model.trace(tokens, state, mask=mask, memory_mode=memory_mode)
         return trace, (*trace.layers, trace.hidden) if every_layer else None
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
@@ -328,7 +335,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embed = super().resize_token_embeddings(*args, **kwargs)
         self.config.vocab_size = embed.num_embeddings
-        self.config.remanence = {**self.config.remanence, "vocab_size": embed.num_embeddings}
+        self.config.remanence = {**self.config.remanence, "vocabulary": embed.num_embeddings}
         self.model.config = self.config.native
         table = self.model.log_unigrams
         if table is not None:  # what is new has not been counted: it is as rare as the rarest

@@ -20,16 +20,18 @@ from remanence.mixers import Mixer, MixerDecoder, Text
 from remanence.mixers.base import ForwardDecoder
 from remanence.model import Model
 from remanence.runtime.graphs import capture
+from remanence.runtime.mode import renamed_mode
 from remanence.runtime.module import Watch, altered, described, modules_of, ours, overridden
 
 
-def unsupported(model: Model, memory: Mode | None = None) -> str | None:
+def unsupported(model: Model, memory_mode: Mode | None = None) -> str | None:
     """Why a `Decoder` cannot run this model in this mode, in words; None if it can."""
-    if (memory or model.memory) == "fresh":
+    mode = memory_mode or model.memory_mode
+    if mode == "fresh":
         return "memories that begin anew at every segment are not decoded in place"
     if torch.is_autocast_enabled(model.embed.weight.device.type):
         return "autocast is on, and decoding runs in the dtype of the weights"
-    if (reason := model.decode_unsupported_reason(memory or model.memory)) is not None:
+    if (reason := model.decode_unsupported_reason(mode)) is not None:
         return reason
     if (name := overridden(model, "decode_unsupported_reason", ("forward", "trace"))) is not None:
         return f"{type(model).__name__} overrides {name} and not decode_unsupported_reason"
@@ -57,18 +59,26 @@ def in_place(block: Any) -> bool:
 class Decoder:
     """``logits = Decoder(model, state).step(tokens)``, token after token; ``.state`` says where it stands.
 
-    `memory` is the mode for all of its steps, the model's own unless given. `graph` says whether a step is captured as
+    `memory_mode` is that of all its steps, by default the model's. `graph` says whether a step is captured as
     a CUDA graph: by default on CUDA, if the steps of all layers can be. The weights must stay where they are;
     persistent tokens are read once.
     """
 
     def __init__(
-        self, model: Model, state: State, memory: Mode | None = None, graph: bool | None = None
+        self,
+        model: Model,
+        state: State,
+        memory_mode: Mode | None = None,
+        graph: bool | None = None,
+        *,
+        memory: Mode | None = None,
     ) -> None:
-        reason = unsupported(model, memory)
+        if memory is not None:
+            memory_mode = renamed_mode(memory)
+        reason = unsupported(model, memory_mode)
         if reason is not None:
             raise ValueError(f"model: expected one that can be decoded in place, but {reason}")
-        self.model, self.mode = model, model.backbone.check_mode(memory or model.memory)
+        self.model, self.mode = model, model.check_mode(memory_mode or model.memory_mode)
         self.device = model.embed.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False for a model on {self.device.type}, got True")
@@ -138,7 +148,7 @@ class Decoder:
         """A step by a call of the model, which has come to have hooks or modules that no decoder honours."""
         mask = None if active is None else active.unsqueeze(1)
         with torch.autocast(self.device.type, enabled=False):
-            seen = self.model.trace(tokens.unsqueeze(1), state, mask=mask, memory=self.mode)
+            seen = self.model.trace(tokens.unsqueeze(1), state, mask=mask, memory_mode=self.mode)
             self.called = seen.state
             return self.model.logits(seen.hidden)[:, 0]
 

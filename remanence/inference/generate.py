@@ -148,6 +148,7 @@ class Generation:
         tokenizer: Tokenizer | None = None,
         state: State | None = None,
         write: Write = "all",
+        memory_mode: Mode | None = None,
     ) -> None:
         self.model, self.sampling = model, sampling or Sampling()
         self.tokenizer = check_tokenizer(model, tokenizer)
@@ -172,10 +173,12 @@ class Generation:
             )
         self._state: State | None = model.start(len(prompts)) if state is None else state
         self._decoder: Decoder | None = None
-        self.modes: tuple[Mode | None, Mode | None] = {
-            "all": (None, None),
-            "prompt": (None, "frozen" if model.has_memory else None),
-            "none": ("frozen" if model.has_memory else None,) * 2,
+        mode = model.check_mode(memory_mode or model.memory_mode)
+        unwritten: Mode = "frozen" if model.has_memory and mode != "off" else mode
+        self.modes: tuple[Mode, Mode] = {
+            "all": (mode, mode),
+            "prompt": (mode, unwritten),
+            "none": (unwritten, unwritten),
         }[write]
         self.begun = False
         self.tokens: list[list[int]] = [[] for _ in prompts]
@@ -245,7 +248,7 @@ class Generation:
         )
         whole = bool(mask.all())
         last, state, *_ = read(
-            self.model, padded, self.state, mask=None if whole else mask, memory=self.modes[0]
+            self.model, padded, self.state, mask=None if whole else mask, memory_mode=self.modes[0]
         )
         self._state = state
         if place.type in IN_PLACE and self.sampling.max_tokens > 0:
@@ -263,7 +266,7 @@ class Generation:
             return self._finite(self._decoder.step(tokens, rows), self._decoder.diverged, said)
         mask = None if all(said) else rows.unsqueeze(-1)
         with threads_for(self.model):
-            seen = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory=self.modes[1])
+            seen = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory_mode=self.modes[1])
             logits = self.model.logits(seen.hidden[:, -1])
         self._state = seen.state
         return self._finite(logits, seen.state.diverged, said)

@@ -44,7 +44,7 @@ def traces(
     *,
     mask: Tensor | None = None,
     offsets: Tensor | Sequence[int] | None = None,
-    memory: Mode | None = None,
+    memory_mode: Mode | None = None,
     size: int | None = None,
 ) -> Iterator[tuple[slice, Trace]]:
     """Tokens ``[b t]`` in pieces, for who wants to see what each token did: the piece's slice of the tokens, and its
@@ -56,7 +56,7 @@ def traces(
         part = slice(start, min(start + size, tokens.shape[1]))
         here = None if mask is None else mask[:, part]
         with threads_for(model):  # and not while the caller works on what is yielded
-            trace = model.trace(tokens[:, part], state, mask=here, offsets=offsets, memory=memory)
+            trace = model.trace(tokens[:, part], state, mask=here, offsets=offsets, memory_mode=memory_mode)
         state = trace.state
         yield part, trace
 
@@ -80,16 +80,14 @@ def read(
     state: State | None = None,
     *,
     mask: Tensor | None = None,
-    memory: Mode | None = None,
+    memory_mode: Mode | None = None,
 ) -> Read:
     """Read tokens ``[b t]`` of any length in pieces, without computing logits. The device is asked once, at the end."""
     with threads_for(model):
-        return _read(model, tokens, state, mask, memory)
+        return _read(model, tokens, state, mask, memory_mode or model.memory_mode)
 
 
-def _read(
-    model: CausalModel, tokens: Tensor, state: State | None, mask: Tensor | None, memory: Mode | None
-) -> Read:
+def _read(model: CausalModel, tokens: Tensor, state: State | None, mask: Tensor | None, mode: Mode) -> Read:
     state = model.start(tokens.shape[0]) if state is None else state
     last = model.embed.weight.new_zeros(tokens.shape[0], model.config.dim)
     size, start, count = piece_of(model), 0, 0
@@ -98,11 +96,11 @@ def _read(
         # One document is cut at multiples of a piece; rows that stand at different places, anywhere.
         stop = start + size - (positions_of(state.position)[0] % size if mask is None else 0)
         some, here = tokens[:, start:stop], None if mask is None else mask[:, start:stop]
-        graph = None if mask is not None else _captured(model, some, state, size, memory)
+        graph = None if mask is not None else _captured(model, some, state, size, mode)
         if graph is not None:
             last, state, surprise = graph(some, state)
         else:
-            seen = model.trace(some, state, mask=here, memory=memory)
+            seen = model.trace(some, state, mask=here, memory_mode=mode)
             state, surprise = seen.state, None if seen.surprise is None else seen.surprise.sum()
             last = seen.hidden[:, -1] if here is None else _last(seen.hidden, here, last)
         if surprise is not None:
@@ -136,7 +134,7 @@ class Captured:
         self.graph, (self.last, self.after, self.surprise) = capture(self._read, tokens.device)
 
     def _read(self) -> tuple[Tensor, State, Tensor | None]:
-        seen = self.model.trace(self.tokens, self.state, memory="on" if self.model.has_memory else None)
+        seen = self.model.trace(self.tokens, self.state, memory_mode="on")
         surprise = seen.surprise
         return seen.hidden[:, -1], seen.state, None if surprise is None else surprise.sum()
 
@@ -159,11 +157,9 @@ class _Counted(NamedTuple):
 _COUNTED: WeakKeyDictionary[CausalModel, _Counted] = WeakKeyDictionary()
 
 
-def _captured(
-    model: CausalModel, tokens: Tensor, state: State, size: int, memory: Mode | None
-) -> Captured | None:
+def _captured(model: CausalModel, tokens: Tensor, state: State, size: int, mode: Mode) -> Captured | None:
     """The graph that reads a piece, if it is a whole one and one of many; else None."""
-    if not tokens.is_cuda or tokens.shape[1] != size or (memory or model.memory) != "on" or _narrows(tokens):
+    if not tokens.is_cuda or tokens.shape[1] != size or mode != "on" or _narrows(tokens):
         return None
     model = cast(Model, model)  # what can be captured has our own layers
     window = longest_window(model)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 
 from remanence.attached.folder import load_model
+from remanence.config import Mode
 from remanence.inference import memfile
 from remanence.inference.generate import WRITES, Generation, Sampling, SamplingFields, Write, check_tokenizer
 from remanence.inference.reader import Read, piece_of, read
@@ -37,12 +38,21 @@ class Session:
     "none". Reading always writes. The attention window moves on in every case: it is what was just said, not what is
     remembered.
 
+    `memory_mode` is "on", "off" (as if there were no memory), "frozen" (read, not written) or "fresh" (reset at every
+    segment); None takes ``model.memory_mode`` once. It belongs to the session: others over the same model may have
+    another, also in other threads.
+
     Without a `tokenizer`, it is the one in the model's folder or of its pretrained model; bytes for a model that has
     no other and a vocabulary of that size.
     """
 
     def __init__(
-        self, model: CausalModel | str | Path, tokenizer: Tokenizer | None = None, *, write: Write = "all"
+        self,
+        model: CausalModel | str | Path,
+        tokenizer: Tokenizer | None = None,
+        *,
+        write: Write = "all",
+        memory_mode: Mode | None = None,
     ) -> None:
         if write not in WRITES:
             raise ValueError(f"write: expected one of {', '.join(WRITES)}, got {write!r}")
@@ -56,6 +66,7 @@ class Session:
             )
         self.model: CausalModel = found
         self.write = write
+        self.memory_mode = self.model.check_mode(memory_mode or self.model.memory_mode)
         self.tokenizer = check_tokenizer(self.model, tokenizer)
         self._now: State | Generation = self.model.start(1)
         self._streams = False
@@ -111,7 +122,12 @@ class Session:
 
     def _read(self, tokens: list[int]) -> Read:
         self._check_idle("read")
-        piece = read(self.model, torch.tensor([tokens], device=self.model.device), self.state)
+        piece = read(
+            self.model,
+            torch.tensor([tokens], device=self.model.device),
+            self.state,
+            memory_mode=self.memory_mode,
+        )
         if piece.diverged:
             raise DivergedError(
                 f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}"
@@ -143,6 +159,7 @@ class Session:
             tokenizer=self.tokenizer,
             state=self.state,
             write=self.write,
+            memory_mode=self.memory_mode,
         )
         before, self._streams = self.state, True
         try:
@@ -177,7 +194,7 @@ class Session:
         """Another session that knows the same and goes its own way. Costs nothing: states are never changed in
         place.
         """
-        other = Session(self.model, self.tokenizer, write=self.write)
+        other = Session(self.model, self.tokenizer, write=self.write, memory_mode=self.memory_mode)
         other.state = self.state
         return other
 

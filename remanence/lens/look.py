@@ -166,7 +166,7 @@ def _look(session: Session, layers: dict[int, NeuralMemory], past: list[Past], t
     model, before = session.model, session.tokens
     inputs = torch.tensor([tokens], device=model.embed.weight.device)
     with _watching(layers.values()) as shown:
-        trace = model.trace(inputs, session.state, memory="on")
+        trace = model.trace(inputs, session.state, memory_mode="on")
     if bool(trace.state.diverged.any()):
         raise DivergedError(
             f"memory: expected finite numbers, got a memory that diverged near token {before:,}"

@@ -10,9 +10,9 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 def recipe() -> TrainConfig:
     model = ModelConfig(
-        vocab_size=80,
+        vocabulary=80,
         dim=64,
-        num_layers=2,
+        depth=2,
         heads=2,
         pattern=("mac",),
         window=16,

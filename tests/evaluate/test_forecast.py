@@ -30,7 +30,7 @@ def test_rows_are_the_protocols_errors_in_every_mode(home):
     protocol = Protocol.of(read_series(home / "s.csv"), scaler=network.scaler)
     windows = protocol.windows("test", 24, 8)
     for mode in ("on", "off", "frozen", "fresh"):
-        network.memory = mode
+        network.memory_mode = mode
         wanted = errors_of(network, windows)
         assert rows.value("mse", memory=mode, horizon=8) == pytest.approx(wanted.mse, rel=1e-6)
         assert rows.value("mae", memory=mode) == pytest.approx(wanted.mae, rel=1e-6)
@@ -73,7 +73,7 @@ def test_the_commands_from_a_csv_to_plots(home, command, tmp_path):
         "forecast",
         f"--forecast.data={path}",
         "--forecast.shifts=none",
-        "--memory-mode",
+        "--memory",
         "on",
         "off",
         "frozen",

@@ -168,7 +168,7 @@ def test_a_batch_of_passages_is_each_alone(home):
 
 def test_memory_off_is_a_model_without_one(home):
     rows = measured(home, "lm", modes=("on", "off"), data=str(home / "a.txt"), views="stream")
-    rows.model.memory = "off"
+    rows.model.memory_mode = "off"
     expected = plain(rows.model, ByteTokenizer().encode(TEXT)) / (len(TEXT.encode()) - 1)
     assert rows.value("perplexity", memory="off") == pytest.approx(math.exp(expected), rel=1e-5)
     assert rows.value("perplexity", memory="off") != rows.value("perplexity", memory="on")
