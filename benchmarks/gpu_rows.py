@@ -392,7 +392,7 @@ def train_rows(
 
 def one_training(model: Model, optimizer: torch.optim.Optimizer, batch: int, length: int) -> Row:
     """As `fit` trains: forward and backward as one CUDA graph, then the update."""
-    tokens = torch.randint(model.config.vocabulary, (batch, length + 1), device=DEVICE)
+    tokens = torch.randint(model.config.vocab_size, (batch, length + 1), device=DEVICE)
     graphed = Graphed(model, torch.bfloat16) if DEVICE == "cuda" else None
 
     def step() -> None:
@@ -452,7 +452,7 @@ def decode_rows(cases: list[str], variant: str, settings: dict[str, list[int]], 
 @torch.no_grad()
 def one_decoding(model: Model, batch: int, context: int, tiny: bool) -> Row:
     read = 64 if tiny else 1024
-    tokens = torch.randint(model.config.vocabulary, (batch, read), device=DEVICE)
+    tokens = torch.randint(model.config.vocab_size, (batch, read), device=DEVICE)
     logits, state = model(tokens)
     note = f"{read} tokens read" + (f", positions set to {context:,}" if context > read else "")
     state = moved(state, context - read)
@@ -484,7 +484,7 @@ def carried_rows(cases: list[str], variant: str, tiny: bool) -> Iterator[Row]:
     """Steps as `fit` takes them, of 19M parameters on bytes: the size of experiments/dynamics/run.py, windows and
     segments of the papers' presets.
     """
-    own = {} if tiny else {"vocabulary": 257, "dim": 512, "depth": 6, "heads": 8}
+    own = {} if tiny else {"vocab_size": 257, "dim": 512, "num_layers": 6, "heads": 8}
     batch, length = (2, 64) if tiny else (8, 4096)
     settings = TrainConfig(
         model=matched(preset("tiny" if tiny else "340m", variant, **own)),
@@ -503,7 +503,7 @@ def carried_rows(cases: list[str], variant: str, tiny: bool) -> Iterator[Row]:
 
 def one_carried(model: Model, optimizer: torch.optim.Optimizer, settings: TrainConfig, case: str) -> Row:
     batch, length = settings.batch, settings.data.length
-    tokens = torch.randint(model.config.vocabulary, (batch, length + 1))
+    tokens = torch.randint(model.config.vocab_size, (batch, length + 1))
     read = Batch(tokens[:, :-1], tokens[:, 1:], None, None, None)
     carried, number = None, 0
     settings = replace(settings, carry=case != RESET)
@@ -547,7 +547,7 @@ def read_rows(cases: list[str], variant: str, before: dict[str, int], tiny: bool
 
 @torch.no_grad()
 def one_reading(model: Model, piece: int, start: int, until: int) -> Row:
-    tokens = torch.randint(model.config.vocabulary, (1, until), device=DEVICE)
+    tokens = torch.randint(model.config.vocab_size, (1, until), device=DEVICE)
 
     def some(state: Any, count: int) -> Any:
         for part in tokens[:, :count].split(piece, 1):

@@ -213,9 +213,9 @@ def compare(size: int, heads: int, rounds: int) -> list[dict]:
 def opening(entries: int) -> dict:
     """A large store in a memory file: written, then opened."""
     config = ModelConfig(
-        vocabulary=16,
+        vocab_size=16,
         dim=8 * WIDTH,
-        depth=1,
+        num_layers=1,
         heads=8,
         pattern=("knn",),
         ffn=8,

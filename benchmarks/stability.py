@@ -40,9 +40,9 @@ def setting(
 ) -> TrainConfig:
     """A small model with a memory of `depth` layers, long rows, and a learning rate on the high side."""
     model = ModelConfig(
-        vocabulary=257,
+        vocab_size=257,
         dim=64,
-        depth=layers,
+        num_layers=layers,
         heads=2,
         pattern=(variant,),
         window=128,

@@ -37,7 +37,9 @@ def story(chance: random.Random, known: dict[str, str], rounds: int, gap: int) -
 def train(steps: int) -> Model:
     torch.manual_seed(0)
     chance = random.Random(0)
-    config = ModelConfig(vocabulary=257, dim=64, depth=2, pattern=("lmm",), segment=64, memory={"heads": 2})
+    config = ModelConfig(
+        vocab_size=257, dim=64, num_layers=2, pattern=("lmm",), segment=64, memory={"heads": 2}
+    )
     model = Model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(steps):

@@ -20,7 +20,7 @@ text = torch.tensor(ByteTokenizer().encode(path.read_text(encoding="utf-8")))
 train, held_out = text[: int(0.9 * len(text))], text[int(0.9 * len(text)) :][:1024]
 
 torch.manual_seed(0)
-config = preset("tiny", "mac", depth=1, segment=64)
+config = preset("tiny", "mac", num_layers=1, segment=64)
 model = Model(matched(config))  # as many parameters as a Transformer of this preset
 print(f"{path.name}: {len(text):,} bytes; {sum(p.numel() for p in model.parameters()):,} parameters")
 

@@ -154,7 +154,7 @@ class Backbone(Module):
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 if name.endswith(("o_proj.weight", "down.weight")):
-                    weight.mul_((2 * self.config.depth) ** -0.5)
+                    weight.mul_((2 * self.config.num_layers) ** -0.5)
 
     @property
     def mixers(self) -> list[Mixer]:

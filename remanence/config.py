@@ -7,6 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import gcd, isqrt, nextafter
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
+from remanence.io.migrations import accepts_old_names, current_fields, renamed_fields
 from remanence.runtime.choices import brief, check_choice
 from remanence.runtime.keywords import KnnFields, MemoryFields
 from remanence.runtime.mode import MODES as MODES
@@ -26,6 +27,8 @@ def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
     """A config from fields by name, as they come from a person or a file: an unknown one is refused, with the nearest
     name.
     """
+    if cls is ModelConfig:
+        given = renamed_fields("model", given)
     for name in given:
         check_choice(f"{cls.__name__} field", name, [field.name for field in fields(cls)])
     missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in given]
@@ -36,6 +39,8 @@ def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
 
 def change(config: Config, given: Mapping[str, Any]) -> Config:
     """A copy with some fields changed; an unknown one is refused, with the nearest name."""
+    if isinstance(config, ModelConfig):
+        given = renamed_fields("model", given)
     for name in given:
         check_choice(f"{type(config).__name__} field", name, [field.name for field in fields(config)])
     if isinstance(config, ModelConfig):
@@ -234,16 +239,17 @@ class KnnConfig:
             raise ValueError(f"knn.shared: expected True or False, got {brief(self.shared)}")
 
 
+@accepts_old_names("model")
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A whole model: embedding, layers, logits.
 
     Attributes:
-        vocabulary: number of different tokens.
+        vocab_size: number of different tokens.
         dim: width of the residual stream.
-        depth: number of layers.
-        pattern: names of entries of `remanence.mixers.BLOCKS`, repeated to `depth`: ("mac",), ("lmm", "window"), ...;
-            "lmm+window" is the same.
+        num_layers: number of layers.
+        pattern: names of entries of `remanence.mixers.BLOCKS`, repeated to `num_layers`: ("mac",), ("lmm", "window"),
+            ...; "lmm+window" is the same.
         heads: attention heads. Memory heads are the memory's own.
         ffn: width of the feed-forward layers. Default: 8/3 of dim, rounded up to a multiple of 8.
         window: tokens that sliding attention sees, the current one included.
@@ -255,9 +261,9 @@ class ModelConfig:
         knn: the kNN stores' configuration, in the same way.
     """
 
-    vocabulary: int
+    vocab_size: int
     dim: int
-    depth: int
+    num_layers: int
     pattern: tuple[str, ...] = ("mac",)
     heads: int = 4
     ffn: int | None = None
@@ -270,7 +276,7 @@ class ModelConfig:
     knn: KnnConfig = KnnConfig()
 
     def __post_init__(self) -> None:
-        _whole(1, vocabulary=self.vocabulary, dim=self.dim, depth=self.depth, heads=self.heads)
+        _whole(1, vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers, heads=self.heads)
         _whole_or_none(1, ffn=self.ffn)
         _whole(1, window=self.window, segment=self.segment)
         _whole(0, persistent=self.persistent)
@@ -314,8 +320,8 @@ class ModelConfig:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The name of every layer's block, the pattern repeated to the model's depth."""
-        return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.depth))
+        """The name of every layer's block, the pattern repeated to `num_layers`."""
+        return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.num_layers))
 
     @property
     def hidden(self) -> int:
@@ -335,7 +341,7 @@ class ModelConfig:
                 own.append(len(kinds))
                 kinds.append(name)
             places.append(own[-1])
-        return replace(self, depth=len(kinds), pattern=tuple(kinds)), places
+        return replace(self, num_layers=len(kinds), pattern=tuple(kinds)), places
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for a JSON file; `ModelConfig.from_dict` reads it back."""
@@ -343,15 +349,15 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
-        return build(cls, data)
+        return build(cls, current_fields("model", data))
 
 
 class ModelFields(TypedDict, total=False):
     """The fields of `ModelConfig` as keyword arguments. Its parts may be given as fields in a dict."""
 
-    vocabulary: int
+    vocab_size: int
     dim: int
-    depth: int
+    num_layers: int
     pattern: str | tuple[str, ...]
     heads: int
     ffn: int | None
@@ -364,16 +370,16 @@ class ModelFields(TypedDict, total=False):
     knn: KnnConfig | KnnFields
 
 
-# dim, depth, heads, and what differs from the defaults, which are the NeurIPS paper's (window 2048, segment 512, 128
-# persistent tokens, chunk 16). Its table 5 gives the four larger sizes; `tiny` and `small` are ours, for a CPU.
+# dim, num_layers, heads, and what differs from the defaults, which are the NeurIPS paper's (window 2048, segment 512,
+# 128 persistent tokens, chunk 16). Its table 5 gives the four larger sizes; `tiny` and `small` are ours, for a CPU.
 _SMALL = {"window": 128, "segment": 128, "persistent": 16}
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {"dim": 128, "depth": 2, "heads": 4, **_SMALL, "memory": {"head_dim": 32}},
-    "small": {"dim": 256, "depth": 6, "heads": 4, **_SMALL, "memory": {"head_dim": 64}},
-    "170m": {"dim": 768, "depth": 12, "heads": 16},
-    "340m": {"dim": 1024, "depth": 24, "heads": 16},
-    "760m": {"dim": 1536, "depth": 24, "heads": 16},
-    "1.3b": {"dim": 2048, "depth": 18, "heads": 8},
+    "tiny": {"dim": 128, "num_layers": 2, "heads": 4, **_SMALL, "memory": {"head_dim": 32}},
+    "small": {"dim": 256, "num_layers": 6, "heads": 4, **_SMALL, "memory": {"head_dim": 64}},
+    "170m": {"dim": 768, "num_layers": 12, "heads": 16},
+    "340m": {"dim": 1024, "num_layers": 24, "heads": 16},
+    "760m": {"dim": 1536, "num_layers": 24, "heads": 16},
+    "1.3b": {"dim": 2048, "num_layers": 18, "heads": 8},
 }
 
 
@@ -381,29 +387,30 @@ def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Unpack[
     """A configuration by name: ``preset("340m", "mag", window=1024, memory={"chunk": 64})``.
 
     The variant is an entry of `remanence.mixers.BLOCKS`, a pattern of several ("mag+knn", or a tuple of names), or
-    "memorizing": sliding windows with a kNN layer at three quarters of the depth. The vocabulary, unless given, is the
+    "memorizing": sliding windows with a kNN layer at three quarters of the layers. `vocab_size`, unless given, is the
     byte tokenizer's for `tiny` and `small`, and 32,000 for the papers' sizes.
     """
     check_choice("preset", name, PRESETS)
     own = PRESETS[name]
+    given = renamed_fields("model", changes)
     alone = variant in ("memorizing", ("memorizing",))
-    pattern = memorizing(changes.get("depth", own["depth"])) if alone else _pattern(variant)
-    given = {"vocabulary": BYTES if own["dim"] < 768 else 32_000, "pattern": pattern, **changes}
+    pattern = memorizing(given.get("num_layers", own["num_layers"])) if alone else _pattern(variant)
+    given = {"vocab_size": BYTES if own["dim"] < 768 else 32_000, "pattern": pattern, **given}
     memory = given.pop("memory", {})
     if isinstance(memory, Mapping):
         memory = {**own.get("memory", {}), **memory}
     return build(ModelConfig, {**own, **given, "memory": memory})
 
 
-def memorizing(depth: int, *layers: int) -> tuple[str, ...]:
+def memorizing(num_layers: int, *layers: int) -> tuple[str, ...]:
     """The pattern of a Memorizing Transformer: sliding windows, and kNN layers at the places given, counted from 1.
     Default: one, at the paper's 9th place of 12 or the nearest to it.
     """
-    _whole(1, depth=depth)
-    layers = layers or (round(depth * 9 / 12),)
-    if not all(isinstance(layer, int) and 1 <= layer <= depth for layer in layers):
-        raise ValueError(f"layers: expected places from 1 to depth={depth}, got {layers}")
-    return tuple("knn" if place in layers else "window" for place in range(1, depth + 1))
+    _whole(1, num_layers=num_layers)
+    layers = layers or (round(num_layers * 9 / 12),)
+    if not all(isinstance(layer, int) and 1 <= layer <= num_layers for layer in layers):
+        raise ValueError(f"layers: expected places from 1 to num_layers={num_layers}, got {layers}")
+    return tuple("knn" if place in layers else "window" for place in range(1, num_layers + 1))
 
 
 def _pattern(variant: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -228,15 +228,15 @@ def _check_sizes(folder: Path, config: ModelConfig, found: dict[str, Weight]) ->
     some matrix, and no matrix has more numbers than all weights together.
     """
     path, memory = folder / "config.json", config.memory
-    if config.depth > len(found):
+    if config.num_layers > len(found):
         raise ValueError(
-            f"{path}: depth: expected at most as many layers as tensors ({len(found)}), got {config.depth}"
+            f"{path}: num_layers: expected at most as many layers as tensors ({len(found)}), got {config.num_layers}"
         )
     numbers = sum(prod(weight.entry.shape) for weight in found.values())
     expanded = (memory.expansion or 1) * memory.shape[1]
     matrices = {
         "dim": config.dim**2,
-        "vocabulary": config.vocabulary * config.dim,
+        "vocab_size": config.vocab_size * config.dim,
         "ffn": config.hidden * config.dim,
         "persistent": config.persistent * config.dim,
         "memory.heads": memory.inner * config.dim,
@@ -320,9 +320,9 @@ def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "auto_map": AUTO.names,
         "model_type": "remanence",
         "dtype": str(dtype).removeprefix("torch."),
-        "vocab_size": config.vocabulary,
+        "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
-        "num_hidden_layers": config.depth,
+        "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.heads,
         "tie_word_embeddings": config.tie,
         "remanence": sealed(config.to_dict()),

@@ -143,12 +143,12 @@ class Model(Module):
             raise ValueError(f"config: expected a ModelConfig, as preset('tiny') makes one, got {config!r}")
         self.config = change(config, fields)
         c = self.config
-        self.embed = nn.Embedding(c.vocabulary, c.dim)
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.backbone = Backbone(c)
-        self.head = None if c.tie else nn.Linear(c.dim, c.vocabulary, bias=False)
+        self.head = None if c.tie else nn.Linear(c.dim, c.vocab_size, bias=False)
         # Counted from what a model is trained on, saved with it, and never trained.
         rare = any(mixer.needs_unigrams for mixer in self.backbone.mixers)
-        self.log_unigrams = nn.Parameter(torch.empty(c.vocabulary), requires_grad=False) if rare else None
+        self.log_unigrams = nn.Parameter(torch.empty(c.vocab_size), requires_grad=False) if rare else None
         self.reset_own_parameters()
         self.register_load_state_dict_pre_hook(_rename)
 
@@ -158,7 +158,7 @@ class Model(Module):
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
         if self.log_unigrams is not None:
-            nn.init.constant_(self.log_unigrams, -log(self.config.vocabulary))
+            nn.init.constant_(self.log_unigrams, -log(self.config.vocab_size))
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -174,7 +174,7 @@ class Model(Module):
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocabulary
+        return self.config.vocab_size
 
     @property
     def max_positions(self) -> int | None:
@@ -390,7 +390,7 @@ def matched(config: ModelConfig, target: int | None = None) -> ModelConfig:
     """
     if target is None:
         target = parameters(change(config, {"pattern": ("attention",)}))
-    per_unit = 3 * config.dim * config.depth
+    per_unit = 3 * config.dim * config.num_layers
     rest = parameters(config) - per_unit * config.hidden
     ffn = 16 * round((target - rest) / per_unit / 16)
     if ffn < 16:

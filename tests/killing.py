@@ -242,7 +242,7 @@ def setup(folder: Path) -> None:
     prepared([folder / "a.txt", folder / "b.txt"], folder / "data")
     import torch
 
-    model("mac", torch.float32, vocabulary=257).save(folder / "model")
+    model("mac", torch.float32, vocab_size=257).save(folder / "model")
     ByteTokenizer().save(folder / "model")
 
 

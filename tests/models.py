@@ -38,9 +38,9 @@ def config(variant="mac", **fields):
     memory = {"heads": 2, "chunk": 4, "expansion": 2.0, **fields.pop("memory", {})}
     depth = max(2, len(VARIANTS[variant]))
     own = {
-        "vocabulary": 11,
+        "vocab_size": 11,
         "dim": 16,
-        "depth": depth,
+        "num_layers": depth,
         "heads": 2,
         "window": 5,
         "segment": 8,

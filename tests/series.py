@@ -9,7 +9,7 @@ from remanence.forecast.network import make_network
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 MODEL = ModelConfig(
-    vocabulary=1, dim=16, depth=1, heads=2, pattern=("lmm",), ffn=16, window=8, segment=8, persistent=0,
+    vocab_size=1, dim=16, num_layers=1, heads=2, pattern=("lmm",), ffn=16, window=8, segment=8, persistent=0,
     memory={"heads": 2, "chunk": 4, "expansion": 1.0},
 )  # fmt: skip
 

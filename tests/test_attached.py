@@ -43,6 +43,8 @@ from remanence.testing import assert_close
 from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, export, fit
 
+pytestmark = pytest.mark.sample(3)
+
 SHAPE = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -459,6 +461,7 @@ def corpus(tmp_path_factory):
     return folder / "tokens"
 
 
+@pytest.mark.slow
 def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus, command, monkeypatch):
     base().save_pretrained(tmp_path / "base")
     remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
@@ -494,6 +497,7 @@ def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus, command
         command(*words, "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_windows_that_widen_are_taken_up_where_they_were_left(tmp_path, corpus):
     base().save_pretrained(tmp_path / "base")
     remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
@@ -540,6 +544,7 @@ def test_the_trainer_trains_it(tmp_path):
     assert any(bool(weight.any()) for name, weight in model.model.saved_parameters() if "o_proj" in name)
 
 
+@pytest.mark.slow
 def test_its_folder_is_opened_where_nobody_imports_us(tmp_path):
     base().save_pretrained(tmp_path / "base")
     model = remanence.attach(tmp_path / "base", every=2, **SMALL)
@@ -733,7 +738,9 @@ def test_the_command_line_attaches_reads_and_refuses(tmp_path, capsys):
     main(["attach", str(tmp_path / "base"), own, "--window", "24"])
     assert "new parameters of" in capsys.readouterr().out
     main(["read", own, str(tmp_path / "text.txt"), "--save", str(tmp_path / "text.mem")])
-    main(["generate", own, "--memory", str(tmp_path / "text.mem"), "--prompt", "And", "--max-tokens", "3"])
+    main(
+        ["generate", own, "--memory-file", str(tmp_path / "text.mem"), "--prompt", "And", "--max-tokens", "3"]
+    )
     main(["inspect", str(tmp_path / "text.mem")])
     main(["inspect", own])
     page = ["lens", own, "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "x")]

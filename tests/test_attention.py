@@ -13,6 +13,8 @@ from remanence.layers.masks import band_mask, causal_mask, segment_mask
 from remanence.layers.softmax import full_attention, sliding_attention
 from remanence.testing import assert_close
 
+pytestmark = pytest.mark.sample(3)
+
 
 def drawing(function):
     """The rows of # and . in a docstring, without the blanks between groups."""
@@ -123,6 +125,7 @@ def test_flexible_attention_is_the_same(width):
     )
 
 
+@pytest.mark.slow
 def test_flexible_attention_stays_compiled_however_many_kinds_of_calls_there_are(monkeypatch):
     """By itself torch gives up after eight builds of a function, and all scores are computed at once."""
     eager = functools.partial(torch.compile, backend="eager")

@@ -34,6 +34,8 @@ from remanence.runtime.module import Watch, altered, modules_of, overridden, pla
 from remanence.testing import assert_close
 from remanence.train.graphed import Graphed
 
+pytestmark = pytest.mark.sample(3)
+
 SEGMENT = 16
 TOKENS = 4 * SEGMENT
 VARIANTS = ["mac", "mag", "mal", "lmm", "window", "attention", "conv_window", "knn"]
@@ -41,7 +43,7 @@ VARIANTS = ["mac", "mag", "mal", "lmm", "window", "attention", "conv_window", "k
 
 def model(variant="mac", **fields):
     torch.manual_seed(0)
-    shape = {"dim": 32, "heads": 2, "vocabulary": 50, "segment": SEGMENT, "window": 8, "memory": {"chunk": 8}}
+    shape = {"dim": 32, "heads": 2, "vocab_size": 50, "segment": SEGMENT, "window": 8, "memory": {"chunk": 8}}
     return Model(preset("tiny", variant, **{**shape, **fields})).double()
 
 
@@ -382,7 +384,7 @@ def test_a_module_replaced_while_decoding():
 
 
 def test_generation_runs_hooks():
-    subject, calls = model(vocabulary=257), []
+    subject, calls = model(vocab_size=257), []
     subject.blocks[1].mixer.register_forward_hook(lambda *_: calls.append(1))
     generation = Generation(subject, ["abc"], Sampling(max_tokens=4, temperature=0.0))
     said = generation.run().tokens
@@ -484,6 +486,7 @@ def test_plain():
         assert not plain(part, kind)
 
 
+@pytest.mark.slow
 def test_compiled_layers_run_hooks_and_overrides():
     """torch.compile takes the operators of ops/layer_cpu.py, which are given weights."""
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ def talk(tmp_path, command, monkeypatch):
 
 class TestCommands:
     def test_quit_ends_it(self, talk, tmp_path):
-        talk("/quit", "hello", options=("--memory", "c.mem"))
+        talk("/quit", "hello", options=("--memory-file", "c.mem"))
         assert not (tmp_path / "c.mem").exists(), "nothing was said after /quit"
         assert talk() == "", "an empty file is an empty conversation"
 
@@ -54,12 +54,12 @@ class TestCommands:
         (tmp_path / "a.mem").write_text("precious")
         assert "/save: a.mem exists" in talk("hello", "/save a.mem", code=2)
         assert (tmp_path / "a.mem").read_text() == "precious"
-        assert "/save: expected a file, as there is no --memory" in talk("/save", code=2)
+        assert "/save: expected a file, as there is no --memory-file" in talk("/save", code=2)
         assert "/save: expected a folder that can be made, got a.mem" in talk("/save a.mem/b.mem", code=2)
-        assert "c.mem: 8 tokens" in talk("hello", "/save", options=("--memory", "c.mem"))
+        assert "c.mem: 8 tokens" in talk("hello", "/save", options=("--memory-file", "c.mem"))
 
     def test_forget_begins_anew(self, talk, tmp_path):
-        said = talk("hello", "/forget", "again", options=("--memory", "c.mem", "--temperature", 0))
+        said = talk("hello", "/forget", "again", options=("--memory-file", "c.mem", "--temperature", 0))
         assert "8 tokens forgotten; c.mem keeps them until the next answer" in said
         session = Session(tmp_path / "m")
         session.generate("\nagain", max_tokens=2, temperature=0)
@@ -118,7 +118,7 @@ def test_the_small_reader_answers_what_it_was_told(command, monkeypatch, tmp_pat
     text.write_text("It was a long way home. The number of the sharp dragon is 4013947. They went on.\n")
     command("read", "remanence-small", text, "--save", memory)
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is the number of the sharp dragon?\n"))
-    said = command("chat", "remanence-small", "--memory", memory, "--max-tokens", 9)
+    said = command("chat", "remanence-small", "--memory-file", memory, "--max-tokens", 9)
     assert said.split()[0].startswith("4013947")
 
 
@@ -189,6 +189,6 @@ class TestTemplate:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
         cli.main(["new", "tiny", "m", "--variant", "lmm", "--tokenizer", "pairs.json"])
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-        command("chat", "m", "--memory", "c.mem", "--max-tokens", 1, "--device", "cpu", "--seed", 1)
+        command("chat", "m", "--memory-file", "c.mem", "--max-tokens", 1, "--device", "cpu", "--seed", 1)
         (count,) = memfile.peek(tmp_path / "c.mem")[0]["tokens"]
         assert len("<user>hello</>\n<assistant>") <= count <= len("<user>hello</>\n<assistant>") + 1

@@ -28,7 +28,7 @@ from remanence.train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 
-TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 90
+TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 45  # two pieces
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def test_reading_saving_and_asking_is_what_a_session_does(run, home, tmp_path):
     session = Session(home / "m")
     session.read(TEXT * 2)
     assert_close(memfile.load(path, session.model), session.state, 0.0)
-    answer = run("generate", "m", "--memory", path, "--prompt", "And so", "--max-tokens", 12, "--seed", 3)
+    answer = run(
+        "generate", "m", "--memory-file", path, "--prompt", "And so", "--max-tokens", 12, "--seed", 3
+    )
     assert answer == session.generate("And so", max_tokens=12, seed=3) + "\n"
     assert f"[{2 * len(TEXT)}]" in run("inspect", path)
     facts = json.loads(run("inspect", path, "--json"))
@@ -68,13 +70,13 @@ def test_reading_saving_and_asking_is_what_a_session_does(run, home, tmp_path):
 def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
     first, both, resumed = tmp_path / "1.mem", tmp_path / "2.mem", tmp_path / "3.mem"
     run("read", "m", "t.txt", "--save", first)
-    run("read", "m", "t.txt", "--memory", first, "--save", both)
+    run("read", "m", "t.txt", "--memory-file", first, "--save", both)
     assert memfile.peek(both)[0]["tokens"] == [2 * len(TEXT)]
     assert "exists; --resume reads on" in run("read", "m", "t.txt", "--save", first, code=2)
     # Interrupted after the first piece of the second text, then resumed: the same to the last bit.
     monkeypatch.setattr(sessions, "AUTOSAVE", -1.0)
     monkeypatch.setattr(progress.Bar, "update", interrupt)
-    run("read", "m", "t.txt", "--memory", first, "--save", resumed, code=130)
+    run("read", "m", "t.txt", "--memory-file", first, "--save", resumed, code=130)
     monkeypatch.undo()
     monkeypatch.chdir(home)
     assert len(TEXT) < memfile.peek(resumed)[0]["tokens"][0] < 2 * len(TEXT)
@@ -89,10 +91,10 @@ def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
     )
     # Adding to a memory in place, interrupted and resumed, is the same again.
     monkeypatch.setattr(progress.Bar, "update", interrupt)
-    run("read", "m", "t.txt", "--memory", first, "--save", first, code=130)
+    run("read", "m", "t.txt", "--memory-file", first, "--save", first, code=130)
     monkeypatch.undo()
     monkeypatch.chdir(home)
-    run("read", "m", "t.txt", "--memory", first, "--save", first, "--resume")
+    run("read", "m", "t.txt", "--memory-file", first, "--save", first, "--resume")
     assert_close(memfile.load(first, subject), memfile.load(both, subject), 0.0)
 
 
@@ -122,7 +124,7 @@ def test_chat_remembers_from_one_conversation_to_the_next(run, home, tmp_path, m
                 raise EOFError from None
 
         monkeypatch.setattr("builtins.input", answer)
-        run("chat", "m", "--memory", path, "--max-tokens", 3, "--temperature", 0)
+        run("chat", "m", "--memory-file", path, "--max-tokens", 3, "--temperature", 0)
         assert memfile.peek(path)[0]["tokens"] == [turn * (5 + 1 + 3)]
     session = Session(home / "m")
     for line in ("\nhello", "\nagain"):
@@ -136,7 +138,7 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
     run(
         "generate",
         "m",
-        "--memory",
+        "--memory-file",
         first,
         "--prompt",
         "x",
@@ -155,7 +157,7 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
     run(
         "generate",
         "m",
-        "--memory",
+        "--memory-file",
         after,
         "--prompt",
         "x",
@@ -182,14 +184,14 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
             "--save: expected a folder that can be made, got t.txt/such",
         ),
         (
-            ["read", "m", "t.txt", "--save", "x.mem", "--memory", "t.txt"],
+            ["read", "m", "t.txt", "--save", "x.mem", "--memory-file", "t.txt"],
             "t.txt: damaged, or not a safetensors file",
         ),
         (
             ["generate", "m", "--prompt", ""],
             "--prompt: expected a text of at least one character, got an empty one",
         ),
-        (["generate", "m", "--prompt", "a", "--memory", "nowhere.mem"], "nowhere.mem: no such file"),
+        (["generate", "m", "--prompt", "a", "--memory-file", "nowhere.mem"], "nowhere.mem: no such file"),
         (
             ["generate", "m", "--prompt", "a", "--temperature", "-1"],
             "temperature: expected a number of at least 0, got -1",
@@ -203,7 +205,10 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
             ["generate", "m", "--prompt", "a", "--save", "t.txt/x.mem"],
             "--save: expected a folder that can be made, got t.txt",
         ),
-        (["chat", "m", "--memory", "t.txt/x.mem"], "--memory: expected a folder that can be made, got t.txt"),
+        (
+            ["chat", "m", "--memory-file", "t.txt/x.mem"],
+            "--memory-file: expected a folder that can be made, got t.txt",
+        ),
         (["read", "m", "--save", "x.mem"], "files: expected at least one text to read, got none"),
         (["inspect", "[/x].mem"], "[/x].mem: no such file"),
         (
@@ -225,7 +230,16 @@ def test_wrong_turns_are_one_line(run, home, arguments, message):
 def test_other_weights_and_damage_at_the_command_line(run, home, tmp_path):
     run("new", "tiny", tmp_path / "other", "--seed", 5)
     run("read", "m", "t.txt", "--save", tmp_path / "a.mem")
-    ask = ["generate", tmp_path / "other", "--memory", tmp_path / "a.mem", "--prompt", "x", "--max-tokens", 1]
+    ask = [
+        "generate",
+        tmp_path / "other",
+        "--memory-file",
+        tmp_path / "a.mem",
+        "--prompt",
+        "x",
+        "--max-tokens",
+        1,
+    ]
     assert "other weights; --force" in run(*ask, code=2)
     run(*ask, "--force")
     whole = (tmp_path / "a.mem").read_bytes()
@@ -233,6 +247,7 @@ def test_other_weights_and_damage_at_the_command_line(run, home, tmp_path):
     assert "a.mem: damaged" in run(*ask, code=2)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(home, tmp_path):
     """A limit on file sizes stands for it."""
     resource = pytest.importorskip("resource")
@@ -263,11 +278,11 @@ def test_preparing_data(run, tmp_path):
 
 def test_training_by_a_recipe(run, tmp_path):
     recipe, out = ROOT / "remanence" / "recipes" / "recall.py", tmp_path / "run"
-    small = ["--steps=3", "--batch=2", "--model.depth=1", "--log_every=1"]
+    small = ["--steps=3", "--batch=2", "--model.num_layers=1", "--log_every=1"]
     assert "the model is in" in run("train", recipe, "--out", out, *small)
     assert json.loads((out / "config.json").read_text())["batch"] == 2
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
-    assert Model.load(out / "model").config.depth == 1
+    assert Model.load(out / "model").config.num_layers == 1
     assert "out: expected a new or empty folder" in run("train", recipe, "--out", out, *small, code=2)
     assert "expected no changes beside --resume" in run(
         "train", recipe, "--out", out, "--resume", "--steps=4", code=2
@@ -300,7 +315,7 @@ def test_recipes_make_configs(name):
 
 @pytest.mark.parametrize("name", ["recall", "recall.py", "recipes/recall.py", "recipes/recall"])
 def test_a_recipe_is_found_by_name_and_by_the_path_of_earlier_versions(run, tmp_path, name):
-    small = ["--steps=1", "--batch=2", "--model.depth=1"]
+    small = ["--steps=1", "--batch=2", "--model.num_layers=1"]
     assert "the model is in" in run("train", name, "--out", tmp_path / "run", *small)
     assert "what it would cost" in run("train", name, "--dry-run", *small)
 
@@ -392,7 +407,7 @@ def test_the_folders_of_outputs_are_made(run, tmp_path, monkeypatch):
         run(*command, path.parent if path.suffix == ".json" and path.parent.name == "x" else path)
         assert path.is_file(), name
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    run("chat", "m", "--max-tokens", 1, "--memory", tmp_path / "c/a/x.mem")
+    run("chat", "m", "--max-tokens", 1, "--memory-file", tmp_path / "c/a/x.mem")
     assert (tmp_path / "c/a/x.mem").is_file()
 
 
@@ -406,7 +421,7 @@ def test_an_empty_file_is_read_as_nothing_beside_others_and_refused_alone(run, t
 
 def test_ctrl_c_saves_what_was_read(home, tmp_path):
     big = tmp_path / "big.txt"
-    big.write_text(TEXT * 400)
+    big.write_text(TEXT * 800)
     command = [
         sys.executable,
         "-m",
@@ -433,7 +448,7 @@ def test_ctrl_c_saves_what_was_read(home, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted after" in err and "Traceback" not in err
-    assert 0 < memfile.peek(tmp_path / "a.mem")[0]["tokens"][0] < 400 * len(TEXT)
+    assert 0 < memfile.peek(tmp_path / "a.mem")[0]["tokens"][0] < 800 * len(TEXT)
 
 
 class TestPresets:
@@ -441,9 +456,9 @@ class TestPresets:
         rows = {(row["preset"], row["variant"]): row for row in json.loads(run("presets", "--json"))}
         assert {name for name, _ in rows} == set(PRESETS)
         for variant in ("mac", "lmm", "attention"):
-            subject = Model(preset("tiny", variant, vocabulary=32_000))
+            subject = Model(preset("tiny", variant, vocab_size=32_000))
             assert rows["tiny", variant]["parameters"] == sum(p.numel() for p in subject.parameters())
-        state = Model(preset("tiny", "mac", vocabulary=32_000)).bfloat16().start(1)
+        state = Model(preset("tiny", "mac", vocab_size=32_000)).bfloat16().start(1)
         assert rows["tiny", "mac"]["state_bytes"] == state.nbytes
         assert rows["tiny", "mac"]["kv_tokens"] == round(state.nbytes / (2 * 2 * 128 * 2))
         assert "340m" in run("presets")
@@ -458,7 +473,7 @@ class TestPresets:
                 )
 
     def test_the_papers_sizes(self):
-        sizes = {name: (c.depth, c.dim, c.heads) for name in PRESETS for c in [preset(name)]}
+        sizes = {name: (c.num_layers, c.dim, c.heads) for name in PRESETS for c in [preset(name)]}
         assert sizes["170m"] == (12, 768, 16) and sizes["340m"] == (24, 1024, 16)
         assert sizes["760m"] == (24, 1536, 16) and sizes["1.3b"] == (18, 2048, 8)
         for name in ("170m", "340m", "760m", "1.3b"):
@@ -524,4 +539,4 @@ def test_a_file_that_is_no_text_gets_one_line_of_warning(run, tmp_path, capsys):
                 assert not warnings, command
 
 
-SMALLEST = ["--init_from=none", "--batch=1", "--model.depth=1", "--model.dim=64", "--data.length=64"]
+SMALLEST = ["--init_from=none", "--batch=1", "--model.num_layers=1", "--model.dim=64", "--data.length=64"]

@@ -19,6 +19,8 @@ from remanence.ops.triton import decode as decode_kernels
 from remanence.ops.triton import dispatch
 from remanence.testing import assert_close
 
+pytestmark = pytest.mark.sample(3)
+
 DEVICE = os.environ.get("REMANENCE_TEST_DEVICE", "cpu")
 READ = [[3], [13], [8]]  # inside a chunk of 4, inside a segment of 8 and past a window of 5, and at a border
 
@@ -261,7 +263,7 @@ def test_a_graph_is_its_steps(variant, dtype, tolerance):
     with torch.device("cuda"):
         fields = {
             "dim": 64,
-            "vocabulary": 64,
+            "vocab_size": 64,
             "window": 64,
             "segment": 64,
             "memory": {"chunk": 16, "expansion": 4.0},
@@ -286,7 +288,7 @@ def test_a_graph_is_its_steps(variant, dtype, tolerance):
 @pytest.mark.parametrize("write", ["all", "prompt", "none"])
 def test_generating_in_place_says_the_same(variant, write, monkeypatch):
     """Answers of different lengths, and the state when the loop is left early."""
-    subject, prompts = model(variant, vocabulary=257), ["a", "some text", "more of it"]
+    subject, prompts = model(variant, vocab_size=257), ["a", "some text", "more of it"]
     found = []
     for kinds in ({"cuda"}, {"cpu", "cuda"}):
         monkeypatch.setattr(generate, "IN_PLACE", kinds)

@@ -74,7 +74,7 @@ class TestTypes:
             'preset("tiny", "mag+knn", window=64, memory={"chunk": 64}, knn={"size": 64})',
             'Session("m", write="prompt").generate("a", max_tokens=1, temperature=0.5)',
             'list(Session("m").stream("a", top_k=1))',
-            'Model(preset("tiny"), depth=1)',
+            'Model(preset("tiny"), num_layers=1)',
         ]
         bad = {
             "NeuralMemory(dim=8, headz=2)": "headz",

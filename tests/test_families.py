@@ -16,6 +16,8 @@ import remanence
 from remanence.attached import folder as attached_folder
 from remanence.attached.families import FAMILIES, narrowed_families
 
+pytestmark = pytest.mark.sample(3)
+
 SHAPE = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,

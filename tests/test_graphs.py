@@ -26,7 +26,15 @@ VARIANTS = ["lmm", "mag", "mal", "mac", "window"]
 
 def model(variant, **fields):
     torch.manual_seed(0)
-    shape = {"segment": 128, "window": 256, "vocabulary": 256, "dim": 256, "heads": 4, "depth": 3, **fields}
+    shape = {
+        "segment": 128,
+        "window": 256,
+        "vocab_size": 256,
+        "dim": 256,
+        "heads": 4,
+        "num_layers": 3,
+        **fields,
+    }
     made = Model(preset("tiny", variant, **shape))
     with torch.no_grad():  # nothing may hide behind gains of 1 or features of nothing
         for name, parameter in made.named_parameters():

@@ -17,9 +17,12 @@ from remanence.hf import RemanenceCache, RemanenceConfig, RemanenceForCausalLM
 from remanence.testing import assert_close
 from remanence.tokenizers.tokens import ByteTokenizer, load_tokenizer
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
-)
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.skipif(
+        os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+    ),
+]
 AutoModel = transformers.AutoModelForCausalLM
 
 
@@ -201,7 +204,7 @@ class TestWeights:
         native = model("mac", torch.float32)
         native.save(tmp_path)
         outer = AutoModel.from_pretrained(
-            tmp_path, config=RemanenceConfig(config("mac", vocabulary=211)), ignore_mismatched_sizes=True
+            tmp_path, config=RemanenceConfig(config("mac", vocab_size=211)), ignore_mismatched_sizes=True
         )
         found = dict(outer.model.named_parameters())
         assert 0.9 < found["embed.weight"].std() * 16**0.5 < 1.1
@@ -263,7 +266,7 @@ class TestConfig:
             assert read.native == config(name)
             assert read.remanence == own.remanence == RemanenceConfig(config(name).to_dict()).remanence
         assert own != RemanenceConfig(config("mac"))
-        assert RemanenceConfig().native.vocabulary == 257
+        assert RemanenceConfig().native.vocab_size == 257
 
     def test_names_that_contradict_it_are_refused(self, tmp_path):
         model().save(tmp_path)
@@ -304,7 +307,7 @@ def test_the_trainer(tmp_path):
     """Loss falls on a toy corpus, with accumulation and checkpointing; what it saves is a native folder too."""
     pytest.importorskip("accelerate")
     torch.manual_seed(1)
-    outer = RemanenceForCausalLM(RemanenceConfig(config("mag", vocabulary=257)))
+    outer = RemanenceForCausalLM(RemanenceConfig(config("mag", vocab_size=257)))
     text = torch.tensor(ByteTokenizer().encode("to be or not to be, that is the question. " * 8))
     data = [{"input_ids": row, "labels": row} for row in text[: len(text) // 24 * 24].view(-1, 24)]
     arguments = transformers.TrainingArguments(
@@ -348,7 +351,7 @@ def test_accumulation_is_one_large_batch():
 
 def test_as_a_user(tmp_path):
     """A folder saved natively, with its tokenizer: Auto classes without a word of warning, and a pipeline."""
-    native = model("hybrid", torch.float32, vocabulary=257)
+    native = model("hybrid", torch.float32, vocab_size=257)
     native.save(tmp_path)
     ByteTokenizer().save(tmp_path)
     text = "Grüße, world"

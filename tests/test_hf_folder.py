@@ -48,7 +48,7 @@ def alone(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    native = model("hybrid", torch.float32, vocabulary=257)
+    native = model("hybrid", torch.float32, vocab_size=257)
     native.save(tmp_path / "m")
     ByteTokenizer().save(tmp_path / "m")
     return native, tmp_path / "m"

@@ -11,9 +11,12 @@ from models import tokens
 from remanence.hf import RemanenceCache
 from remanence.testing import assert_close
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
-)
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.skipif(
+        os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="loads folders to the CPU"
+    ),
+]
 AutoModel = transformers.AutoModelForCausalLM
 
 
@@ -57,7 +60,7 @@ class TestGenerate:
 
 def test_beams_enough_for_every_text_find_the_best():
     """Three tokens of a vocabulary of five: 25 beams miss none, and all 125 texts are scored natively."""
-    outer = wrapped("hybrid", vocabulary=5)
+    outer = wrapped("hybrid", vocab_size=5)
     x = tokens(1, 7, 5)
     texts = torch.cartesian_prod(*[torch.arange(5)] * 3)
     logits, _ = outer.model(torch.cat([x.expand(125, -1), texts], 1))

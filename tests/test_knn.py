@@ -161,7 +161,7 @@ def test_where_the_layer_stands():
     assert [memorizing(depth).index("knn") + 1 for depth in (12, 24, 6, 2, 1)] == [9, 18, 4, 2, 1]
     assert memorizing(4, 1, 3) == ("knn", "window", "knn", "window")
     assert preset("170m", "memorizing").blocks.index("knn") == 8
-    with pytest.raises(ValueError, match="layers: expected places from 1 to depth=4, got"):
+    with pytest.raises(ValueError, match="layers: expected places from 1 to num_layers=4, got"):
         memorizing(4, 5)
 
 
@@ -184,7 +184,7 @@ def test_where_the_layer_stands():
 )
 def test_bad_settings_are_one_line(fields, message):
     with pytest.raises(ValueError, match=message):
-        Model(ModelConfig(vocabulary=8, dim=8, depth=1, heads=2, pattern=("knn",), knn=fields))
+        Model(ModelConfig(vocab_size=8, dim=8, num_layers=1, heads=2, pattern=("knn",), knn=fields))
 
 
 @pytest.mark.parametrize("fuse", ["gate", "joint"])
@@ -236,7 +236,7 @@ def test_tokens_in_the_store_cannot_be_taken_back():
 @pytest.mark.parametrize("variant", STORES)
 def test_an_answer_from_the_store_through_a_session_and_a_file(variant, tmp_path):
     torch.manual_seed(0)
-    subject = Session(Model(config(variant, vocabulary=257)).eval())
+    subject = Session(Model(config(variant, vocab_size=257)).eval())
     subject.read("the store holds what was read, far beyond the window. " * 3)
     subject.save(tmp_path / "a.mem")
     other = Session(subject.model).load(tmp_path / "a.mem")
@@ -337,7 +337,8 @@ from remanence import Model, ModelConfig
 from remanence.inference import memfile
 memfile.LARGE = 2**16
 torch.manual_seed(0)
-model = Model(ModelConfig(vocabulary=8, dim=8, depth=1, heads=2, pattern=("knn",), window=4, knn={"size": 100_000}))
+sizes = {"vocab_size": 8, "dim": 8, "num_layers": 1, "heads": 2, "window": 4}
+model = Model(ModelConfig(**sizes, pattern=("knn",), knn={"size": 100_000}))
 if len(sys.argv) > 2:
     state = memfile.load(sys.argv[1], model, verify=True)
     store, read = state.blocks[0].store, state.position

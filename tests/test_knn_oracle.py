@@ -232,7 +232,9 @@ def setting(chance):
 def model_of(fields, seed):
     torch.manual_seed(seed)
     memory = {"heads": 2, "chunk": 4}
-    made = Model(ModelConfig(vocabulary=VOCABULARY, dim=8, depth=2, ffn=8, memory=memory, **fields)).double()
+    made = Model(
+        ModelConfig(vocab_size=VOCABULARY, dim=8, num_layers=2, ffn=8, memory=memory, **fields)
+    ).double()
     with torch.no_grad():
         for mixer in made.mixers:
             if isinstance(mixer, Knn):

@@ -71,7 +71,7 @@ def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
     """Against one call over the whole text: gates, surprise, the norm at the end, and a plain search among all
     values.
     """
-    subject = model(variant, vocabulary=257)
+    subject = model(variant, vocab_size=257)
     session = Session(subject)
     seen = list(look(session, [TEXT[:50].encode(), TEXT[50:]], step=12, reach=40))
     tokens = torch.tensor([list(TEXT.encode())])
@@ -204,7 +204,7 @@ def test_tokens_of_a_tokenizer_and_half_precision(tmp_path):
     )
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
-    session = Session(model("mac", torch.bfloat16, vocabulary=300, memory={"net": "titans"}), tokenizer)
+    session = Session(model("mac", torch.bfloat16, vocab_size=300, memory={"net": "titans"}), tokenizer)
     with open(tmp_path / "p.html", "w", encoding="utf-8", newline="\n") as file:
         page = Page(file, tokenizer, "t")
         for seen in look(session, [ODD], 16):
@@ -219,7 +219,7 @@ def test_reading_begins_from_a_memory(run, tmp_path):
     session = Session("m")
     session.read(TEXT * 5)
     session.save(tmp_path / "s.mem")
-    run("m", "--text", "t.txt", "--out", tmp_path / "after.html", "--memory", tmp_path / "s.mem")
+    run("m", "--text", "t.txt", "--out", tmp_path / "after.html", "--memory-file", tmp_path / "s.mem")
     page = unpack(tmp_path / "after.html")
     seen = next(iter(look(session, [TEXT * 10], stride(session.model, len(TEXT) * 10))))
     np.testing.assert_array_equal(page.signals[: len(seen.tokens)], seen.signals.numpy())
@@ -333,7 +333,7 @@ def best(page, token):
 @needs_browser
 def test_a_head_that_keeps_everything_forgets_nothing(tmp_path):
     """Of two heads one lets half of all go at every token and the other nothing; a third memory has no such gate."""
-    count, tokenizer = 40, Session(model("lmm", vocabulary=257)).tokenizer
+    count, tokenizer = 40, Session(model("lmm", vocab_size=257)).tokenizer
     keep = torch.tensor([[0.5, 1.0], [0.99, 0.99], [torch.nan, torch.nan]]).log().expand(count, 3, 2)
     signals = torch.cat([torch.ones(count, 3, 3), 1 - keep.exp().mean(-1, keepdim=True)], -1)
     nothing = torch.zeros(count, 3, 2, 3)

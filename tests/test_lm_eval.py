@@ -32,7 +32,7 @@ DOCUMENTS = [
 @pytest.fixture
 def evaluated(tmp_path, request):
     """The samples of both tasks on one folder, with the native model that was saved there."""
-    native = model(request.param, torch.float32, vocabulary=257)
+    native = model(request.param, torch.float32, vocab_size=257)
     native.save(tmp_path / "model")
     ByteTokenizer().save(tmp_path / "model")
     (tmp_path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))

@@ -22,11 +22,13 @@ from remanence.inference import memfile
 from remanence.io.tensors import Stored, describe, read_header, read_tensors
 from remanence.testing import assert_close
 
+pytestmark = pytest.mark.sample(3)
+
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 
 
 def session(variant="mac", dtype=torch.float32, **fields):
-    return Session(model(variant, dtype, vocabulary=257, **fields).eval())
+    return Session(model(variant, dtype, vocab_size=257, **fields).eval())
 
 
 def saved(tmp_path, variant="mac"):
@@ -206,7 +208,7 @@ class TestDamage:
 
         def grow(tensors, header):
             config = json.loads(header["config"])
-            return tensors, {**header, "config": json.dumps({**config, "depth": 1_000_000})}
+            return tensors, {**header, "config": json.dumps({**config, "num_layers": 1_000_000})}
 
         rewrite(path, grow)
         with pytest.raises(ValueError, match="does not describe its content: 1,000,000 layers"):

@@ -27,7 +27,7 @@ def registered(monkeypatch):
 
 def made(dtype=torch.float64, pattern=("ema", "lmm"), **fields):
     torch.manual_seed(0)
-    config = preset("tiny", pattern, dim=16, heads=2, window=8, segment=8, vocabulary=257, **fields)
+    config = preset("tiny", pattern, dim=16, heads=2, window=8, segment=8, vocab_size=257, **fields)
     return Model(config).to(dtype).eval()
 
 
@@ -108,7 +108,7 @@ def test_training_and_the_command_line(tmp_path, command):
         "from remanence.config import preset\n"
         "from remanence.train.config import DataConfig, TrainConfig\n"
         "def recipe():\n"
-        "    model = preset('tiny', ('ema',), dim=16, heads=2, vocabulary=257)\n"
+        "    model = preset('tiny', ('ema',), dim=16, heads=2, vocab_size=257)\n"
         "    return TrainConfig(model=model, data=DataConfig(kind='recall', length=32, pairs=2), batch=2, steps=2)\n"
     )
     command("train", recipe, "--out", tmp_path / "run")

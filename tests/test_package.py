@@ -19,7 +19,7 @@ ALLOWED_IMPORTS = {
     "io": {"runtime"},
     "verticals": {"io"},
     "tokenizers": {"runtime", "io", "verticals"},
-    "config": {"runtime", "tokenizers"},
+    "config": {"runtime", "io", "tokenizers"},
     "ops": {"runtime"},
     "layers": {"runtime", "ops"},
     "memory": {"runtime", "ops", "layers", "config"},

@@ -20,9 +20,10 @@ from remanence.testing import assert_close
 from remanence.train import DataConfig, fit
 from remanence.train.checkpoint import checkpoints
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="of a CPU's memory"
-)
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.skipif(os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="of a CPU's memory"),
+]
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 PLACES = (8, 24, 40)
 """Where safetensors put them, if anything stands before them whose size is no multiple of 64."""
@@ -118,7 +119,7 @@ def test_so_does_one_of_transformers(by, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_memory_goes_on_to_the_last_bit(variant, tmp_path):
-    subject = model(variant, torch.float32, vocabulary=257, **ODD).eval()
+    subject = model(variant, torch.float32, vocab_size=257, **ODD).eval()
     for by, count in zip(PLACES, (103, 104, 107), strict=True):  # in, at and before a segment's end
         session = Session(subject)
         session.read(TEXT[:count])

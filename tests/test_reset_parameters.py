@@ -9,6 +9,8 @@ from remanence.config import change
 from remanence.layers import Module
 from tests.models import VARIANTS, config
 
+pytestmark = pytest.mark.sample(3)
+
 
 def on_meta(make):
     with torch.device("meta"):

@@ -13,11 +13,13 @@ from remanence.model import memories
 from remanence.testing import assert_close
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
 
+pytestmark = pytest.mark.sample(3)
+
 TEXT = "Call me Ishmael. Some years ago - never mind how long précisément - having little or no money in my purse. "
 
 
 def bytes_model(variant="mac", dtype=torch.float32, **fields):
-    return model(variant, dtype, vocabulary=257, **fields).eval()
+    return model(variant, dtype, vocab_size=257, **fields).eval()
 
 
 def greedy(subject, text, count):
@@ -312,7 +314,7 @@ def test_a_stream_that_fails_leaves_the_session_free():
 
 def test_a_loaded_model_has_its_tokenizer(tmp_path):
     tokenizer = pairs_tokenizer(tmp_path / "pairs.json")
-    model("mac", torch.float32, vocabulary=600).save(tmp_path / "model")
+    model("mac", torch.float32, vocab_size=600).save(tmp_path / "model")
     tokenizer.save(tmp_path / "model")
     loaded = Model.load(tmp_path / "model")
     for subject in (loaded, tmp_path / "model"):
@@ -324,7 +326,7 @@ def test_a_loaded_model_has_its_tokenizer(tmp_path):
 
 
 def test_a_large_vocabulary_is_not_taken_for_bytes(tmp_path):
-    large = model("mac", torch.float32, vocabulary=2000)
+    large = model("mac", torch.float32, vocab_size=2000)
     large.save(tmp_path / "model")
     for subject in (large, Model.load(tmp_path / "model"), tmp_path / "model"):
         with pytest.raises(
@@ -334,7 +336,7 @@ def test_a_large_vocabulary_is_not_taken_for_bytes(tmp_path):
     with pytest.raises(ValueError, match="tokenizer: expected one for the model's 2,000 tokens"):
         Generation(large, ["a"])
     assert Session(large, ByteTokenizer()).read("abc").tokens == 3
-    assert Session(model("mac", torch.float32, vocabulary=512)).read("abc").tokens == 3
+    assert Session(model("mac", torch.float32, vocab_size=512)).read("abc").tokens == 3
 
 
 def test_a_generation_runs_once_and_damaged_weights_are_told():
@@ -391,7 +393,7 @@ def test_nothing_is_computed_that_needs_a_gradient():
 
 
 def test_a_diverged_memory_is_not_used():
-    subject = bytes_model("lmm", depth=1)
+    subject = bytes_model("lmm", num_layers=1)
     with torch.no_grad():
         subject.blocks[0].mixer.memory.layer.v_proj.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="memory: expected finite numbers, got a memory that diverged"):

@@ -29,7 +29,9 @@ def test_by_name_at_the_command_line(run, tmp_path):
     run("read", "reader", "book.txt", "--save", "book.mem", "--device", "cpu")
     facts = json.loads(run("inspect", "reader", "--json"))
     assert facts["parameters"] > 0
-    said = run("generate", "reader", "--memory", "book.mem", "--prompt", "It", "--max-tokens", 3, "--seed", 1)
+    said = run(
+        "generate", "reader", "--memory-file", "book.mem", "--prompt", "It", "--max-tokens", 3, "--seed", 1
+    )
     session = Session(tmp_path / "package" / "reader")
     session.read(TEXT)
     assert said == session.generate("It", max_tokens=3, seed=1) + "\n"
@@ -74,5 +76,5 @@ def test_the_small_reader_is_in_the_package(tmp_path, command, monkeypatch):
         "--max-tokens",
         8,
     )
-    assert command(*asked, "--memory", "book.mem").strip() == "4170283"
+    assert command(*asked, "--memory-file", "book.mem").strip() == "4170283"
     assert "4170283" not in command(*asked)

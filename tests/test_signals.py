@@ -41,7 +41,7 @@ main(sys.argv[1:])
 
 @pytest.fixture
 def folder(tmp_path):
-    model("lmm", torch.float32, vocabulary=257).save(tmp_path / "m")
+    model("lmm", torch.float32, vocab_size=257).save(tmp_path / "m")
     (tmp_path / "book.txt").write_text(TEXT)
     return tmp_path
 
@@ -89,7 +89,7 @@ def test_read_saves_what_it_has_read(folder, capsys, sent, code):
 
 
 def test_chat_saves_what_was_said(folder):
-    process = started(folder, "chat", "m", "--memory", "a.mem", "--max-tokens", "50", lines=b"hello\n")
+    process = started(folder, "chat", "m", "--memory-file", "a.mem", "--max-tokens", "50", lines=b"hello\n")
     found, errors = ended(process, signal.SIGTERM)
     assert found == 143 and errors.strip().splitlines()[-1] == "remanence: terminated"
     assert 6 < Session(folder / "m").load(folder / "a.mem").tokens < 56
@@ -106,7 +106,7 @@ def test_the_handler_is_there_for_a_command_alone(folder):
     ["read", "m", "book.txt", "--save", "a.mem"],
     ["read", "m", "book.txt", "--save", "a.mem", "--resume"],
     ["generate", "m", "--prompt", "a", "--save", "a.mem", "--max-tokens", "1"],
-    ["chat", "m", "--memory", "a.mem"],
+    ["chat", "m", "--memory-file", "a.mem"],
 ])  # fmt: skip
 def test_the_second_to_save_a_file_is_refused(folder, capsys, monkeypatch, command):
     monkeypatch.chdir(folder)

@@ -7,6 +7,8 @@ from remanence import NeuralMemory
 from remanence.runtime.state import TensorTuple
 from tests.models import VARIANTS, model
 
+pytestmark = pytest.mark.sample(3)
+
 
 def tokens(count=13):
     return torch.randint(0, 11, (2, count))

@@ -60,7 +60,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("strangers") / "model"
     torch.manual_seed(0)
     with torch.device("cpu"):
-        Model(config("hybrid", vocabulary=260, depth=4, pattern=("mac", "window", "knn", "lmm"))).save(folder)
+        Model(config("hybrid", vocab_size=260, num_layers=4, pattern=("mac", "window", "knn", "lmm"))).save(
+            folder
+        )
     pairs_tokenizer(folder.parent / "pairs.json").save(folder)
     return folder
 
@@ -198,16 +200,16 @@ def changed(folder, to, **fields):
     [
         ("window", None, "window: expected a whole number of at least 1, got None"),
         ("dim", None, "dim: expected a whole number of at least 1, got None"),
-        ("depth", True, "depth: expected a whole number of at least 1, got True"),
-        ("vocabulary", 260.0, "vocabulary: expected a whole number of at least 1, got 260.0"),
+        ("num_layers", True, "num_layers: expected a whole number of at least 1, got True"),
+        ("vocab_size", 260.0, "vocab_size: expected a whole number of at least 1, got 260.0"),
         ("heads", 10**30, "heads: expected a whole number of at most 2,147,483,647, got 1000"),
-        ("depth", 10**6, "depth: expected at most as many layers as tensors"),
+        ("num_layers", 10**6, "num_layers: expected at most as many layers as tensors"),
         ("dim", 2**30, "memory.dim: expected the model's dim=1073741824, got 16"),
         ("ffn", 2**31 - 1, "ffn: expected a size that fits the"),
-        ("vocabulary", 2**31 - 1, "vocabulary: expected a size that fits the"),
+        ("vocab_size", 2**31 - 1, "vocab_size: expected a size that fits the"),
         ("persistent", 2**31 - 1, "persistent: expected a size that fits the"),
         ("ffn", 64, r"model.safetensors: .*ffn.gate.weight: expected shape \[64, 16\], got \[48, 16\]"),
-        ("depth", 3, "a tensor 'backbone.blocks.3"),
+        ("num_layers", 3, "a tensor 'backbone.blocks.3"),
         ("rotary", float("nan"), "rotary: expected a base above 0"),
         ("rotary", 10**400, "rotary: expected a base above 0 and at most 1e.15, got 1000"),
         ("pattern", ["mac"] * 10**5 + [None], "pattern: expected names of blocks"),
@@ -308,7 +310,7 @@ def test_norms_may_have_another_dtype_and_projections_may_not(folder, tmp_path):
 
 def test_weights_that_do_not_fit_the_machine_are_not_read(folder, tmp_path):
     """A file of holes: its header is true, and it takes no place on the disk."""
-    broken, count = changed(folder, tmp_path / "a", vocabulary=2**30), 2**30 * 16 * 4
+    broken, count = changed(folder, tmp_path / "a", vocab_size=2**30), 2**30 * 16 * 4
     header, at = {}, 0
     for name, tensor in load_file(folder / "model.safetensors").items():
         shape = [2**30, 16] if name == "model.embed.weight" else list(tensor.shape)
@@ -475,7 +477,7 @@ def test_what_training_wrote_is_used_only_if_it_can_be(folder, tmp_path):
 def test_commands_refuse_in_one_line(folder, tmp_path, command):
     text = tmp_path / "text"
     text.write_text(TEXT)
-    for number, fields in enumerate([{"window": None}, {"depth": 10**6}, {"window": 2**31 - 1}]):
+    for number, fields in enumerate([{"window": None}, {"num_layers": 10**6}, {"window": 2**31 - 1}]):
         broken = changed(folder, tmp_path / f"{number}", **fields)
         command("inspect", broken, code=2)
         command("generate", broken, "--prompt", "a", code=2)
@@ -486,7 +488,7 @@ def test_layers_without_weights_are_not_built(folder, tmp_path, monkeypatch):
     """Empty tensors cost nothing: as many as one likes do not make a deep model."""
     config = read_json(folder / "config.json")
     own = {key: value for key, value in config["remanence"].items() if key != "digest"}
-    write_json(tmp_path / "config.json", {**config, "remanence": {**own, "depth": 5000}})
+    write_json(tmp_path / "config.json", {**config, "remanence": {**own, "num_layers": 5000}})
     entries = {f"x{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(6000)}
     header = json.dumps(entries).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)

@@ -45,14 +45,14 @@ def test_other_tokenizers(tmp_path):
 
 
 def test_a_session_reads_generates_and_chats():
-    session = Session(model("lmm", torch.float32, vocabulary=257).eval())
+    session = Session(model("lmm", torch.float32, vocab_size=257).eval())
     assert session.read(f"a{HALF}b").tokens == 5
     assert isinstance(session.generate(f"{HALF}", max_tokens=2, stop=(HALF,)), str)
     assert isinstance(session.generate(Turns(session.tokenizer).text(f"a{HALF}"), max_tokens=2), str)
 
 
 def test_names_of_files(tmp_path):
-    session = Session(model("lmm", torch.float32, vocabulary=257).eval())
+    session = Session(model("lmm", torch.float32, vocab_size=257).eval())
     session.read("abc")
     with pytest.raises(
         ValueError, match=r"expected a name that a file can have, got one with '\\ud800' at position"
@@ -74,13 +74,13 @@ def test_names_of_tensors(tmp_path):
 
 
 def test_at_the_command_line(tmp_path, capsys, monkeypatch):
-    model("lmm", torch.float32, vocabulary=257).save(tmp_path / "m")
+    model("lmm", torch.float32, vocab_size=257).save(tmp_path / "m")
     book = tmp_path / f"{BYTE}.txt"
     book.write_text("some text " * 9)
     main(["read", str(tmp_path / "m"), str(book), "--save", str(tmp_path / f"{BYTE}.mem")])
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # as strict as a pipe
     monkeypatch.setattr(sys, "stdout", out)
-    memory = ["--memory", str(tmp_path / f"{BYTE}.mem"), "--max-tokens", "2"]
+    memory = ["--memory-file", str(tmp_path / f"{BYTE}.mem"), "--max-tokens", "2"]
     main(["generate", str(tmp_path / "m"), "--prompt", BYTE, HALF, *memory])
     out.flush()
     lines = [json.loads(line) for line in out.buffer.getvalue().decode().splitlines()]

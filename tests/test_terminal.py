@@ -125,7 +125,7 @@ def test_a_strangers_memory_file(folder, tmp_path):
     said = run("inspect", path)
     assert said.count(HARMLESS) >= 2, "the names of a memory and of a store, with their brackets"
     assert json.loads(run("inspect", path, "--json"))["config"]["pattern"] == [HOSTILE]
-    assert "another configuration" in run("generate", folder, "--memory", path, "--prompt", "x", code=2)
+    assert "another configuration" in run("generate", folder, "--memory-file", path, "--prompt", "x", code=2)
     write_tensors(path, {HOSTILE: torch.ones(1)}, {"format": memfile.FORMAT, "schema": HOSTILE})
     run("inspect", path, code=2)
     path.write_bytes((20 + len(HOSTILE)).to_bytes(8, "little") + json.dumps({HOSTILE: 1}).encode())

@@ -57,7 +57,7 @@ def test_reading_is_one_call_in_pieces(bench):
     books = bench("shared")
     x = torch.randint(256, (2, 385), dtype=torch.uint8)
     for variant in ("mag", "memorizing"):
-        model = Model(preset("tiny", variant, depth=1, window=64, segment=64)).eval()
+        model = Model(preset("tiny", variant, num_layers=1, window=64, segment=64)).eval()
         whole, _ = books.bits_of(model, x)
         torch.testing.assert_close(books.read(model, x, 100), whole, atol=1e-4, rtol=1e-4)
 
@@ -66,7 +66,7 @@ def test_reading_is_one_call_in_pieces(bench):
 def test_a_restarted_context_ends_where_it_is_scored(bench):
     books = bench("shared")
     x = torch.randint(256, (2, 321), dtype=torch.uint8)
-    model = Model(preset("tiny", "attention", depth=1)).eval()
+    model = Model(preset("tiny", "attention", num_layers=1)).eval()
     for length, stride in ((128, 128), (128, 64)):
         bits = books.read_restarted(model, x, length, stride)
         assert bits.shape == (2, 320)

@@ -59,7 +59,7 @@ def used(monkeypatch):
 
 
 def subject():
-    return model("lmm", torch.float32, vocabulary=257).eval()
+    return model("lmm", torch.float32, vocab_size=257).eval()
 
 
 @pytest.mark.parametrize("busy", [True, False])

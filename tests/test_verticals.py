@@ -91,7 +91,7 @@ for arguments in (["--help"], ["train", "--help"], ["eval", "--help"]):
         cli.main(arguments)
     except SystemExit as stop:
         assert not stop.code, arguments
-small = "--model.dim=16 --model.depth=1 --model.heads=2 --steps=2 --batch=2 --device=cpu --data.length=24".split()
+small = "--model.dim=16 --model.num_layers=1 --model.heads=2 --steps=2 --batch=2 --device=cpu --data.length=24".split()
 small += ["--data.pairs=4"]
 cli.main(["train", "recall", "--out", str(out / "run"), *small])
 cli.main(["eval", str(out / "run"), "recall", "--texts=2", "--distances=24", "--pairs=4", "--capacities=4"])

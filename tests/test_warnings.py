@@ -49,7 +49,7 @@ class TestReach:
             text(tmp_path / "b", 5),
             "--save",
             tmp_path / "b.mem",
-            "--memory",
+            "--memory-file",
             tmp_path / "a.mem",
         )
         assert f"{trained}: 25 tokens will have been read, and its memory was trained over 24 at most" in said

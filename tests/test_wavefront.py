@@ -16,10 +16,10 @@ SEGMENT = 16
 def model(depth=3, **fields):
     torch.manual_seed(0)
     shape = {
-        "vocabulary": 50,
+        "vocab_size": 50,
         "dim": 32,
         "heads": 2,
-        "depth": depth,
+        "num_layers": depth,
         "ffn": 48,
         "segment": SEGMENT,
         "window": 16,
@@ -136,7 +136,7 @@ def test_frozen_parameters_get_none():
 def test_what_cannot_be_is_read_layer_after_layer(case, why, counted):
     subject = model(1 if case == "one layer" else 2)
     if case == "mag":
-        subject = Model(preset("tiny", "mag", vocabulary=50)).double()
+        subject = Model(preset("tiny", "mag", vocab_size=50)).double()
     if case == "watched":
         subject.blocks[0].mixer.memory.layer.watch = lambda values, answers: None
     if case == "hooked":

@@ -289,7 +289,7 @@ def speed(model: Attached, what: Row, args: argparse.Namespace, device: torch.de
     from transformers.cache_utils import DynamicCache
 
     mode: Any = Measure(model, device, args.piece, 0)._arm(what["arm"])
-    tokens = torch.randint(model.config.vocabulary, (1, what["context"]), device=device)
+    tokens = torch.randint(model.config.vocab_size, (1, what["context"]), device=device)
     cuda = device.type == "cuda"
 
     def clock() -> float:

@@ -77,7 +77,12 @@ def prepare(args: argparse.Namespace) -> dict[str, str]:
 
 
 def config_of(name: str, seed: int, args: argparse.Namespace, data: dict[str, str]) -> TrainConfig:
-    shape: Row = {"vocabulary": 272, "dim": args.dim, "depth": args.depth, "heads": max(1, args.dim // 64)}
+    shape: Row = {
+        "vocab_size": 272,
+        "dim": args.dim,
+        "num_layers": args.depth,
+        "heads": max(1, args.dim // 64),
+    }
     shape |= {"window": args.window, "segment": args.window, "persistent": 0, "memory": args.memory}
     shape["ffn"] = (
         4 * args.dim

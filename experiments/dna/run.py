@@ -89,7 +89,7 @@ no HyenaDNA, whose numbers on GUE we have not seen at their source.
 """
 BESIDE = ("DNABERT-2", "NT-2500M-multi")
 TINY = {"runs": ["lmm", "window"], "seeds": [0], "every": 4096, "most": 20_000, "piece": 4096, "pretrain_steps": 4,
-        "steps": 4, "samples": 64, "changes": ["model.dim=32", "model.depth=1", "model.heads=2", "model.ffn=64",
+        "steps": 4, "samples": 64, "changes": ["model.dim=32", "model.num_layers=1", "model.heads=2", "model.ffn=64",
         "model.memory.head_dim=16", "batch=4", "precision=float32"]}  # fmt: skip
 
 
@@ -548,7 +548,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of fine-tuning, instead of epochs")
     parser.add_argument("--lr", type=float, default=1e-3, help="of fine-tuning")
     parser.add_argument(
-        "--changes", nargs="*", default=[], help="to the recipes: model.depth=2 model.dim=128"
+        "--changes", nargs="*", default=[], help="to the recipes: model.num_layers=2 model.dim=128"
     )
     parser.add_argument("--every", type=int, default=10_000, help="bases of a point of the curve")
     parser.add_argument("--most", type=int, help="bases of the genome, from its beginning")

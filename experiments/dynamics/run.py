@@ -183,7 +183,13 @@ def one(name: str, lr: float, seed: int, args: argparse.Namespace, device: str) 
     rows, length = args.rows or (8 if small else 16), args.piece or (256 if small else 2048)
     torch.manual_seed(seed)
     base = ModelConfig(
-        vocabulary=256, dim=dim, depth=depth, heads=dim // 64, pattern=("lmm",), segment=SEGMENT, persistent=0
+        vocab_size=256,
+        dim=dim,
+        num_layers=depth,
+        heads=dim // 64,
+        pattern=("lmm",),
+        segment=SEGMENT,
+        persistent=0,
     )
     memory = {"head_dim": 64, **RUNS[name]}
     config = matched(ModelConfig(**{**base.to_dict(), "memory": memory}))

@@ -47,9 +47,9 @@ KEYS, NOISE = 16, 16
 def lmm(dim: int, vocabulary: int, memory: Row, seed: int) -> Model:
     torch.manual_seed(seed)
     shape: Row = {
-        "vocabulary": vocabulary,
+        "vocab_size": vocabulary,
         "dim": dim,
-        "depth": 2,
+        "num_layers": 2,
         "heads": 2,
         "segment": memory["chunk"],
         "persistent": 0,

@@ -41,7 +41,7 @@ RUNS: dict[str, dict[str, Any]] = {
     for conv in (4, 16)
     for induction in (False, True)
 }
-SMALL = {"dim": 128, "depth": 2, "heads": 4, "ffn": 192, "window": 64}
+SMALL = {"dim": 128, "num_layers": 2, "heads": 4, "ffn": 192, "window": 64}
 NEVER = 10**6
 """A ramp so long that the first stage does not end."""
 

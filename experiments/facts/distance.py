@@ -86,7 +86,7 @@ LATE, AROUND = 4096, 24
 UNENDED = ", ends not scored"
 BRIEF = {2**10 * n: f"{n}K" for n in (1, 4, 16, 64, 256)} | {2**20 * n: f"{n}M" for n in (1, 4, 10)}
 TINY = {"steps": 2, "distances": [1024], "texts": 2, "runs": ["mag-context", "window"], "changes": [
-    "model.dim=64", "model.depth=2", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
+    "model.dim=64", "model.num_layers=2", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
     "data.length=512", "batch=2", "precision=float32",
 ]}  # fmt: skip
 

@@ -58,7 +58,7 @@ def config_of(steps: int, seed: int, device: str) -> TrainConfig:
     memory = {"heads": 2, "chunk": 16, "induction": True}
     return replace(
         config,
-        model=change(config.model, {"dim": 32, "depth": 2, "ffn": 64, "memory": {"dim": 32, **memory}}),
+        model=change(config.model, {"dim": 32, "num_layers": 2, "ffn": 64, "memory": {"dim": 32, **memory}}),
         forecast=ForecastConfig(patch=8, stride=8, history=11, dropout=0.0, loss="mse"),
         optimizer=OptimizerConfig(lr=3e-3, betas=(0.9, 0.99), warmup=20),
         steps=steps, batch=8, seed=seed, device=device, validate_every=0, stop_after=0,

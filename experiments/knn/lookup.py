@@ -44,7 +44,7 @@ def trained(fuse: str, steps: int, seed: int) -> Model:
     torch.manual_seed(seed)
     model = Model(
         ModelConfig(
-            vocabulary=80, dim=64, depth=2, heads=2, pattern=("window", "knn"), window=WINDOW, segment=WINDOW, persistent=4,  # noqa: E501
+            vocab_size=80, dim=64, num_layers=2, heads=2, pattern=("window", "knn"), window=WINDOW, segment=WINDOW, persistent=4,  # noqa: E501
             knn={"k": 8, "size": 2048, "fuse": fuse},
         )
     ).train()  # fmt: skip
@@ -144,7 +144,7 @@ def main() -> None:
                     fuse, str(seed), mode, *[f"{x:.1%}" for x in found], f"{took:.0f}" if mode == "on" else ""
                 )
             texts = names(512, 7, options.batches)
-            table = unigrams((batch.tokens for batch in names(512, 8, 4)), model.config.vocabulary)
+            table = unigrams((batch.tokens for batch in names(512, 8, 4)), model.config.vocab_size)
             for policy in ("all", "random", "rare"):
                 found = [right(kept_by(model, policy, size, table), texts) for size in STORES]
                 rows.append(

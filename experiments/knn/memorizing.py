@@ -135,7 +135,7 @@ def by_class(values: Tensor, classes: Tensor) -> Tensor:
 
 def model_of(store: int, args: argparse.Namespace, device: torch.device, weights: Any = None) -> Model:
     config = ModelConfig(
-        vocabulary=256, dim=args.dim, depth=args.depth, heads=max(1, args.dim // 64), window=args.window,
+        vocab_size=256, dim=args.dim, num_layers=args.depth, heads=max(1, args.dim // 64), window=args.window,
         persistent=args.persistent, pattern=memorizing(args.depth),
     )  # fmt: skip
     model = Model(change(matched(config), {"knn": {"k": args.k, "size": store, "fuse": args.fuse}})).to(

@@ -104,7 +104,7 @@ TINY = {
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
     """What the models of all runs have in common."""
     return {
-        "vocabulary": 256, "dim": args.dim, "depth": args.depth, "heads": max(1, args.dim // 64),
+        "vocab_size": 256, "dim": args.dim, "num_layers": args.depth, "heads": max(1, args.dim // 64),
         "window": args.window, "segment": args.segment, "persistent": args.persistent, "knn": {"size": args.store},
     }  # fmt: skip
 

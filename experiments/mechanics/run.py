@@ -204,7 +204,7 @@ def made(what: Row, device: torch.device) -> Model:
     vocabulary = {"parity": 2, "s5": 120, "recall": 2 * KEYS + 16, "language": 256}[what["task"]]
     window = {"track": what["length"] // 2, "recall": 16, "language": 64}[part]
     common: Row = {
-        "vocabulary": vocabulary, "dim": what["dim"], "depth": what["depth"], "heads": max(2, what["dim"] // 64),
+        "vocab_size": vocabulary, "dim": what["dim"], "num_layers": what["depth"], "heads": max(2, what["dim"] // 64),
         "window": window, "segment": max(CHUNKS), "persistent": 0 if part == "track" else 16,
         "tie": part != "track", "pattern": ("lmm",),
     }  # fmt: skip

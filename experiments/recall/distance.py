@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {  # what differs from a MAC of one layer
     "gated_delta": {"pattern": ("lmm",), "memory": {"net": "linear", "rule": "gated_delta"}},
     "window": {"pattern": ("conv_window",)},
     "window-1K": {"pattern": ("conv_window",), "window": 1040},
-    "memorizing": {"pattern": ("conv_window", "knn"), "depth": 2},
+    "memorizing": {"pattern": ("conv_window", "knn"), "num_layers": 2},
     "lmm-forget10": {"pattern": ("lmm",), "memory": {"forget_bias": -10.0}},
     "lmm-forget6": {"pattern": ("lmm",), "memory": {"forget_bias": -6.0}},
     "lmm-step0": {"pattern": ("lmm",), "memory": {"step_bias": 0.0}},
@@ -75,7 +75,7 @@ TINY = {"steps": [2, 2, 2], "distances": [64, 128], "texts": [2, 1], "late": 32}
 def config_of(name: str, args: argparse.Namespace) -> ModelConfig:
     """A run's model, with as many parameters as a MAC of one layer."""
     base = ModelConfig(
-        vocabulary=vocabulary(KEYS, NOISE), dim=64, depth=1, heads=2, window=32, segment=16, persistent=4,
+        vocab_size=vocabulary(KEYS, NOISE), dim=64, num_layers=1, heads=2, window=32, segment=16, persistent=4,
         memory={"heads": 1, **KEEPING}, knn={"size": args.store, "k": 16},
     )  # fmt: skip
     own = change(base, {**RUNS[name], "memory": {"heads": 1, **KEEPING, **RUNS[name].get("memory", {})}})

@@ -115,9 +115,9 @@ def shape_of(model: Any) -> dict[str, Any]:
     c = model.config.get_text_config()
     heads = c.num_attention_heads
     return {
-        "vocabulary": model.get_input_embeddings().num_embeddings,
+        "vocab_size": model.get_input_embeddings().num_embeddings,
         "dim": c.hidden_size,
-        "depth": c.num_hidden_layers,
+        "num_layers": c.num_hidden_layers,
         "heads": (
             heads,
             getattr(c, "num_key_value_heads", None) or heads,

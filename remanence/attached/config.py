@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from remanence.config import KnnConfig, MemoryConfig, ModelConfig, build
+from remanence.io.migrations import accepts_old_names, current_fields
 from remanence.runtime.choices import brief, check_choice
 
 Kind = Literal["neural", "knn"]
@@ -15,16 +16,17 @@ PLACES: dict[str, str] = {"beside": "mag", "front": "mal"}
 """Where a neural memory stands, and the variant of Titans that does the same."""
 
 
+@accepts_old_names("attach")
 @dataclass(frozen=True, kw_only=True)
 class AttachConfig:
     """What is attached: ``attach(model, AttachConfig(kind="knn", window=512))``.
 
-    The fields that describe the pretrained model (`base`, `vocabulary`, `dim`, `depth`, `heads`) are filled in by
+    The fields that describe the pretrained model (`base`, `vocab_size`, `dim`, `num_layers`, `heads`) are filled in by
     `attach`, as are `layers`, `attention` and the dimensions of the memory, where they are not given.
 
     Attributes:
         base: a digest of the pretrained model: its weights, and its configuration.
-        vocabulary, dim, depth: of that model.
+        vocab_size, dim, num_layers: of that model.
         heads: of its attention: queries, keys and values, and the width of each.
         layers: the layers with a memory, counted from 0.
         every: or a memory in every so many layers; None: in every eighth. A store is in one layer, at three quarters of
@@ -40,9 +42,9 @@ class AttachConfig:
     """
 
     base: str = ""
-    vocabulary: int = 0
+    vocab_size: int = 0
     dim: int = 0
-    depth: int = 0
+    num_layers: int = 0
     heads: tuple[int, int, int] = (0, 0, 0)
     layers: tuple[int, ...] = ()
     every: int | None = None
@@ -61,7 +63,7 @@ class AttachConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not isinstance(self.knn, KnnConfig):
             object.__setattr__(self, "knn", build(KnnConfig, self.knn or {}))
-        if self.depth and not isinstance(self.memory, MemoryConfig):
+        if self.num_layers and not isinstance(self.memory, MemoryConfig):
             object.__setattr__(self, "memory", build(MemoryConfig, {"dim": self.dim, **_fields(self.memory)}))
         check_choice("kind", self.kind, ("neural", "knn"))
         check_choice("place", self.place, PLACES)
@@ -73,12 +75,12 @@ class AttachConfig:
             raise ValueError(
                 "window: expected a number of tokens with kind='knn', whose store begins behind it"
             )
-        if not self.depth:
+        if not self.num_layers:
             _fields(self.memory)
             return
-        if not self.layers or any(type(n) is not int or not 0 <= n < self.depth for n in self.layers):
+        if not self.layers or any(type(n) is not int or not 0 <= n < self.num_layers for n in self.layers):
             raise ValueError(
-                f"layers: expected some of 0 to {self.depth - 1}, the model's layers, got {brief(self.layers)}"
+                f"layers: expected some of 0 to {self.num_layers - 1}, the model's layers, got {brief(self.layers)}"
             )
         if self.segment % self.memory.chunk:
             raise ValueError(
@@ -86,16 +88,27 @@ class AttachConfig:
             )
 
     def for_model(
-        self, base: str, attention: str, *, vocabulary: int, dim: int, depth: int, heads: tuple[int, int, int]
+        self,
+        base: str,
+        attention: str,
+        *,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        heads: tuple[int, int, int],
     ) -> AttachConfig:
         """The same for a pretrained model: with its digest and shape, and the layers chosen."""
-        every = min(8, depth) if self.every is None else self.every
-        if type(every) is not int or not 1 <= every <= depth:
-            raise ValueError(f"every: expected a number from 1 to the model's {depth} layers, got {every!r}")
+        every = min(8, num_layers) if self.every is None else self.every
+        if type(every) is not int or not 1 <= every <= num_layers:
+            raise ValueError(
+                f"every: expected a number from 1 to the model's {num_layers} layers, got {every!r}"
+            )
         layers = self.layers
         if not layers:
             layers = (
-                (round(depth * 9 / 12) - 1,) if self.kind == "knn" else tuple(range(every - 1, depth, every))
+                (round(num_layers * 9 / 12) - 1,)
+                if self.kind == "knn"
+                else tuple(range(every - 1, num_layers, every))
             )
         memory: Any = self.memory
         if not isinstance(memory, MemoryConfig):
@@ -103,7 +116,7 @@ class AttachConfig:
         elif memory.dim != dim:
             raise ValueError(f"memory.dim: expected the model's dim={dim}, got {memory.dim}")
         return replace(
-            self, base=base, attention=attention, vocabulary=vocabulary, dim=dim, depth=depth, heads=heads,
+            self, base=base, attention=attention, vocab_size=vocab_size, dim=dim, num_layers=num_layers, heads=heads,
             layers=layers, every=None, memory=memory,
         )  # fmt: skip
 
@@ -112,7 +125,7 @@ class AttachConfig:
         """What each layer would be called in a model of ours."""
         plain = "attention" if self.window is None else "window"
         own = "knn" if self.kind == "knn" else PLACES[self.place]
-        return tuple(own if layer in self.layers else plain for layer in range(self.depth))
+        return tuple(own if layer in self.layers else plain for layer in range(self.num_layers))
 
     @property
     def pattern(self) -> tuple[str, ...]:
@@ -121,7 +134,7 @@ class AttachConfig:
     def outline(self) -> ModelConfig:
         """A model of ours with the same vocabulary, layers and memories, for who asks a configuration what it has."""
         return ModelConfig(
-            vocabulary=self.vocabulary, dim=self.dim, depth=self.depth, pattern=self.blocks, heads=1,
+            vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers, pattern=self.blocks, heads=1,
             window=self.window or 2048, segment=self.segment, memory=self.memory, knn=self.knn,
         )  # fmt: skip
 
@@ -133,13 +146,14 @@ class AttachConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttachConfig:
+        data = current_fields("attach", data)
         for name in data:
             check_choice("AttachConfig field", name, [each.name for each in fields(cls)])
         try:
             found = cls(**data)
         except TypeError as error:
             raise ValueError(f"remanence: expected the fields of AttachConfig ({error})") from None
-        for name in ("base", "vocabulary", "dim", "depth", "layers", "attention"):
+        for name in ("base", "vocab_size", "dim", "num_layers", "layers", "attention"):
             if not getattr(found, name):
                 raise ValueError(f"remanence: expected the fields of AttachConfig (no {name!r})")
         return found

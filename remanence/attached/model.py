@@ -24,6 +24,7 @@ from remanence.attached.site import Site, SiteState
 from remanence.attached.window import relative_turn
 from remanence.backbone import State, Trace
 from remanence.config import MODES, Mode, change
+from remanence.io.migrations import current_fields
 from remanence.layers.attention import AttentionState
 from remanence.mixers import MemoryTrace, Shared, Text
 from remanence.model import check_tokens
@@ -143,7 +144,8 @@ class Attached(nn.Module):
         return replace(self.config, base=self._digest[1])
 
     def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
-        """With the present digest, if an earlier one is of the same pretrained model."""
+        """With present names, and the present digest if an earlier one is of the same pretrained model."""
+        saved = current_fields("attach", saved)
         earlier = saved.get("base")
         if not pretrained.is_earlier(earlier) or not pretrained.same_base(self.base, earlier):
             return saved
@@ -157,7 +159,7 @@ class Attached(nn.Module):
         return self.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
 
     def state_layout(self) -> tuple[State, list[int]]:
-        return self.state_template(), list(range(self.config.depth))
+        return self.state_template(), list(range(self.config.num_layers))
 
     def pretrained_tokenizer(self) -> Tokenizer | None:
         return self.source.own_tokenizer()
@@ -172,7 +174,7 @@ class Attached(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocabulary
+        return self.config.vocab_size
 
     @property
     def mixers(self) -> list[Any]:

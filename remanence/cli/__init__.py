@@ -25,11 +25,12 @@ from remanence.cli.attach import Attach
 from remanence.cli.chat import Chat
 from remanence.cli.data import Data
 from remanence.cli.demo import Demo
-from remanence.cli.evaluate import Eval
+from remanence.cli.evaluate import RECIPE, Eval
 from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
 from remanence.cli.sessions import Generate, Lens, Read
 from remanence.cli.train import Export, Train
+from remanence.io.migrations import current_field
 from remanence.runtime.choices import check_choice, did_you_mean
 from remanence.runtime.errors import Terminated
 from remanence.runtime.overrides import split_overrides
@@ -59,6 +60,18 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """What tyro colours its messages with on a terminal."""
 OVERRIDABLE: dict[str, type[New] | type[Train] | type[Eval]] = {"new": New, "train": Train, "eval": Eval}
 """Commands that take --field=value for fields which only a preset, a recipe or a task knows."""
+
+_MEMORY_FILE = {"--memory": "--memory-file"}
+RENAMED_OPTIONS: dict[str, dict[str, str]] = {
+    "read": _MEMORY_FILE,
+    "generate": {**_MEMORY_FILE, "--mode": "--memory-mode"},
+    "chat": _MEMORY_FILE,
+    "lens": _MEMORY_FILE,
+    "export": _MEMORY_FILE,
+    "eval": {"--memory": "--memory-mode"},
+    "attach": {"--memory": "--kind"},
+}
+"""Options of earlier versions by command. They work, with a warning; --help does not list them."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -119,10 +132,12 @@ def _parse(arguments: list[str]) -> Command:
     """The command with its arguments. A wrong argument is one line, like every other error, not a box of several."""
     if arguments and not arguments[0].startswith("-"):
         check_choice("command", arguments[0], COMMANDS)
+        arguments = _current_options(arguments)
     overridable = OVERRIDABLE.get(arguments[0]) if arguments else None
     overrides: tuple[tuple[str, str], ...] = ()
     if overridable is not None:
         arguments, overrides = split_overrides(arguments, overridable.OPTIONS, overridable.OWNER)
+        overrides = tuple((_current_field(arguments[0], name), value) for name, value in overrides)
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             command = tyro.cli(Command, prog="remanence", description=DESCRIPTION, args=arguments)
@@ -140,6 +155,30 @@ def _parse(arguments: list[str]) -> Command:
         for line in overridable.list_fields():
             say(line)
     sys.exit(code)
+
+
+def _current_options(arguments: list[str]) -> list[str]:
+    """The arguments with an option's present name where an earlier one is given, with a warning."""
+    renamed = RENAMED_OPTIONS.get(arguments[0], {})
+    given = [argument.partition("=") for argument in arguments]
+    for name in dict.fromkeys(name for name, _, _ in given if name in renamed):
+        _warn_renamed(name, renamed[name])
+    return [renamed.get(name, name) + equals + value for name, equals, value in given]
+
+
+def _current_field(command: str, name: str) -> str:
+    """The present name of a config's field that was given as --name=value, with a warning if it is another."""
+    prefix = RECIPE if command == "eval" else ""
+    if not name.startswith(prefix):
+        return name
+    current = prefix + current_field("train", name.removeprefix(prefix))
+    if current != name:
+        _warn_renamed(f"--{name}", f"--{current}")
+    return current
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    say(f"remanence: warning: {old} is deprecated: use {new}", error=True)
 
 
 def _options_hint(arguments: list[str]) -> str:

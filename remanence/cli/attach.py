@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 
@@ -22,7 +22,7 @@ class Attach:
     """Folder, name or GGUF file of a causal language model."""
     out: Folder
     """New folder to write."""
-    kind: Annotated[Literal["neural", "knn"], tyro.conf.arg(aliases=["--memory"])] = "neural"
+    kind: Literal["neural", "knn"] = "neural"
     """A neural memory, or a store of past keys and values in one layer."""
     place: Literal["beside", "front"] = "beside"
     """Of a neural memory: beside attention (MAG) or in front of it (MAL)."""

@@ -23,7 +23,7 @@ COMMANDS = "/quit, /save [FILE], /forget"
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(Sampled):
-    """Talk with a model line by line. With --memory it remembers from one conversation to the next.
+    """Talk with a model line by line. With --memory-file it remembers from one conversation to the next.
 
     /quit ends, /save [FILE] writes the memory, /forget begins anew. A model whose tokenizer has a chat template is
     spoken to by it.
@@ -31,18 +31,18 @@ class Chat(Sampled):
 
     model: Folder
     """The model's folder."""
-    memory: Path | None = None
+    memory_file: Path | None = None
     """Memory file to take up if it exists, and to write after every answer."""
 
     def run(self) -> None:
-        with saving("--memory", self.memory):
+        with saving("--memory-file", self.memory_file):
             self._run()
 
     def _run(self) -> None:
         from remanence.inference.chat import Turns
 
         sampling = self.sampling()
-        existing = self.memory if self.memory is not None and self.memory.exists() else None
+        existing = self.memory_file if self.memory_file is not None and self.memory_file.exists() else None
         session = open_session(self.model, self.device, existing, "on", self.write, self.force)
         turns, interactive = Turns(session.tokenizer), sys.stdin.isatty()
         if interactive:
@@ -62,28 +62,34 @@ class Chat(Sampled):
                     say_generated(text)
             except KeyboardInterrupt as stopped:
                 if not interactive or isinstance(stopped, Terminated):
-                    if self.memory is not None:
-                        session.save(self.memory)
+                    if self.memory_file is not None:
+                        session.save(self.memory_file)
                     raise
             say_generated("\n")
             if sampling.seed is not None:  # or every answer would have the same chances
                 sampling = replace(sampling, seed=sampling.seed + 1)
-            if self.memory is not None:
-                session.save(self.memory)
+            if self.memory_file is not None:
+                session.save(self.memory_file)
 
     def obey(self, line: str, session: Session, turns: Turns) -> bool:
         """Do what a line asks for that begins with a slash; false if it ends the chat."""
         command, _, rest = line.partition(" ")
         if command == "/save":
-            path = Path(rest.strip()) if rest.strip() else self.memory
+            path = Path(rest.strip()) if rest.strip() else self.memory_file
             if path is None:
-                raise ValueError("/save: expected a file, as there is no --memory: /save FILE, got none")
-            check_target("/save", path, unless=self.memory, hint="only the --memory in use is overwritten")
-            with saving("/save", path if path != self.memory else None):
+                raise ValueError("/save: expected a file, as there is no --memory-file: /save FILE, got none")
+            check_target(
+                "/save", path, unless=self.memory_file, hint="only the --memory-file in use is overwritten"
+            )
+            with saving("/save", path if path != self.memory_file else None):
                 session.save(path)
             say(f"{path}: {session.tokens:,} tokens, {path.stat().st_size:,} bytes")
         elif line.strip() == "/forget":
-            kept = f"; {self.memory} keeps them until the next answer" if self.memory is not None else ""
+            kept = (
+                f"; {self.memory_file} keeps them until the next answer"
+                if self.memory_file is not None
+                else ""
+            )
             say(f"{session.tokens:,} tokens forgotten{kept}")
             session.state, turns.begun = session.model.start(1), False
         elif line.strip() != "/quit":

@@ -67,7 +67,7 @@ def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dic
             bar.update(session.tokens - before)
     session.save(path)
     read = time.monotonic() - began
-    window = session.model.config.window * session.model.config.depth
+    window = session.model.config.window * session.model.config.num_layers
     remembered, others = _session(device).load(path), {}
     for mode in ("frozen", "off"):
         others[mode] = _session(device, mode)

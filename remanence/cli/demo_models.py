@@ -41,9 +41,9 @@ def recipe_config(name: str, device: str, seed: int, steps: int | None) -> Train
     recipe = RECIPES[name]
     steps = recipe.steps if steps is None else steps
     largest = ModelConfig(
-        vocabulary=2 * KEYS + NOISE,
+        vocab_size=2 * KEYS + NOISE,
         dim=64,
-        depth=1,
+        num_layers=1,
         heads=2,
         pattern=("mac",),
         window=WINDOW,

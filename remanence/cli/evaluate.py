@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tyro
 
@@ -49,14 +49,14 @@ class Eval:
     on when started again.
     """
 
-    OPTIONS: ClassVar = ("memory-modes", "memory_modes", "memory", "json", "device", "seed", "full", "help")
+    OPTIONS: ClassVar = ("memory-mode", "memory_mode", "json", "device", "seed", "full", "help")
     OWNER: ClassVar = "a task"
 
     model: Folder
     """The model's folder; for ablate and depth a recipe, by name or path."""
     tasks: tyro.conf.Positional[tuple[str, ...]]
     """What to measure."""
-    memory_modes: Annotated[tuple[Mode, ...], tyro.conf.arg(aliases=["--memory"])] = ("on",)
+    memory_mode: tuple[Mode, ...] = ("on",)
     """Modes of the neural memory; with `off` among several, the differences to it are shown."""
     json: Path | None = None
     """File for the rows. Results of single units, plots and runs are kept beside it."""
@@ -95,16 +95,14 @@ class Eval:
         rows = self._measure(subject, tasks)
         origin = provenance(subject)
         for task in tasks:
-            _print(
-                table([row for row in rows if row.task == task.name and not row.detail], self.memory_modes)
-            )
+            _print(table([row for row in rows if row.task == task.name and not row.detail], self.memory_mode))
         for name, own in limits.items():
             if own:
                 said = ", ".join(f"{setting}={value}" for setting, value in own.items())
                 say(f"{name}: a quick look with {said}; --full measures all", error=True)
         if self.json is not None:
             write_rows(self.json, rows, origin)
-            plots = _plots(tasks, rows, self.memory_modes, self.json)
+            plots = _plots(tasks, rows, self.memory_mode, self.json)
             say(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
 
     def _limits(self, name: str, given: Mapping[str, str]) -> dict[str, str]:
@@ -129,9 +127,9 @@ class Eval:
             check_target(self.json)
         if self.seed < 0:
             raise ValueError(f"--seed: expected a whole number from 0 on, got {self.seed}")
-        if not self.memory_modes or len(set(self.memory_modes)) < len(self.memory_modes):
-            modes = " ".join(self.memory_modes) or "none"
-            raise ValueError(f"--memory-modes: expected one or more modes, each once, got {modes}")
+        if not self.memory_mode or len(set(self.memory_mode)) < len(self.memory_mode):
+            modes = " ".join(self.memory_mode) or "none"
+            raise ValueError(f"--memory-mode: expected one or more modes, each once, got {modes}")
 
     def _subject(self, overrides: Mapping[str, str]) -> Subject:
         """What is evaluated: the model of a folder, or a recipe with some fields changed."""
@@ -175,7 +173,7 @@ class Eval:
                 bar.update(done)
 
             try:
-                return evaluate(subject, tasks, self.memory_modes, journal=journal, show=show)
+                return evaluate(subject, tasks, self.memory_mode, journal=journal, show=show)
             except KeyboardInterrupt:
                 if journal is not None:
                     say(

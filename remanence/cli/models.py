@@ -61,7 +61,7 @@ class New:
 
         yield "fields of the model:"
         fields = (each for each in all_fields(TrainConfig()) if each.name.startswith("model."))
-        yield from described(each for each in fields if each.name != "model.vocabulary")
+        yield from described(each for each in fields if each.name != "model.vocab_size")
 
     def _changed(self, config: ModelConfig) -> ModelConfig:
         """A preset's config with the fields that were given."""
@@ -71,7 +71,7 @@ class New:
             if not name.startswith("model."):
                 hint = did_you_mean(f"--{name}", [f"--{each}" for each in self.OPTIONS])
                 raise ValueError(f"--{name}: expected an option, or a field of {self.OWNER}{hint}")
-            if name == "model.vocabulary":
+            if name == "model.vocab_size":
                 raise ValueError(f"--{name}: expected the tokenizer's (--tokenizer), got another")
         return override(TrainConfig(model=config), dict(self.overrides)).model if self.overrides else config
 
@@ -90,7 +90,7 @@ class New:
         tokenizer = own or ByteTokenizer()
         torch.manual_seed(self.seed)
         with naming("pattern", "--variant"):
-            config = self._changed(preset(self.preset, self.variant, vocabulary=tokenizer.vocabulary))
+            config = self._changed(preset(self.preset, self.variant, vocab_size=tokenizer.vocabulary))
             model = Model(matched(config) if self.match else config)
         is_new = not out.exists()
         try:
@@ -101,7 +101,7 @@ class New:
                 shutil.rmtree(out, ignore_errors=True)
             raise
         count = sum(parameter.numel() for parameter in model.parameters())
-        facts = f"{count:,} parameters, untrained, vocabulary {config.vocabulary}"
+        facts = f"{count:,} parameters, untrained, vocabulary {config.vocab_size}"
         say(f"{out}: {self.preset} {self.variant}, {facts}")
 
 
@@ -272,7 +272,7 @@ def print_presets(as_json: bool, match: bool) -> None:
     rows = []
     for name in PRESETS:
         for variant in BLOCKS:
-            config = preset(name, variant, vocabulary=VOCABULARY)
+            config = preset(name, variant, vocab_size=VOCABULARY)
             config = matched(config) if match else config
             rows.append({"preset": name, "variant": variant, "ffn": config.hidden, **_sizes(config)})
     if as_json:
@@ -304,5 +304,5 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
     count = sum(parameter.numel() for parameter in model.parameters())
     if "attention" in config.blocks:
         return {"parameters": count, "state_bytes": None, "kv_tokens": None}
-    per_token = 2 * 2 * config.dim * config.depth
+    per_token = 2 * 2 * config.dim * config.num_layers
     return {"parameters": count, "state_bytes": state.nbytes, "kv_tokens": round(state.nbytes / per_token)}

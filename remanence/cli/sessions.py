@@ -45,7 +45,7 @@ class Read:
     """Texts, read one after the other as one document."""
     save: Path
     """Memory file to write."""
-    memory: Path | None = None
+    memory_file: Path | None = None
     """Memory file to start from."""
     resume: bool = False
     """Go on where --save ended: the same files, without what has been read of them."""
@@ -69,10 +69,10 @@ class Read:
             check_text("files", path)
         if not any(path.stat().st_size for path in self.files):
             raise ValueError(f"files: expected a text, got {self.files[0]}, which is empty")
-        hint = "--resume reads on where it ended, --memory adds to it"
-        check_target("--save", save, unless=save if self.resume else self.memory, hint=hint)
+        hint = "--resume reads on where it ended, --memory-file adds to it"
+        check_target("--save", save, unless=save if self.resume else self.memory_file, hint=hint)
         continued = self.resume and save.exists()
-        memory = save if continued else self.memory
+        memory = save if continued else self.memory_file
         session = open_session(self.model, self.device, memory, force=self.force)
         source = ByteStream(self.files)
         notes: dict[str, Any] = {"begun": session.tokens, "source": source.fingerprint()}
@@ -167,14 +167,12 @@ class Generate(Sampled):
     """The model's folder."""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT")]
     """One or more texts to go on from."""
-    memory: Path | None = None
+    memory_file: Path | None = None
     """Memory file to answer from."""
     save: Path | None = None
     """Memory file to write afterwards."""
-    memory_mode: Annotated[Mode, tyro.conf.arg(aliases=["--mode"])] = "on"
-    """What becomes of the neural memory: on (read and written), off (absent), frozen (read, not written), fresh (reset
-    at every segment).
-    """
+    memory_mode: Mode = "on"
+    """What becomes of the neural memory: read and written, absent, only read, begun anew at every segment."""
 
     def run(self) -> None:
         """Print the answer to one prompt as it is generated, or to several when all are done."""
@@ -192,9 +190,11 @@ class Generate(Sampled):
             expected = "expected a single prompt, as one memory holds one text"
             raise ValueError(f"--save: {expected}, got {len(prompts)}")
         if self.save is not None:
-            hint = "a memory is only overwritten if it is the --memory in use"
-            check_target("--save", self.save, unless=self.memory, hint=hint)
-        session = open_session(self.model, self.device, self.memory, self.memory_mode, self.write, self.force)
+            hint = "a memory is only overwritten if it is the --memory-file in use"
+            check_target("--save", self.save, unless=self.memory_file, hint=hint)
+        session = open_session(
+            self.model, self.device, self.memory_file, self.memory_mode, self.write, self.force
+        )
         options: dict[str, Any] = {
             "tokenizer": session.tokenizer,
             "state": session.state,
@@ -227,7 +227,7 @@ class Lens:
     """The text to read."""
     out: Path = Path("lens.html")
     """Page to write; one that is there is replaced."""
-    memory: Path | None = None
+    memory_file: Path | None = None
     """Memory file to start from."""
     layers: tuple[int, ...] = ()
     """Show only the memories of these layers, from 1 on. Default: all."""
@@ -252,7 +252,7 @@ class Lens:
             raise ValueError(f"--out: expected another file than --text, got {out}")
         if self.tokens < 0:
             raise ValueError(f"--tokens: expected at least 0, got {self.tokens}")
-        session = open_session(self.model, self.device, self.memory)
+        session = open_session(self.model, self.device, self.memory_file)
         make_folder("--out", out)
         model, before, source = session.model, session.tokens, ByteStream([text])
         only = [number - 1 for number in self.layers]
@@ -281,11 +281,11 @@ class Lens:
                 )
             if not page.ends:
                 raise ValueError(f"--text: expected at least one token, got none in {text}")
-            after = f" after {before:,} in {self.memory.name}" if self.memory else ""
+            after = f" after {before:,} in {self.memory_file.name}" if self.memory_file else ""
             blocks = " ".join(model.config.pattern)
             facts = [
                 f"{text.name}, {session.tokens - before:,} tokens{after}",
-                f"{display_name(self.model)}: {blocks}, {len(names)} of {model.config.depth} layers shown",
+                f"{display_name(self.model)}: {blocks}, {len(names)} of {model.config.num_layers} layers shown",
                 f"weights {memfile.fingerprint(model).weights[:12]}",
             ]
             page.finish(" · ".join(facts), names, start, self.reach, model.config.memory.conv)

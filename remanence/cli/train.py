@@ -81,7 +81,7 @@ class Export:
     """The run."""
     out: Folder
     """New folder to write."""
-    memory: Path | None = None
+    memory_file: Path | None = None
     """A memory file to write: what one row of the batch remembered at the end, of a run with --carry=true."""
     row: int = 0
     """Which row."""
@@ -91,11 +91,11 @@ class Export:
         from remanence.verticals import model_loader
 
         with naming("out", "run") if not (self.run_folder / "config.json").is_file() else nullcontext():
-            checkpoint = export(self.run_folder, self.out, self.memory, self.row)
+            checkpoint = export(self.run_folder, self.out, self.memory_file, self.row)
         others = "" if model_loader(self.out) else " and Hugging Face"
         say(f"{self.out}: the model of {checkpoint}, for remanence{others}")
-        if self.memory is not None:
-            say(f"{self.memory}: what row {self.row} remembered")
+        if self.memory_file is not None:
+            say(f"{self.memory_file}: what row {self.row} remembered")
 
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
@@ -209,7 +209,7 @@ def print_plan(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: s
     costs = plan(config, gpus, gpu)
     table = Table(title=f"{recipe.name}: what it would cost (estimates)", show_header=False)
     table.add_row("parameters", f"{costs.parameters:,}")
-    table.add_row("blocks", " ".join(config.model.pattern) + f", {config.model.depth} layers")
+    table.add_row("blocks", " ".join(config.model.pattern) + f", {config.model.num_layers} layers")
     step = config.batch * config.data.length
     table.add_row("tokens", f"{costs.tokens:,} in {config.steps:,} steps of {step:,}")
     table.add_row("operations", f"{costs.flops:.2e}, forward and backward")

@@ -198,7 +198,7 @@ class Grid(Task):
         device = self.subject.device
         tokens, wanted = batch.tokens.to(device), batch.targets.to(device)
         mask = None if batch.mask is None else batch.mask.to(device)
-        step = max(1, LOGITS // model.config.vocabulary)
+        step = max(1, LOGITS // model.config.vocab_size)
         for part, trace in traces(
             model, tokens, mask=mask, offsets=batch.offsets, memory_mode=self.subject.mode
         ):

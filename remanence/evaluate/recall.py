@@ -56,7 +56,7 @@ class Recall(Task):
 
     def __init__(self, subject: Subject, settings: RecallSettings) -> None:
         super().__init__(subject, settings)
-        needed, present = vocabulary(settings.keys, settings.noise), subject.model.config.vocabulary
+        needed, present = vocabulary(settings.keys, settings.noise), subject.model.config.vocab_size
         if present < needed:
             kinds = f"{needed} kinds of tokens with keys={settings.keys} and noise={settings.noise}"
             raise ValueError(

@@ -203,7 +203,7 @@ class Subject:
         rows = rows.to(self.device)
         state = self.model.start(len(rows)) if state is None else state
         found = []
-        step = max(1, LOGITS // self.model.config.vocabulary)
+        step = max(1, LOGITS // self.model.config.vocab_size)
         for part, trace in traces(self.model, rows[:, :-1], state, memory_mode=self.mode):
             state, targets = trace.state, rows[:, 1:][:, part]
             hidden, flat = trace.hidden.flatten(0, 1), targets.flatten()

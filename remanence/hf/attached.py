@@ -42,7 +42,7 @@ class AttachedConfig(FolderConfig):
     ) -> None:
         native = AttachConfig.from_dict(unsealed("remanence", remanence)) if remanence else None
         own = {} if native is None else {
-            "vocab_size": native.vocabulary, "hidden_size": native.dim, "num_hidden_layers": native.depth,
+            "vocab_size": native.vocab_size, "hidden_size": native.dim, "num_hidden_layers": native.num_layers,
             "num_attention_heads": native.heads[0],
         }  # fmt: skip
         super().__init__(**{**own, **kwargs})
@@ -219,7 +219,7 @@ def detach(model: AttachedForCausalLM | Attached) -> Any:
 @torch.no_grad()
 def _check_logits(model: Any, found: Attached) -> None:
     """Refuse a model whose logits are more than its output embeddings make of the last hidden state."""
-    tokens = torch.arange(4, device=found.device).unsqueeze(0) % found.config.vocabulary
+    tokens = torch.arange(4, device=found.device).unsqueeze(0) % found.config.vocab_size
     if not torch.equal(model(tokens).logits, found(tokens)[0]):
         raise ValueError(
             "model: expected logits that the output embeddings make of the last hidden state, got "

@@ -335,7 +335,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embed = super().resize_token_embeddings(*args, **kwargs)
         self.config.vocab_size = embed.num_embeddings
-        self.config.remanence = {**self.config.remanence, "vocabulary": embed.num_embeddings}
+        self.config.remanence = {**self.config.remanence, "vocab_size": embed.num_embeddings}
         self.model.config = self.config.native
         table = self.model.log_unigrams
         if table is not None:  # what is new has not been counted: it is as rare as the rarest

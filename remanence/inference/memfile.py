@@ -20,7 +20,7 @@ from torch import Tensor
 
 from remanence.config import ModelConfig
 from remanence.io.files import canonical
-from remanence.io.migrations import first_name, stored_field
+from remanence.io.migrations import first_fields, first_name, stored_field
 from remanence.io.tensors import (
     FLOATS,
     Entry,
@@ -71,7 +71,8 @@ def fingerprint(model: CausalModel) -> Fingerprint:
     ):
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_bytes(parameter.detach().to("cpu", torch.bfloat16)))
-    return Fingerprint(hashlib.sha256(canonical(_config(model))).hexdigest()[:32], weights.hexdigest()[:32])
+    config = first_fields("model", _config(model))
+    return Fingerprint(hashlib.sha256(canonical(config)).hexdigest()[:32], weights.hexdigest()[:32])
 
 
 def save(path: str | Path, model: CausalModel, state: State, notes: dict[str, Any] | None = None) -> None:
@@ -197,9 +198,9 @@ def _check_plausible(path: Path, header: _Header) -> None:
     """Whether a file's tensors can be those of its own configuration, where that is one of a model that we know."""
     try:
         config = ModelConfig.from_dict(header.data["config"])
-        if config.depth > len(header.entries):
+        if config.num_layers > len(header.entries):
             raise OtherConfigError(
-                f"{path}: its header does not describe its content: {config.depth:,} layers"
+                f"{path}: its header does not describe its content: {config.num_layers:,} layers"
             )
         shapes = _Shapes(*state_layout(config))
     except OtherConfigError:

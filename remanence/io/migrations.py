@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from operator import attrgetter
 from typing import Any, TypeVar
 
 FIELDS: dict[str, str] = {
     "train.start": "train.init_from",
     "subject.place": "subject.device",
+    "model.vocabulary": "model.vocab_size",
+    "model.depth": "model.num_layers",
+    "attach.vocabulary": "attach.vocab_size",
+    "attach.depth": "attach.num_layers",
 }
-"""Fields of configs in files, on the command line and in calls: old dotted name, new dotted name."""
+"""Fields of configs in files, on the command line and in calls: old dotted name, new dotted name. The first part is the
+config that has the field.
+"""
 
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "train": ("forecast",),
@@ -23,16 +30,41 @@ Class = TypeVar("Class", bound=type)
 
 
 def current_field(owner: str, name: str) -> str:
-    """The present name of a field, dotted or not, of the config `owner`."""
-    return FIELDS.get(f"{owner}.{name}", f"{owner}.{name}").removeprefix(f"{owner}.")
+    """The present name of a field of the config `owner`. A dotted name is a field of one of its parts."""
+    if f"{owner}.{name}" in FIELDS:
+        return FIELDS[f"{owner}.{name}"].removeprefix(f"{owner}.")
+    part, dot, rest = name.partition(".")
+    return f"{part}.{current_field(part, rest)}" if dot else name
 
 
 def current_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with present names. Where both names are given, the old one counts: it was given on purpose."""
+    """`given` with present names, as a file is read. Where both names are given, the old one counts: it was given on
+    purpose.
+    """
     old = {name: value for name, value in given.items() if current_field(owner, name) != name}
     return {name: value for name, value in given.items() if name not in old} | {
         current_field(owner, name): value for name, value in old.items()
     }
+
+
+def renamed_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with present names, as a call is made: an old name is used with a warning."""
+    for name in given:
+        if (current := current_field(owner, name)) != name:
+            warn_deprecated(name, current)
+    return current_fields(owner, given)
+
+
+def warn_deprecated(old: str, new: str) -> None:
+    """Warn that `old` is deprecated, at the line outside of this package that uses it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OUR_FRAMES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=level)
+
+
+OUR_FRAMES = ("remanence.", "dataclasses")
+"""How the modules begin that pass a name on from the caller."""
 
 
 def without_absent(owner: str, given: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
@@ -42,33 +74,46 @@ def without_absent(owner: str, given: Mapping[str, Any], present: Sequence[str])
 
 
 def first_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with the names of the first version. Digests are made of these, so that they do not change with a
-    name.
+    """`given`, and the configs in it, with the names of the first version. Digests are made of these, so that they do
+    not change with a name.
     """
     first = {new: old for old, new in FIELDS.items()}
     return {
-        first.get(f"{owner}.{name}", name).removeprefix(f"{owner}."): value for name, value in given.items()
+        first.get(f"{owner}.{name}", name).removeprefix(f"{owner}."): (
+            first_fields(name, value) if isinstance(value, Mapping) else value
+        )
+        for name, value in given.items()
     }
 
 
 def accepts_old_names(owner: str) -> Callable[[Class], Class]:
-    """A class decorator for a config: old names work as keyword arguments and can be read as attributes."""
+    """A class decorator for a config: old names work as keyword arguments and can be read as attributes, with a
+    warning.
+    """
 
     def decorate(cls: Class) -> Class:
         made = cls.__init__  # type: ignore[misc]
 
         @wraps(made)
         def init(self: Any, *args: Any, **given: Any) -> None:
-            made(self, *args, **current_fields(owner, given))
+            made(self, *args, **renamed_fields(owner, given))
 
         cls.__init__ = init  # type: ignore[misc]
         for dotted in FIELDS:
             prefix, _, name = dotted.rpartition(".")
             if prefix == owner:
-                setattr(cls, name, property(attrgetter(current_field(owner, name))))
+                setattr(cls, name, _renamed_attribute(name, current_field(owner, name)))
         return cls
 
     return decorate
+
+
+def _renamed_attribute(old: str, new: str) -> property:
+    def read(self: object) -> object:
+        warn_deprecated(old, new)
+        return getattr(self, new)
+
+    return property(read)
 
 
 STATE_FIELDS = {"query_history": "asked", "token_importance": "worth"}

@@ -10,7 +10,7 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 def recipe() -> TrainConfig:
     return TrainConfig(
-        model=preset("small", "mac", depth=4),
+        model=preset("small", "mac", num_layers=4),
         data=DataConfig(kind="documents", length=512),
         optimizer=OptimizerConfig(lr=2e-3, warmup=100),
         steps=5000,

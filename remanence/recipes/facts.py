@@ -2,7 +2,7 @@
 
 remanence data prepare books/ --out out/books
 remanence train facts --data.path=out/books --out out/facts
-remanence eval out/facts/model niah --niah.data=other.txt --niah.kinds=n --niah.lengths=4K,64K --memory-modes on off
+remanence eval out/facts/model niah --niah.data=other-book.txt --niah.kinds=n --niah.lengths=4K,64K --memory-mode on off
 
 Facts are stated between the sentences of the books and asked for later, up to half a million tokens later: a step reads
 2,048 tokens of each row, and the memory is carried from step to step. Writing costs something, and gates have a

@@ -10,7 +10,7 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 def recipe() -> TrainConfig:
     return TrainConfig(
-        model=preset("small", "mac", depth=2, window=128, segment=128),
+        model=preset("small", "mac", num_layers=2, window=128, segment=128),
         data=DataConfig(kind="needle", length=1024, pairs=4),
         optimizer=OptimizerConfig(lr=2e-3, warmup=100, weight_decay=0.01),
         steps=4000,

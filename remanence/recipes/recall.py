@@ -10,9 +10,9 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 def recipe() -> TrainConfig:
     model = ModelConfig(
-        vocabulary=80,
+        vocab_size=80,
         dim=64,
-        depth=2,
+        num_layers=2,
         heads=2,
         pattern=("mac",),
         window=16,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from remanence.io.files import replacing
+from remanence.io.migrations import current_fields
 from remanence.io.outputs import make_folder
 from remanence.report import plots
 from remanence.report.comparisons import Compared, Measured, compare, short
@@ -156,12 +157,12 @@ def _trained(runs: Sequence[Run]) -> list[Part]:
     header = ["run", "blocks", "parameters", "steps", "tokens", "last loss", "tokens/s", "skipped", "clamped"]
     rows = []
     for run in runs:
-        model = run.config["model"]
+        model = current_fields("model", run.config["model"])
         last = next(line for line in reversed(run.lines) if isinstance(line.get("loss"), (int, float)))
         rates = run.values("tokens_per_s", (int, float))
         rate = f"{sorted(rates)[len(rates) // 2]:,.0f}" if rates else "-"
         steps = f"{last['step']:,} of {run.config.get('steps', '?')}"
-        blocks = f"{' '.join(model.get('pattern', []))}, {model.get('depth', '?')} layers"
+        blocks = f"{' '.join(model.get('pattern', []))}, {model.get('num_layers', '?')} layers"
         tokens, loss = short(last["tokens"]), f"{last['loss']:.4f}"
         cells = [run.name, blocks, _parameters(run), steps, tokens, loss, rate]
         clamped = [*run.values("clamped", (int,)), *run.values("leash", (int,))]  # "leash" in earlier runs

@@ -35,7 +35,7 @@ tags:
 """
 
 READ = """    remanence read {name} {file} --save {stem}.mem
-    remanence generate {name} --memory {stem}.mem --prompt "{prompt}"
+    remanence generate {name} --memory-file {stem}.mem --prompt "{prompt}"
 
 In Python:
 
@@ -109,16 +109,16 @@ def _of_model(model: Model, folder: Path, name: str, data: DataConfig) -> dict[s
     pattern = ", ".join(f"{count} {block}" for block, count in runs)
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     tokenizer = "tokenizer.json" if own else "no tokenizer"
-    shape = f"depth {config.depth}, width {config.dim} ({pattern}), {dtype}, "
+    shape = f"depth {config.num_layers}, width {config.dim} ({pattern}), {dtype}, "
     parts = {
         "pipeline": "text-generation",
-        "facts": f"{shape}a vocabulary of {config.vocabulary:,} ({tokenizer}).",
+        "facts": f"{shape}a vocabulary of {config.vocab_size:,} ({tokenizer}).",
         "measure": f"remanence eval {name} lm --data=TEXT --full",
     }
     if not own and data.kind == "recall":
         settings = f"--keys={data.keys} --noise={data.noise} --pairs={data.pairs} --capacities={data.pairs}"
         use = SYMBOLS.format(
-            name=name, settings=settings, last=config.vocabulary - 1, vocabulary=config.vocabulary
+            name=name, settings=settings, last=config.vocab_size - 1, vocabulary=config.vocab_size
         )
         return parts | {"use": use, "measure": f"remanence eval {name} recall {settings}"}
     about = getattr(load_tokenizer(folder), "example", TEXT) if own else TEXT

@@ -72,7 +72,7 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     if not found:
         raise ValueError(f"run: expected a model or a checkpoint in {run}, got neither")
     if memory is not None:
-        make_folder("--memory", Path(memory))
+        make_folder("--memory-file", Path(memory))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(
             f"out: expected a new or empty folder, got {out}, which is not; nothing is ever overwritten"

@@ -21,7 +21,7 @@ def pretraining(
     not give the warm-up, the betas and the clipping.
     """
     return TrainConfig(
-        model=preset(size, variant, vocabulary=32_000),
+        model=preset(size, variant, vocab_size=32_000),
         data=DataConfig(kind="packed", length=LENGTH),
         optimizer=OptimizerConfig(lr=lr, weight_decay=0.1, schedule="cosine", warmup=1000, final=0.1),
         steps=billions * 10**9 // (ROWS * LENGTH),

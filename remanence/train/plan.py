@@ -54,7 +54,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     with torch.device("meta"):
         model = Model(config)
     matrices = sum(weight.numel() for name, weight in model.named_parameters() if ".ffn." in name)
-    matrices += config.vocabulary * config.dim  # the head: an embedding is looked up, tied or not
+    matrices += config.vocab_size * config.dim  # the head: an embedding is looked up, tied or not
     return 6.0 * matrices + sum(mixer.flops(length) for mixer in model.mixers)
 
 
@@ -120,7 +120,9 @@ def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
         found = reached(kind, config.model, length, captured and config.begin == "fresh")
         again = config.checkpointing and not found.checkpointing  # one forward more for three
         cost = flops_per_token(replace(config.model, pattern=(kind,)), length) * (4 / 3 if again else 1)
-        seconds += config.model.blocks.count(kind) / config.model.depth * cost / (PEAKS[gpu] * found.share)
+        seconds += (
+            config.model.blocks.count(kind) / config.model.num_layers * cost / (PEAKS[gpu] * found.share)
+        )
         told.append(found.told)
         recomputed |= again
     basis = f"from the {table()['preset']} preset on one {table()['gpu']}: {'; '.join(told)}"
@@ -139,7 +141,7 @@ def measured(config: TrainConfig, device: torch.device) -> float:
     torch.manual_seed(0)
     model = Model(config.model).to(device).train()
     model.checkpointing = config.checkpointing
-    tokens = torch.randint(config.model.vocabulary, (rows, length), device=device)
+    tokens = torch.randint(config.model.vocab_size, (rows, length), device=device)
     for _ in range(2):  # the first is for warming up
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
@@ -157,7 +159,7 @@ def activations(config: TrainConfig) -> float:
         model = Model(config.model)
     wide = 1.0 if config.precision == "bfloat16" else 1.6
     layers = [wide * mixer.activation_bytes(config.model.dim) for mixer in model.mixers]
-    residual = 4.0 * config.model.dim * config.model.depth
+    residual = 4.0 * config.model.dim * config.model.num_layers
     return residual + max(layers) if config.checkpointing else float(sum(layers))
 
 
@@ -177,7 +179,7 @@ def memory_of_run(config: TrainConfig, devices: int = 1) -> dict[str, float]:
         if devices > 1
         else 0.0,
         "activations": here * activations(config),
-        "logits": here * config.model.vocabulary * 10.0,
+        "logits": here * config.model.vocab_size * 10.0,
         "states, before and after a step": copies * config.batch // shares * state,
     }
 

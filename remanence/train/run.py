@@ -311,7 +311,7 @@ class Run:
             return
         # Of all rows, so that every process counts the same.
         source = SOURCES[config.data.kind](config, config.batch, 0, 1)
-        counted = unigrams(corpus(source), config.model.vocabulary)
+        counted = unigrams(corpus(source), config.model.vocab_size)
         table.copy_(spread(counted.to(table.dtype), table))
 
     def _open_metrics(self, log: Log | None) -> Metrics | None:

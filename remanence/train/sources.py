@@ -95,8 +95,8 @@ def _shards(config: TrainConfig) -> Tokens:
 
 def check_vocabulary(config: TrainConfig, owner: str, needed: int) -> None:
     """Refuse a model that has no token for some of the data's."""
-    if (present := config.model.vocabulary) < needed:
-        raise ValueError(f"model.vocabulary: expected at least the {owner}'s {needed}, got {present}")
+    if (present := config.model.vocab_size) < needed:
+        raise ValueError(f"model.vocab_size: expected at least the {owner}'s {needed}, got {present}")
 
 
 def _packed(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
@@ -139,8 +139,8 @@ def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 
 def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
-    if config.model.vocabulary < 256:
-        raise ValueError(f"model.vocabulary: expected at least 256, for bytes, got {config.model.vocabulary}")
+    if config.model.vocab_size < 256:
+        raise ValueError(f"model.vocab_size: expected at least 256, for bytes, got {config.model.vocab_size}")
     return Needle(config.data.length, batch, config.data.pairs, config.seed, rank, world)
 
 

@@ -11,7 +11,7 @@ from remanence.tokenizers.tokens import ByteTokenizer
 
 
 def saved(folder, variant="mac", **fields):
-    quick = {"vocabulary": 257, "window": 32, "segment": 64, "memory": {"chunk": 16}}
+    quick = {"vocab_size": 257, "window": 32, "segment": 64, "memory": {"chunk": 16}}
     model(variant, torch.float32, **{**quick, **fields}).save(folder)
     ByteTokenizer().save(folder)
     return folder

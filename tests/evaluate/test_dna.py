@@ -25,9 +25,9 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
 from remanence.train.checkpoint import checkpoints
 
 MODEL = {
-    "vocabulary": 32,
+    "vocab_size": 32,
     "dim": 32,
-    "depth": 1,
+    "num_layers": 1,
     "heads": 2,
     "ffn": 48,
     "window": 16,
@@ -225,7 +225,7 @@ def test_markov_models_stand_beside_the_model(reader, tmp_path):
 
 def test_markov_is_of_dna_alone(tmp_path):
     torch.manual_seed(0)
-    Model(ModelConfig(**{**MODEL, "vocabulary": 257}, pattern=("window",))).save(tmp_path / "m")
+    Model(ModelConfig(**{**MODEL, "vocab_size": 257}, pattern=("window",))).save(tmp_path / "m")
     (tmp_path / "x.txt").write_text("some text")
     with pytest.raises(
         ValueError, match=r"lm\.views: expected markov with a model of DNA, got a model of text"
@@ -285,8 +285,8 @@ def test_a_genome_of_any_names_is_found_and_what_is_none_is_refused(tmp_path):
     fit(
         training(DataConfig(kind="genome", path=str(tmp_path / "g"), length=16), 1, batch=2), tmp_path / "run"
     )
-    small = ModelConfig(**{**MODEL, "vocabulary": 8}, pattern=("window",))
-    with pytest.raises(ValueError, match=r"model.vocabulary: expected at least the tokenizer's 32, got 8"):
+    small = ModelConfig(**{**MODEL, "vocab_size": 8}, pattern=("window",))
+    with pytest.raises(ValueError, match=r"model.vocab_size: expected at least the tokenizer's 32, got 8"):
         fit(training(DataConfig(kind="genome", path=str(tmp_path / "g")), 1, model=small), tmp_path / "other")
     assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
 
@@ -300,7 +300,7 @@ def test_from_a_genome_to_classes_at_the_command_line(tmp_path, command, monkeyp
     motifs(Path("d"), {"train": 64, "test": 20})
     small = [
         "--model.dim=32",
-        "--model.depth=1",
+        "--model.num_layers=1",
         "--model.heads=2",
         "--model.ffn=32",
         "--model.memory.head_dim=16",
@@ -330,7 +330,7 @@ def test_from_a_genome_to_classes_at_the_command_line(tmp_path, command, monkeyp
     assert torch.allclose(Model.load("c/model").embed.weight, begun, atol=1e-6), (
         "it began from the genome's model"
     )
-    said = command("eval", "c/model", "dna", "--dna.data=d", "--memory", "on", "off", "--json", "c.json")
+    said = command("eval", "c/model", "dna", "--dna.data=d", "--memory-mode", "on", "off", "--json", "c.json")
     assert "accuracy" in said and "MCC" in said and "F1" in said
     rows = json.loads(Path("c.json").read_text())["rows"]
     assert {row["setting"]["memory"] for row in rows} == {"on", "off"}

@@ -73,7 +73,7 @@ def test_the_commands_from_a_csv_to_plots(home, command, tmp_path):
         "forecast",
         f"--forecast.data={path}",
         "--forecast.shifts=none",
-        "--memory",
+        "--memory-mode",
         "on",
         "off",
         "frozen",

@@ -20,7 +20,7 @@ from remanence.tasks.recall import Recall
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 RECIPE = TrainConfig(
-    model=config("mac", vocabulary=11, memory={"conv": 4, "net": "titans"}),
+    model=config("mac", vocab_size=11, memory={"conv": 4, "net": "titans"}),
     data=DataConfig(kind="recall", length=12, pairs=2, keys=4, noise=3),
     optimizer=OptimizerConfig(warmup=1),
     steps=4,
@@ -61,7 +61,7 @@ def test_each_variant_changes_one_thing(tmp_path):
         3,
         4,
     ]
-    deep = grid(tmp_path, recipe=replace(RECIPE, model=config("mac", vocabulary=11)))
+    deep = grid(tmp_path, recipe=replace(RECIPE, model=config("mac", vocab_size=11)))
     assert deep.variants == ("base", "linear", "no_conv", "no_forget", "no_persistent"), (
         "it has no momentum to take away"
     )
@@ -73,6 +73,7 @@ def test_each_variant_changes_one_thing(tmp_path):
     assert "no_persistent" not in grid(tmp_path, recipe=alone).variants, "an LMM has none to take away"
 
 
+@pytest.mark.slow
 def test_numbers_by_hand(tmp_path):
     task = grid(tmp_path, variants="base,no_conv", seeds="0,1", lengths="12,20")
     rows = measured(task)
@@ -254,7 +255,7 @@ def test_shards_are_held_out(tmp_path, kind):
         prepare([str(tmp_path / f"{name}.jsonl")], tmp_path / f"{name}-tokens")
     data = DataConfig(kind=kind, path=str(tmp_path / "train-tokens"), length=32)
     recipe = replace(
-        RECIPE, model=config("mag", vocabulary=257), data=data, carry=kind == "documents", steps=1
+        RECIPE, model=config("mag", vocab_size=257), data=data, carry=kind == "documents", steps=1
     )
     task = grid(tmp_path, recipe=recipe, variants="base", lengths="24", data=str(tmp_path / "other-tokens"))
     batch = task._rows(24, 0)
@@ -272,7 +273,7 @@ def test_the_papers_figure_stands_beside_texts_only(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"{name}: all happy families are alike. " * 90)
         prepare([str(tmp_path / f"{name}.txt")], tmp_path / f"{name}-tokens")
     data = DataConfig(kind="packed", path=str(tmp_path / "train-tokens"), length=32)
-    recipe = replace(RECIPE, model=config("mag", vocabulary=257), data=data)
+    recipe = replace(RECIPE, model=config("mag", vocab_size=257), data=data)
     task = grid(
         tmp_path, "depth", recipe=recipe, variants="1,3", lengths="16,32", data=str(tmp_path / "other-tokens")
     )

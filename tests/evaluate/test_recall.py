@@ -62,7 +62,7 @@ def test_who_guesses_a_value_scores_chance():
 
 
 def test_a_model_answers_what_a_plain_loop_answers(tmp_path):
-    home = saved(tmp_path, vocabulary=11)
+    home = saved(tmp_path, vocab_size=11)
     (tmp_path / "tokenizer.json").unlink()
     rows = measured(home, "recall", **SMALL)
     from remanence.tasks.recall import Recall
@@ -83,7 +83,7 @@ def test_a_model_answers_what_a_plain_loop_answers(tmp_path):
 
 
 def test_no_more_states_are_held_than_texts(tmp_path, monkeypatch):
-    home = saved(tmp_path, vocabulary=11)
+    home = saved(tmp_path, vocab_size=11)
     (tmp_path / "tokenizer.json").unlink()
     likeliest, held = Subject.likeliest, []
 

@@ -58,7 +58,7 @@ def test_the_command_writes_rows_with_their_origin_and_tells_what_the_memory_is_
         "lm",
         "--data=t",
         "--window=64",
-        "--memory-modes",
+        "--memory-mode",
         "on",
         "off",
         "--json",
@@ -272,10 +272,10 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
         ),
         (["m", "lm", "--data=t", "--json", "t/a.txt/r.json"], "--json: expected a folder that can be made"),
         (
-            ["m", "lm", "--data=t", "--memory", "on", "on"],
-            "--memory-modes: expected one or more modes, each once",
+            ["m", "lm", "--data=t", "--memory-mode", "on", "on"],
+            "--memory-mode: expected one or more modes, each once",
         ),
-        (["m", "lm", "--data=t", "--memory", "of"], "of"),
+        (["m", "lm", "--data=t", "--memory-mode", "of"], "of"),
         (["m", "lm", "lm", "--data=t"], "tasks: expected each task once, got lm twice"),
         (["m", "lambada", "--data=t"], "lambada.data: expected a jsonl file"),
         (["m", "lambada", "--data=cut.jsonl.xz"], "cut.jsonl.xz: damaged (Compressed file ended"),
@@ -314,12 +314,12 @@ def test_the_last_of_a_repeated_setting_counts_and_a_tasks_own_comes_first():
 
 def test_a_model_without_memory_has_nothing_to_freeze(home, run):
     saved(home / "plain", "attention")
-    said = run("plain", "lm", "--data=t", "--memory", "frozen", code=2)
+    said = run("plain", "lm", "--data=t", "--memory-mode", "frozen", code=2)
     assert "memory_mode: expected 'on', as the blocks ('attention',) have no memory, got 'frozen'" in said
 
 
 def test_a_model_of_another_vocabulary_reads_no_text(home, run):
-    model("mac", torch.float32, vocabulary=80).save(home / "small")
+    model("mac", torch.float32, vocab_size=80).save(home / "small")
     assert "tokenizer: expected at most the model's 80 tokens, got 257" in run(
         "small", "lm", "--data=t", code=2
     )

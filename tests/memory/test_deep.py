@@ -12,6 +12,8 @@ from remanence.memory.neural import threshold
 from remanence.ops import NETS, RULES, Deep, Gates, memorize, start
 from remanence.testing import assert_close
 
+pytestmark = pytest.mark.sample(4)
+
 NET, RULE = NETS["deep"].fast, RULES["gated_delta"]
 
 
@@ -57,9 +59,9 @@ def _model(depth: int = 2, chunk: int = 16, forget: float = -5.0, trained: bool 
     memory = {"heads": 2, "depth": depth, "chunk": chunk, "forget_bias": forget}
     model = Model(
         ModelConfig(
-            vocabulary=17,
+            vocab_size=17,
             dim=32,
-            depth=2,
+            num_layers=2,
             heads=2,
             pattern=("lmm",),
             segment=128,
@@ -168,7 +170,7 @@ def test_a_net_brings_its_own_defaults():
     )
     changed = NeuralMemory(deep, net="titans", conv=2).config
     assert (changed.rule, changed.chunk, changed.conv, changed.step_bias) == ("titans", 16, 2, None)
-    model = ModelConfig(vocabulary=9, dim=32, depth=1, segment=48)
+    model = ModelConfig(vocab_size=9, dim=32, num_layers=1, segment=48)
     assert model.memory.chunk == 16, "the largest that a segment is a multiple of"
 
 

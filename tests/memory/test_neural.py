@@ -23,6 +23,8 @@ from remanence.testing import (
     assert_split,
 )
 
+pytestmark = pytest.mark.sample(4)
+
 KINDS = {
     "default": {},
     "titans": {"net": "titans"},

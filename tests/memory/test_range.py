@@ -5,6 +5,8 @@ import torch
 
 from remanence import NeuralMemory
 
+pytestmark = pytest.mark.sample(4)
+
 NETS = ["deep", "titans", "linear", "residual"]
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -20,6 +20,8 @@ from remanence.testing import assert_close
 from remanence.train.config import DataConfig, TrainConfig
 from remanence.train.plan import flops_per_token, plan
 
+pytestmark = pytest.mark.sample(4)
+
 OWN = runpy.run_path(str(Path(__file__).parent.parent.parent / "examples" / "own_rule.py"))
 RULES.pop("adagrad")
 KINDS = {
@@ -39,7 +41,7 @@ def registered(monkeypatch):
 def made(kind, pattern=("lmm",), dtype=torch.float64, **fields):
     torch.manual_seed(0)
     memory = {"chunk": 4, "heads": 2, **KINDS[kind]}
-    own = {"dim": 16, "heads": 2, "depth": len(pattern), "window": 8, "segment": 8, "vocabulary": 257}
+    own = {"dim": 16, "heads": 2, "num_layers": len(pattern), "window": 8, "segment": 8, "vocab_size": 257}
     return Model(preset("tiny", pattern, memory=memory, **{**own, **fields})).to(dtype).eval()
 
 
@@ -112,7 +114,7 @@ def test_memory_files(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss(kind):
-    subject = made(kind, ("lmm",), torch.float32, vocabulary=32).train()
+    subject = made(kind, ("lmm",), torch.float32, vocab_size=32).train()
     optimizer = torch.optim.AdamW(subject.parameters(), lr=1e-2)
     x = torch.randint(32, (4, 8)).repeat(1, 3)  # repeated, so that a memory helps
     losses = []
@@ -147,7 +149,14 @@ def test_the_command_line(tmp_path, command):
     command("read", tmp_path / "m", tmp_path / "text.txt", "--save", tmp_path / "text.mem")
     assert '"large_chunk"' in command("inspect", tmp_path / "text.mem")
     command(
-        "generate", tmp_path / "m", "--prompt", "So", "--memory", tmp_path / "text.mem", "--max-tokens", 3
+        "generate",
+        tmp_path / "m",
+        "--prompt",
+        "So",
+        "--memory-file",
+        tmp_path / "text.mem",
+        "--max-tokens",
+        3,
     )
     small = ["--model.dim=16", "--data.length=32", "--data.pairs=2", "--batch=2", "--steps=2"]
     command("train", "recall", "--out", tmp_path / "run", *options, *small)
@@ -166,7 +175,7 @@ def test_the_command_line(tmp_path, command):
         ),
         (["--model.memory.net=swiglu", "--model.memory.depth=3"], "as the net 'swiglu' has no depth, got 3"),
         (["--model.memory.net=swiglu", "--model.memory.expansion=0"], "expansion: expected a number above 0"),
-        (["--model.vocabulary=3"], "--model.vocabulary: expected the tokenizer's"),
+        (["--model.vocab_size=3"], "--model.vocab_size: expected the tokenizer's"),
         (["--sed=3"], "--sed: expected an option, or a field of the model"),
     ],
 )

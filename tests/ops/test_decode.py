@@ -14,6 +14,8 @@ from remanence.ops.triton import decode as decode_kernels
 from remanence.runtime.state import where
 from remanence.testing import assert_close
 
+pytestmark = pytest.mark.sample(4)
+
 inside = pytest.mark.interpreted
 TOKEN_EXACT = {
     "titans": Rule(anchor="token"),

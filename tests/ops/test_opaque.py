@@ -8,8 +8,9 @@ from compiling import assert_same, whole
 from remanence import MLP, NETS, RULES
 from remanence.ops import Gates, clamped, opaque, reset_clamped, start
 
+pytestmark = pytest.mark.sample(4)
 
-@pytest.mark.sample(4)
+
 @pytest.mark.parametrize("offsets", [None, [0, 3, 3, 14]])
 @pytest.mark.parametrize("rule", ["titans", "ttt", "gated_delta", "linear_attention"])
 def test_the_operator_is_one_of_torchs(rule, offsets, aside):

@@ -37,6 +37,8 @@ from remanence.testing import (
     assert_split,
 )
 
+pytestmark = pytest.mark.sample(4)
+
 OWN = runpy.run_path(str(Path(__file__).parent.parent.parent / "examples" / "own_rule.py"))
 RULES.pop("adagrad")
 
@@ -115,7 +117,6 @@ def test_chunked_equals_reference_in_outputs_state_and_gradients(rule, net):
     assert_same_function(here.call("reference"), here.call("chunked"), here.leaves(), tolerance=1e-10)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", ALL)
 def test_the_laws_of_streaming(rule):
     net = "linear" if ALL[rule].anchor == "token" and isinstance(ALL[rule], LinearRule) else "swiglu"

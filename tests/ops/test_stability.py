@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from remanence.ops import MLP, NETS, Gates, Rule, clamped, memorize, recall, reset_clamped, start
 
+pytestmark = pytest.mark.sample(4)
+
 TOKENS = 16_384
 
 
@@ -26,7 +28,6 @@ def adversary(kind, shape, dtype=torch.bfloat16, deep=False):
     return [part.to(dtype).requires_grad_() for part in x]
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["random", "constant", "huge", "repeated", "zero"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_default_net_is_finite_in_bf16_over_16k_tokens(depth, kind):

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from remanence.ops import MLP, NETS, Gates, MemoryState, Rule, memorize, recall, start
 from remanence.testing import assert_causal, assert_close, assert_packed, assert_rows_isolated, assert_split
 
+pytestmark = pytest.mark.sample(4)
+
 LINEAR = MLP(depth=1, norm=False)
 KINDS = {
     "titans": (MLP(expansion=1.5), Rule()),

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from remanence.ops import MLP, Rule
 from remanence.testing import assert_same_function
 
+pytestmark = pytest.mark.sample(4)
+
 COVER = pairwise(
     depth=[1, 2, 3, 4],
     form=["titans", "residual", "plain"],

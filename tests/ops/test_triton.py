@@ -251,7 +251,7 @@ def test_a_whole_model_compiles_without_a_break(monkeypatch):
         preset(
             "tiny",
             pattern,
-            depth=len(pattern),
+            num_layers=len(pattern),
             dim=16,
             heads=1,
             memory={"heads": 1, "chunk": 8},
@@ -259,7 +259,7 @@ def test_a_whole_model_compiles_without_a_break(monkeypatch):
             window=8,
         )
     )
-    tokens = torch.randint(0, model.config.vocabulary, (1, 18))
+    tokens = torch.randint(0, model.config.vocab_size, (1, 18))
 
     def results(call):
         y = call(tokens)[0]

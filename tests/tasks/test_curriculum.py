@@ -115,7 +115,15 @@ def run(home, pattern="lmm"):
         kind="babilong", path=str(home / "babi"), books=str(home / "book.txt"), tasks=("qa1",),
         length=256, curriculum=(0, 256, 512),
     )  # fmt: skip
-    shape = {"vocabulary": 257, "dim": 16, "depth": 1, "heads": 2, "window": 8, "segment": 8, "persistent": 0}
+    shape = {
+        "vocab_size": 257,
+        "dim": 16,
+        "num_layers": 1,
+        "heads": 2,
+        "window": 8,
+        "segment": 8,
+        "persistent": 0,
+    }
     model = ModelConfig(**shape, pattern=(pattern,), memory={"heads": 2, "chunk": 4})
     return TrainConfig(model=model, data=data, batch=2, steps=6, log_every=1, save_every=2, device="cpu")
 

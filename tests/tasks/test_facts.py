@@ -109,7 +109,7 @@ def test_a_run_of_an_earlier_version_is_resumed_as_it_was(books, tmp_path, recwa
     """Its config has no `data.ends`: the end of an answer goes on counting as text, and nothing is reported as
     changed.
     """
-    model = preset("tiny", "lmm", dim=32, depth=1, memory={"heads": 1})
+    model = preset("tiny", "lmm", dim=32, num_layers=1, memory={"heads": 1})
     data = DataConfig(kind="facts", path=str(books.folder), length=512, weight=0.5, ends=False)
     config = TrainConfig(
         model=model, data=data, steps=4, batch=2, carry=True, device="cpu", save_every=2, log_every=1
@@ -181,7 +181,7 @@ def test_wordings_come_in_one_after_the_other(books):
 
 
 def test_a_run_carries_its_memory_through_streams(books, tmp_path):
-    model = preset("tiny", "lmm", dim=32, depth=1, memory={"heads": 1})
+    model = preset("tiny", "lmm", dim=32, num_layers=1, memory={"heads": 1})
     data = DataConfig(kind="facts", path=str(books.folder), length=512, weight=0.5)
     config = TrainConfig(
         model=model, data=data, optimizer=OptimizerConfig(warmup=1), steps=4, batch=2, carry=True, device="cpu",
@@ -196,7 +196,7 @@ def test_a_weighted_loss_is_the_mean_over_weights(books):
     steps = map(Facts(books, 512, 2, 0.3, seed=2).step, range(32))
     batch = next(step for step in steps if bool((step.weights == 1).any()))
     config = TrainConfig(
-        model=preset("tiny", "lmm", dim=32, depth=1, memory={"heads": 1}), device="cpu", batch=2
+        model=preset("tiny", "lmm", dim=32, num_layers=1, memory={"heads": 1}), device="cpu", batch=2
     )
     torch.manual_seed(0)
     model = Model(config.model)

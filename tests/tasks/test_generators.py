@@ -50,9 +50,9 @@ def test_what_does_not_fit_is_refused():
 
 def test_a_run_says_how_many_keys_and_kinds_of_noise():
     data = DataConfig(kind="recall", length=64, pairs=4, keys=5, noise=3)
-    config = TrainConfig(model=ModelConfig(vocabulary=13, dim=16, depth=1), data=data, batch=2)
+    config = TrainConfig(model=ModelConfig(vocab_size=13, dim=16, num_layers=1), data=data, batch=2)
     assert int(SOURCES["recall"](config, 2, 0, 1).step(0).tokens.max()) == 12
-    with pytest.raises(ValueError, match=r"model.vocabulary: expected at least the task's 14, got 13"):
+    with pytest.raises(ValueError, match=r"model.vocab_size: expected at least the task's 14, got 13"):
         SOURCES["recall"](replace(config, data=replace(data, noise=4)), 2, 0, 1)
     with pytest.raises(ValueError, match="keys: expected a number above 0, got 0"):
         DataConfig(keys=0)

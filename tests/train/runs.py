@@ -5,7 +5,15 @@ import json
 from remanence import Model, ModelConfig
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
-MODEL = {"vocabulary": 257, "dim": 16, "depth": 1, "heads": 2, "window": 8, "segment": 8, "persistent": 2}
+MODEL = {
+    "vocab_size": 257,
+    "dim": 16,
+    "num_layers": 1,
+    "heads": 2,
+    "window": 8,
+    "segment": 8,
+    "persistent": 2,
+}
 
 
 def config(variant="lmm", **fields):

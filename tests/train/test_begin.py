@@ -232,7 +232,15 @@ def test_rows_pass_in_pairs_or_not_at_all(tmp_path):
 
 def test_models_of_one_kind_of_mixer_and_another(shards):
     """The order of the memories is that of the layers, whatever lies between them."""
-    sizes = {"vocabulary": 257, "dim": 16, "depth": 4, "heads": 2, "window": 8, "segment": 8, "persistent": 2}
+    sizes = {
+        "vocab_size": 257,
+        "dim": 16,
+        "num_layers": 4,
+        "heads": 2,
+        "window": 8,
+        "segment": 8,
+        "persistent": 2,
+    }
     made = ModelConfig(
         **sizes, pattern=("mac", "attention", "lmm", "knn"), memory={"heads": 2, "chunk": 4, "expansion": 1.0}
     )

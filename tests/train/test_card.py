@@ -92,7 +92,7 @@ def test_what_it_says_to_type_works_for_every_kind_of_data(data, tmp_path, monke
     else:
         vocabulary = {"recall": 20, "genome": 32, "dna": 32}.get(data.kind, 257)
         given = config("mag", data=data, steps=1, batch=2)
-        given = replace(given, model=replace(given.model, vocabulary=vocabulary))
+        given = replace(given, model=replace(given.model, vocab_size=vocabulary))
     fit(given, tmp_path / "run")
     export(tmp_path / "run", tmp_path / "mine")
     check_commands(Path("mine/README.md").read_text(), command)

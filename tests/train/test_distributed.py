@@ -82,7 +82,7 @@ def test_a_wavefront_of_shared_weights(tmp_path, shards):
     """
     common = {"steps": 4, "save_every": 4}
     small = {"segment": 16, "window": 16}
-    model = change(config("mac", **common).model, {**small, "depth": 3})
+    model = change(config("mac", **common).model, {**small, "num_layers": 3})
     named = {
         "recall": config("mac", model=model, **common),
         "carried": config(
@@ -203,7 +203,14 @@ def test_what_two_processes_see_refuse_and_export(tmp_path):
 
 def test_torchrun_and_the_command_line(tmp_path):
     recipe = Path(__file__).parents[2] / "remanence" / "recipes" / "recall.py"
-    small = ["--steps=2", "--batch=2", "--model.depth=1", "--data.length=48", "--log_every=1", "--device=cpu"]
+    small = [
+        "--steps=2",
+        "--batch=2",
+        "--model.num_layers=1",
+        "--data.length=48",
+        "--log_every=1",
+        "--device=cpu",
+    ]
     launch = [
         sys.executable,
         "-m",

@@ -403,7 +403,7 @@ class TestWhatReviewersFound:
             patience=3,
             optimizer=OptimizerConfig(lr=1e30, warmup=0),
         )
-        setting = override(setting, {"model.depth": "2", "accumulate": "2"})
+        setting = override(setting, {"model.num_layers": "2", "accumulate": "2"})
         with pytest.raises(TrainingError, match="got 3 steps in a row without"):
             fit(setting, tmp_path / "run")
         found = read_tensors(tmp_path / "run" / "bad-batch.safetensors")

@@ -43,22 +43,22 @@ def test_operations_of_a_transformer_are_six_per_weight_and_token():
     """The usual estimate: 6 for every weight of a matrix, and attention's 12 x width x half the length for each
     layer.
     """
-    c = preset("340m", "attention", vocabulary=32_000)
+    c = preset("340m", "attention", vocab_size=32_000)
     with torch.device("meta"):
         weights = sum(p.numel() for p in Model(c).parameters() if p.dim() > 1)
-    assert flops_per_token(c, 2048) == pytest.approx(6 * weights + 12 * c.depth * c.dim * 1024, rel=1e-3)
+    assert flops_per_token(c, 2048) == pytest.approx(6 * weights + 12 * c.num_layers * c.dim * 1024, rel=1e-3)
     assert all(flops_per_token(preset(name, "lmm"), 64) > 0 for name in PRESETS)
 
 
 def test_what_cannot_fit_is_refused():
     large = TrainConfig(
-        model=preset("1.3b", "mac", vocabulary=32_000), data=DataConfig(length=4096), batch=512
+        model=preset("1.3b", "mac", vocab_size=32_000), data=DataConfig(length=4096), batch=512
     )
     with pytest.raises(
         ValueError, match=r"memory: expected at most 80.0 GB on a device, .* --checkpointing=true"
     ):
         plan(large, 8)
-    small = replace(large, batch=1, data=DataConfig(length=64), model=preset("1.3b", "lmm", depth=48))
+    small = replace(large, batch=1, data=DataConfig(length=64), model=preset("1.3b", "lmm", num_layers=48))
     with pytest.raises(ValueError, match=r"memory: .* more GPUs share it"):
         plan(small, 1, "3090")
     with pytest.raises(ValueError, match="batch: expected a multiple of accumulate x GPUs = 7, got 512"):

@@ -27,9 +27,9 @@ def text(step, length=4096):
 def test_no_step_is_lost(variant, depth, precision):
     memory = {"depth": depth, "heads": 1, "expansion": 2.0, "chunk": 64}
     sizes = {
-        "vocabulary": 64,
+        "vocab_size": 64,
         "dim": 32,
-        "depth": 1,
+        "num_layers": 1,
         "heads": 2,
         "window": 128,
         "segment": 256,

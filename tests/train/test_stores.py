@@ -23,8 +23,8 @@ def setting(shards, **knn):
     changes = {
         "pattern": ("window", "knn"),
         "window": 8,
-        "depth": 2,
-        "vocabulary": 257,
+        "num_layers": 2,
+        "vocab_size": 257,
         "knn": {"k": 4, "size": 32, **knn},
     }
     return replace(made, model=change(made.model, changes))

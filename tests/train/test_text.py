@@ -17,8 +17,8 @@ from remanence.train import override, resolve_config, text
 from tests.train.runs import losses
 
 SMALL = (
-    "--init_from=none", "--model.dim=16", "--model.depth=1", "--model.pattern=lmm", "--model.heads=2", "--device=cpu",
-    "--model.memory.head_dim=8", "--data.length=64", "--log_every=1",
+    "--init_from=none", "--model.dim=16", "--model.num_layers=1", "--model.pattern=lmm", "--model.heads=2",
+    "--device=cpu", "--model.memory.head_dim=8", "--data.length=64", "--log_every=1",
 )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ class TestCommand:
 
 def test_the_recipe_begins_from_the_model_that_comes_with_the_package(book):
     config = resolve_config(override(load_recipe("text"), {"data.path": str(book)}))
-    assert config.init_from.endswith("remanence-small") and config.model.vocabulary == 257 and config.carry
+    assert config.init_from.endswith("remanence-small") and config.model.vocab_size == 257 and config.carry
 
 
 class TestRefusals:

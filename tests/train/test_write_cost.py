@@ -13,7 +13,7 @@ from remanence.train import DataConfig, TrainConfig, fit
 from remanence.train.engine import make_optimizer, take_step
 
 MODEL = ModelConfig(
-    vocabulary=20, dim=16, depth=2, heads=2, pattern=("lmm",), memory={"heads": 2, "threshold": 0.1}
+    vocab_size=20, dim=16, num_layers=2, heads=2, pattern=("lmm",), memory={"heads": 2, "threshold": 0.1}
 )
 DATA = DataConfig(kind="recall", length=48, pairs=4, rounds=2, keys=8, noise=4)
 CONFIG = TrainConfig(model=MODEL, data=DATA, steps=10, batch=4, write_cost=0.5, device="cpu")

@@ -1,7 +1,7 @@
 """Classes of DNA sequences, by a model that was trained on a genome (``--init_from``), or from scratch without it.
 
 remanence train dna/classify --out out/promoters --data.path=GUE/prom/prom_300_tata --init_from=out/genome/model
-remanence eval out/promoters/model dna --dna.data=GUE/prom/prom_300_tata --memory-modes on off --json out/promoters.json
+remanence eval out/promoters/model dna --dna.data=GUE/prom/prom_300_tata --memory-mode on off --json out/promoters.json
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """A small LMM on a genome, base by base: what `dna/classify` begins from, as in HyenaDNA's protocol.
 
 remanence train dna/pretrain --out out/genome --data.path=genome.fna.gz
-remanence eval out/genome/model lm --lm.data=held-out.fna --lm.views=stream --full --memory-modes on off
+remanence eval out/genome/model lm --lm.data=held-out.fna --lm.views=stream --full --memory-mode on off
 """
 
 from remanence.config import ModelConfig
@@ -11,9 +11,9 @@ from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
 def recipe() -> TrainConfig:
     model = ModelConfig(
-        vocabulary=VOCABULARY,
+        vocab_size=VOCABULARY,
         dim=256,
-        depth=4,
+        num_layers=4,
         heads=4,
         pattern=("lmm",),
         window=128,

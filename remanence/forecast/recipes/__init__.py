@@ -18,9 +18,9 @@ def forecasting(
     what was measured. Stopped early by the validation part, as in the field.
     """
     model = ModelConfig(
-        vocabulary=1,
+        vocab_size=1,
         dim=64,
-        depth=1,
+        num_layers=1,
         heads=4,
         pattern=("lmm",),
         ffn=128,

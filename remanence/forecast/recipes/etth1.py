@@ -1,7 +1,7 @@
 """Electricity transformer 1, by the hour: seven channels, 12, 4 and 4 months to train, validate and test.
 
 remanence train forecast/etth1 --data.path=ETTh1.csv --out out/etth1 --data.horizon=96
-remanence eval out/etth1 forecast --forecast.data=ETTh1.csv --memory-modes on off frozen
+remanence eval out/etth1 forecast --forecast.data=ETTh1.csv --memory-mode on off frozen
 """
 
 from remanence.forecast.recipes import forecasting

@@ -1,7 +1,7 @@
 """Electricity transformer 2, by the hour: seven channels, 12, 4 and 4 months to train, validate and test.
 
 remanence train forecast/etth2 --data.path=ETTh2.csv --out out/etth2 --data.horizon=96
-remanence eval out/etth2 forecast --forecast.data=ETTh2.csv --memory-modes on off frozen
+remanence eval out/etth2 forecast --forecast.data=ETTh2.csv --memory-mode on off frozen
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Electricity transformer 1, by the quarter of an hour: seven channels, 12, 4 and 4 months.
 
 remanence train forecast/ettm1 --data.path=ETTm1.csv --out out/ettm1 --data.horizon=96
-remanence eval out/ettm1 forecast --forecast.data=ETTm1.csv --memory-modes on off frozen
+remanence eval out/ettm1 forecast --forecast.data=ETTm1.csv --memory-mode on off frozen
 """
 
 from remanence.forecast.recipes import forecasting

@@ -1,7 +1,7 @@
 """The use of 862 lanes in the San Francisco Bay, by the hour. Not measured here: the data was not at hand.
 
 remanence train forecast/traffic --data.path=traffic.csv --out out/traffic --data.horizon=96
-remanence eval out/traffic forecast --forecast.data=traffic.csv --memory-modes on off frozen
+remanence eval out/traffic forecast --forecast.data=traffic.csv --memory-mode on off frozen
 """
 
 from dataclasses import replace

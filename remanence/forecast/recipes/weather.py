@@ -1,7 +1,7 @@
 """Weather in Jena, every ten minutes of a year: 21 channels, the first 7 of 10 parts to train, the last 2 to test.
 
 remanence train forecast/weather --data.path=weather.csv --out out/weather --data.horizon=96
-remanence eval out/weather forecast --forecast.data=weather.csv --memory-modes on off frozen
+remanence eval out/weather forecast --forecast.data=weather.csv --memory-mode on off frozen
 """
 
 from remanence.forecast.recipes import forecasting
