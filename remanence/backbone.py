@@ -22,6 +22,7 @@ from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import pick, repad
 from remanence.ops.state import memories
 from remanence.runtime.choices import check_choice
+from remanence.runtime.keywords import show_fields
 from remanence.runtime.mode import RenamedMode, renamed_mode
 from remanence.runtime.module import ours
 from remanence.runtime.ragged import SegmentSplit
@@ -135,6 +136,7 @@ class Backbone(Module):
     the other.
     """
 
+    @show_fields(ModelConfig, default_of="config")
     def __init__(self, config: ModelConfig, **fields: Unpack[ModelFields]) -> None:
         super().__init__()
         if not isinstance(config, ModelConfig):

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from remanence.io.migrations import accepts_old_names, current_fields, renamed_fields
 from remanence.runtime.choices import brief, check_choice
-from remanence.runtime.keywords import KnnFields, MemoryFields
+from remanence.runtime.keywords import KnnFields, MemoryFields, show_fields
 from remanence.runtime.mode import MODES as MODES
 from remanence.runtime.mode import Mode as Mode
 from remanence.tokenizers.vocabulary import BYTES
@@ -383,6 +383,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+@show_fields(ModelConfig, default_of="preset", omit=("pattern",))
 def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Unpack[ModelFields]) -> ModelConfig:
     """A configuration by name: ``preset("340m", "mag", window=1024, memory={"chunk": 64})``.
 

@@ -16,6 +16,7 @@ from remanence.backbone import Backbone, Schedule, State, Trace, memories
 from remanence.config import Mode, ModelConfig, ModelFields, change
 from remanence.io.migrations import current_name
 from remanence.mixers import Mixer, Text
+from remanence.runtime.keywords import show_fields
 from remanence.runtime.mode import RenamedMode, renamed_mode
 from remanence.runtime.module import Module, altered, check_transforms
 
@@ -137,6 +138,7 @@ class Model(Module):
 
     folder: Path | None = None
 
+    @show_fields(ModelConfig, default_of="config")
     def __init__(self, config: ModelConfig, **fields: Unpack[ModelFields]) -> None:
         super().__init__()
         if not isinstance(config, ModelConfig):

@@ -1,13 +1,17 @@
 """What can be set is listed by --help with its value and meaning, and typed: an editor and mypy know every name."""
 
+import inspect
+import pydoc
 import subprocess
 import sys
 import typing
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from remanence import ModelConfig, preset
+import remanence
+from remanence import Model, ModelConfig, NeuralMemory, Rule, Session, preset
 from remanence.cli.fields import Field, all_fields, described, shown
 from remanence.config import KnnConfig, MemoryConfig, ModelFields
 from remanence.evaluate import TASKS
@@ -50,6 +54,57 @@ class TestHelp:
             hints = typing.get_type_hints(task.Settings)
             for name, value, _ in all_fields(task.Settings()):
                 assert parse_value(hints[name], shown(value), name) == value
+
+
+def parameters(function):
+    return inspect.signature(function).parameters
+
+
+class TestSignatures:
+    """`help` lists every argument with its default."""
+
+    @pytest.mark.parametrize("name", remanence.__all__)
+    def test_every_argument_is_written_out(self, name):
+        found = getattr(remanence, name)
+        if not callable(found) or getattr(found, "_is_protocol", False) or found is remanence.Mixer:
+            return  # a protocol has no constructor; that of a mixer is its subclass's
+        kinds = {each.kind for each in parameters(found).values()}
+        assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}, name
+
+    @pytest.mark.parametrize("name", remanence.MIXERS)
+    def test_of_mixers(self, name):
+        kinds = {each.kind for each in parameters(remanence.MIXERS[name]).values()}
+        assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+
+    def test_the_defaults_are_those_of_the_configs(self):
+        memory = parameters(NeuralMemory)
+        assert list(memory) == ["config", *[each.name for each in fields(MemoryConfig)]]
+        assert (memory["dim"].default, memory["net"].default, memory["conv"].default) == (
+            inspect.Parameter.empty, "deep", 4
+        )  # fmt: skip
+        assert parameters(Session.generate)["max_tokens"].default == Sampling().max_tokens
+        attach = parameters(remanence.attach)
+        assert (attach["head_dim"].default, attach["k"].default) == (128, KnnConfig().k)
+        assert list(parameters(Rule)) == list(parameters(type(Rule()))) == [
+            "momentum", "forget", "decay_first", "anchor", "loss"
+        ]  # fmt: skip
+
+    def test_help_shows_them(self):
+        said = pydoc.render_doc(NeuralMemory, renderer=pydoc.plaintext)
+        assert "heads: 'int | None' = None, head_dim:" in said and "**fields" not in said
+        for function, source in ((Model, "config"), (preset, "preset")):
+            said = pydoc.render_doc(function, renderer=pydoc.plaintext)
+            assert (
+                f"window: 'int' = <from {source}>" in said
+                and "**fields" not in said
+                and "**changes" not in said
+            )
+
+    @pytest.mark.parametrize("made", [Model.__init__, preset, NeuralMemory.__init__, Session.stream])
+    def test_the_arguments_are_those_that_are_accepted(self, made):
+        """What the function itself takes is listed, and nothing else but fields."""
+        own = made.__code__.co_varnames[: made.__code__.co_argcount]
+        assert tuple(parameters(made))[: len(own)] == own
 
 
 class TestTypes:

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
-from remanence.attached.config import AttachConfig, Kind, Place
+from remanence.attached.config import MEMORY, AttachConfig, Kind, Place
 from remanence.attached.families import attention_modules
 from remanence.attached.folder import KIND
 from remanence.attached.model import Attached
-from remanence.config import Mode
+from remanence.config import KnnConfig, MemoryConfig, Mode
 from remanence.hf.native import FolderConfig, RemanenceForCausalLM
 from remanence.io.files import unsealed
 from remanence.model import State, Trace
 from remanence.runtime.choices import brief
+from remanence.runtime.keywords import AttachFields, show_fields
 from remanence.runtime.terminal import say
 
 
@@ -130,6 +131,7 @@ class AttachedForCausalLM(RemanenceForCausalLM):
         return cls(loaded.eval())
 
 
+@show_fields(MemoryConfig, KnnConfig, defaults=MEMORY, omit=("dim",))
 def attach(
     model: Any,
     config: AttachConfig | None = None,
@@ -143,7 +145,7 @@ def attach(
     attention: str | None = None,
     lora: int = 0,
     memory: Kind | None = None,
-    **fields: Any,
+    **fields: Unpack[AttachFields],
 ) -> AttachedForCausalLM:
     """A pretrained causal language model with a memory whose output is initialised to zero: before training, the logits
     are the model's own.

@@ -15,6 +15,7 @@ from remanence.inference.generate import WRITES, Generation, Sampling, SamplingF
 from remanence.inference.reader import Read, piece_of, read
 from remanence.model import CausalModel, State
 from remanence.runtime.errors import DivergedError
+from remanence.runtime.keywords import show_fields
 from remanence.runtime.state import positions_of
 from remanence.tokenizers.tokens import Tokenizer
 
@@ -135,6 +136,7 @@ class Session:
         self._now = piece.state
         return piece
 
+    @show_fields(Sampling)
     def generate(self, prompt: str, **sampling: Unpack[SamplingFields]) -> str:
         """Read the prompt and continue it. The arguments are those of `Sampling`: max_tokens, temperature, stop, ...
 
@@ -143,6 +145,7 @@ class Session:
         """
         return "".join(self.stream(prompt, **sampling))
 
+    @show_fields(Sampling)
     def stream(self, prompt: str, **sampling: Unpack[SamplingFields]) -> Iterator[str]:
         """`generate`, piece by piece. Generated text stays in the state even if the loop is left early. Until its end,
         `save` and `fork` take what has come so far; `read`, `generate`, another stream and `load` are refused.

@@ -43,7 +43,7 @@ from remanence.ops.rules import is_linear
 from remanence.ops.state import Weights
 from remanence.runtime.choices import check_choice
 from remanence.runtime.deprecation import renamed_method
-from remanence.runtime.keywords import MemoryFields
+from remanence.runtime.keywords import MemoryFields, show_fields
 from remanence.runtime.module import check_transforms
 from remanence.runtime.state import TensorTuple, rewind
 from remanence.runtime.state import aligned as stands_aligned
@@ -177,7 +177,7 @@ class NeuralMemory(Module):
     Rows of different lengths: pass ``mask=``, true where a token counts, or pack the documents into one row and pass
     ``offsets=``.
 
-    Build it from fields (those of `MemoryConfig`) or from a config, or both: ``NeuralMemory(config, chunk=64)``.
+    Pass the fields of `MemoryConfig` (`dim` is required), a config, or both: ``NeuralMemory(config, chunk=64)``.
 
     `reset_parameters` initialises the layer again, and each part has its own, for models made on the meta device:
     after ``to_empty``, call it once, or on all modules by ``model.apply``. In a Hugging Face model, call it from
@@ -185,6 +185,7 @@ class NeuralMemory(Module):
     checkpoint lacks uninitialised.
     """
 
+    @show_fields(MemoryConfig)
     def __init__(self, config: MemoryConfig | None = None, **fields: Unpack[MemoryFields]) -> None:
         super().__init__()
         if config is not None and not isinstance(config, MemoryConfig):

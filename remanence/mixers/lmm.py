@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 
-from remanence.config import Mode, ModelConfig
+from remanence.config import MemoryConfig, Mode, ModelConfig
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemoryState
 from remanence.mixers.base import ACTIVATIONS, Context, MixerDecoder, MixerOutput
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
+from remanence.runtime.keywords import MemoryFields, show_fields
 
 # A matrix for a memory, and gates that start half open: a single linear layer does not run away.
 MATRIX: dict[str, Any] = {
@@ -23,7 +24,8 @@ class LMM(MemoryMixer):
 
     State: ClassVar[type] = NeuralMemoryState
 
-    def __init__(self, config: ModelConfig, **changes: Any) -> None:
+    @show_fields(MemoryConfig, default_of="config", omit=("dim",))
+    def __init__(self, config: ModelConfig, **changes: Unpack[MemoryFields]) -> None:
         super().__init__()
         self.memory = Memory(config, **changes)
 
@@ -49,9 +51,9 @@ def memory_bytes(measured: float, memory: Memory) -> float:
 
 def ttt(config: ModelConfig) -> LMM:
     """TTT writes a whole net: Titans', where the model's own memories write their last layer alone."""
-    return LMM(
-        config, rule="ttt", **({"net": "titans", "step_bias": None} if config.memory.net == "deep" else {})
-    )
+    if config.memory.net == "deep":
+        return LMM(config, rule="ttt", net="titans", step_bias=None)
+    return LMM(config, rule="ttt")
 
 
 class LMMDecoder(MixerDecoder):

@@ -5,7 +5,7 @@ decoding.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.mixers.base import MemoryTrace, Mixer, MixerOutput
 from remanence.ops import decode, query
 from remanence.ops.state import Weights
+from remanence.runtime.keywords import MemoryFields
 from remanence.runtime.module import plain
 from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import positions_of, where
@@ -25,7 +26,7 @@ from remanence.runtime.state import positions_of, where
 class Memory(Module):
     """A neural memory in a layer: does with it what the model's mode says."""
 
-    def __init__(self, config: ModelConfig, **changes: Any) -> None:
+    def __init__(self, config: ModelConfig, **changes: Unpack[MemoryFields]) -> None:
         super().__init__()
         self.segment = config.segment
         self.layer = NeuralMemory(replace(config.memory, **changes))

@@ -12,6 +12,7 @@ where a = Gamma[:, 0], m = E[:, 0] (the products over (0, t]), r = Gamma m, P = 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -35,6 +36,14 @@ def dot(prediction: Tensor, value: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {"squared": squared, "dot": dot}
+
+
+class ConstructorSignature:
+    """The signature of a rule's ``__init__``, which `Rule.__new__` would hide from `help`."""
+
+    def __get__(self, rule: Rule | None, kind: type[Rule]) -> inspect.Signature:
+        signature = inspect.signature((LinearRule if kind is Rule else kind).__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class Rule:
@@ -66,6 +75,8 @@ class Rule:
 
     def __new__(cls, *args: Any, **fields: Any) -> Rule:
         return super().__new__(LinearRule if cls is Rule else cls)
+
+    __signature__ = ConstructorSignature()
 
     def update(self, state: RuleState, gradients: Weights, gates: Gates) -> RuleState:
         """The state after an update.

@@ -1,12 +1,64 @@
-"""The fields of configs as keyword arguments: an editor completes them, and a type checker refuses others.
+"""The fields of configs as keyword arguments.
 
-They are those of `remanence.config`'s classes, none of which has to be given; a test compares both. A model's own are
-beside its config.
+A type checker and an editor read the `TypedDict` classes; `help()` reads the signature that `show_fields` makes. The
+fields are those of the classes in `remanence.config`; a test compares both. Those of a model are beside its config.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class DefaultOf:
+    """Stands in a signature for a default that is not known there: ``window: int = <from config>``."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __repr__(self) -> str:
+        return f"<from {self.source}>"
+
+
+def show_fields(
+    *configs: type[DataclassInstance],
+    default_of: str | None = None,
+    defaults: Mapping[str, object] | None = None,
+    omit: tuple[str, ...] = (),
+) -> Callable[[Function], Function]:
+    """A decorator for a function with ``**fields``: its signature lists the fields of these dataclasses instead.
+
+    Args:
+        configs: the dataclasses.
+        default_of: what has the defaults; None: the dataclass.
+        defaults: defaults that differ from those of the dataclass.
+        omit: fields that are not listed.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        for field in (field for config in configs for field in fields(config) if field.name not in omit):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            if default_of is not None:
+                default = DefaultOf(default_of)
+            default = (defaults or {}).get(field.name, default)
+            own.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field.type
+                )
+            )
+        setattr(function, "__signature__", signature.replace(parameters=own))  # noqa: B010
+        return function
+
+    return decorate
 
 
 class MemoryFields(TypedDict, total=False):
@@ -44,3 +96,7 @@ class KnnFields(TypedDict, total=False):
     evict: Literal["oldest", "importance"]
     half_life: float | None
     shared: bool
+
+
+class AttachFields(MemoryFields, KnnFields, total=False):
+    """Of the memory that `attach` adds: of `MemoryConfig` or, with ``kind="knn"``, of `KnnConfig`."""
