@@ -89,6 +89,7 @@ def test_a_seed_is_the_same_talk_and_none_is_another(talk):
     assert len({talk("hello", options=options) for _ in range(3)}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chat", "generate"])
 def test_the_small_reader_repeats_no_phrase_by_default(command, monkeypatch, name):
     """At its most likely words, which it would otherwise repeat."""

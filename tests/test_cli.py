@@ -313,6 +313,7 @@ def test_recipes_make_configs(name):
     assert len(recipe.read_text().splitlines()) < 60
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["recall", "recall.py", "recipes/recall.py", "recipes/recall"])
 def test_a_recipe_is_found_by_name_and_by_the_path_of_earlier_versions(run, tmp_path, name):
     small = ["--steps=1", "--batch=2", "--model.num_layers=1"]
@@ -392,6 +393,7 @@ def test_an_error_names_the_option_that_was_given(run, tmp_path):
     assert "error: run: expected a run" in run("export", tmp_path / "nowhere", tmp_path / "y", code=2)
 
 
+@pytest.mark.slow
 def test_the_folders_of_outputs_are_made(run, tmp_path, monkeypatch):
     outputs = {
         "r/a/x.mem": ["read", "m", "t.txt", "--save"],
@@ -419,6 +421,7 @@ def test_an_empty_file_is_read_as_nothing_beside_others_and_refused_alone(run, t
     assert "5 tokens read" in run("read", "m", *files, "--save", tmp_path / "e.mem")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_what_was_read(home, tmp_path):
     big = tmp_path / "big.txt"
     big.write_text(TEXT * 800)
@@ -463,6 +466,7 @@ class TestPresets:
         assert rows["tiny", "mac"]["kv_tokens"] == round(state.nbytes / (2 * 2 * 128 * 2))
         assert "340m" in run("presets")
 
+    @pytest.mark.slow
     def test_variants_can_be_matched_in_size(self):
         for name in PRESETS:
             target = parameters(preset(name, "attention"))
@@ -512,6 +516,7 @@ def test_a_tokenizer_json_goes_with_the_model(run, tmp_path):
     assert "tokens read" in run("read", tmp_path / "w", "t.txt", "--save", tmp_path / "w.mem")
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_text_gets_one_line_of_warning(run, tmp_path, capsys):
     """It is read all the same."""
     rng = np.random.default_rng(0)

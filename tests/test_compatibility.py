@@ -248,7 +248,7 @@ def test_every_row_is_checked():
 def cases():
     for feature in CHECKS:
         slow = pytest.mark.slow if feature in ("torch.compile", "torch.export") else ()
-        yield pytest.param(feature, layer, id=f"{feature}-layer")
+        yield pytest.param(feature, layer, id=f"{feature}-layer", marks=slow)
         yield pytest.param(feature, model, id=f"{feature}-model", marks=slow)
 
 

@@ -349,6 +349,7 @@ def test_accumulation_is_one_large_batch():
     assert_close(grads[0], grads[1], 1e-6)
 
 
+@pytest.mark.slow
 def test_as_a_user(tmp_path):
     """A folder saved natively, with its tokenizer: Auto classes without a word of warning, and a pipeline."""
     native = model("hybrid", torch.float32, vocab_size=257)

@@ -123,6 +123,7 @@ def test_token_exact_does_not_depend_on_the_tile(momentum):
     )
 
 
+@pytest.mark.slow
 @given(
     depth=st.integers(1, 4),
     norm=st.booleans(),
@@ -202,6 +203,7 @@ def test_a_users_own_net_and_loss(s):
     assert_same_function(case.call("reference"), case.call("chunked"), case.leaves(), tolerance=1e-10)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [Rule(), Rule(momentum=False), Rule(decay_first=True)], ids=str)
 def test_gradcheck(rule):
     case = Case(net=MLP(expansion=1.5), rule=rule, tokens=5, chunk=2, batch=1, heads=1, width=3)

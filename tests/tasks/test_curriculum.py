@@ -132,6 +132,7 @@ def losses(folder):
     return re.findall(r'"loss": ([^,]+)', (folder / "metrics.jsonl").read_text())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pattern", ["lmm", "mac", "window"])
 def test_a_run_grows_and_goes_on_after_a_stop(home, pattern):
     fit(run(home, pattern), home / "whole")
