@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from series import waves, written
 
-from remanence.evaluate.published import TABLE3, TABLE3_COLUMNS
+from experiments.forecast.published import TABLE3, TABLE3_COLUMNS
 
 ROOT = Path(__file__).parent.parent
 

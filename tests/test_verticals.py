@@ -44,7 +44,6 @@ def names_in(path):
     "room", ["train", "inference", "evaluate", "tasks", "data", "tokenizers", "cli", "report"]
 )
 def test_no_package_of_the_trunk_names_a_vertical(room):
-    """`evaluate/published.py` has the papers' numbers, which are named by their tasks."""
     words = {
         *NAMES,
         *verticals.kinds(),
@@ -57,8 +56,6 @@ def test_no_package_of_the_trunk_names_a_vertical(room):
     }
     words -= {"network"} if room == "evaluate" else set()  # the model of a `Subject`
     for path in sorted((PACKAGE / room).rglob("*.py")):
-        if path.name == "published.py":
-            continue
         for attribute, node in names_in(path):
             found = str(getattr(node, attribute) or "").lower()
             parts = set(found.replace(".", "_").split("_")) | {found}

@@ -49,6 +49,19 @@ CHANCE = {"qa1": 6, "qa2": 6, "qa3": 6, "qa4": 6, "qa5": 7}
 """The number of answers of each task, all about as frequent."""
 
 
+PUBLISHED_LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 524_288, 1_048_576, 10_485_760)
+PUBLISHED = {
+    name: list(zip(PUBLISHED_LENGTHS, cells, strict=True))
+    for name, cells in {
+        "ARMT": (98, 98, 98, 98, 98, 98, 97, 95, 93, 77),
+        "GPT2 + MAC + MAL": (99, 99, 98, 97, 98, 96, 96, 95, 94, 79),
+    }.items()
+}
+"""After fine-tuning, lengths in tokens and accuracies in percent (Titans, NeurIPS 2025, appendix G.1). ARMT, with 137M
+parameters, is Rodkin et al.'s (2024).
+"""
+
+
 def prepare(args: argparse.Namespace) -> dict[str, str]:
     """Folders with the stories, and with the books of each split, made once for all runs in the folder of work."""
     made = args.work / "data"
@@ -220,7 +233,7 @@ def table(rows: list[Row]) -> str:
                 continue
             cells = [cell(mine.get(length, {"count": {}}), qa) for length in lengths]
             lines.append([f"{run}, {mode}, seed {seed}", qa, *cells])
-    for name, points in {**published.figure6("fine-tuned"), **published.babilong()}.items():
+    for name, points in {**published.figure6("fine-tuned"), **PUBLISHED}.items():
         at = dict(points)
         lines.append([f"{name} (published)", "mean", *[f"{at[n]:.0f}" if n in at else "" for n in lengths]])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -251,7 +264,7 @@ def cell(row: Row, qa: str) -> str:
 def plot(rows: list[Row], path: Path) -> None:
     """The mean over tasks by length: a line for every run and mode, the mean over seeds."""
     found = [row for row in rows if row["kind"] == "eval"]
-    lengths = sorted({*[row["length"] for row in found], *published.BABILONG_LENGTHS} - {0, 10_485_760})
+    lengths = sorted({*[row["length"] for row in found], *PUBLISHED_LENGTHS} - {0, 10_485_760})
     none = lengths[0] / 2
     lines = {}
     for run, mode in dict.fromkeys((run_title(row), row["memory"]) for row in found):
@@ -266,7 +279,7 @@ def plot(rows: list[Row], path: Path) -> None:
     shown = {name: own for name, own in published.figure6("fine-tuned").items() if name.endswith("-FT")}
     shown = {
         name: [point for point in own if point[0] <= lengths[-1]]
-        for name, own in {**shown, "ARMT": published.babilong()["ARMT"]}.items()
+        for name, own in {**shown, "ARMT": PUBLISHED["ARMT"]}.items()
     }
     ticks = {none: "0"} | {float(length): format_length(length) for length in lengths}
     title = "BABILong, mean of the tasks, after fine-tuning"

@@ -8,8 +8,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from experiments.forecast.published import TABLE3, TABLE3_COLUMNS
 from experiments.shared import comparable, table_row, table_rule
-from remanence.evaluate.published import TABLE3, TABLE3_COLUMNS
 from remanence.forecast.online import SHIFTS
 from remanence.forecast.protocol import HORIZONS
 

@@ -12,14 +12,14 @@ from remanence.runtime.terminal import say
 
 @dataclass(frozen=True)
 class Report:
-    """Evaluations and training runs as one document, Markdown and HTML: the papers' numbers beside ours, with plots."""
+    """Write evaluation results and training runs as one document with tables and plots, in Markdown and HTML."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Files that `eval --json` wrote, and folders of training runs."""
     out: Path = Path("report.md")
-    """Markdown to write; its pictures and the same as an HTML page are written beside it."""
+    """Markdown file. Its plots and an HTML page with the same content are written beside it."""
     force: bool = False
-    """Overwrite documents that no report wrote."""
+    """Overwrite files that are not earlier reports."""
 
     def run(self) -> None:
         from remanence.report import write

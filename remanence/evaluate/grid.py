@@ -272,7 +272,7 @@ class Grid(Task):
 class Ablate(Grid):
     name = "ablate"
     changes = PARTS
-    published = published.table5()  # of an LMM with 400M parameters: for the order, not for the numbers
+    published = published.TABLE5  # of an LMM with 400M parameters: for the order, not for the numbers
 
 
 class Depth(Grid):
@@ -283,7 +283,7 @@ class Depth(Grid):
         """Figure 7 at the size nearest to ours, for the order. It is of texts: generated tasks are drawn without it."""
         if metric != "perplexity" or self.recipe.data.kind not in SHARDS:
             return {}
-        size = published.nearest(published.FIGURE7_TRAINED, parameters(self.recipe.model))
+        size = published.nearest_figure7(parameters(self.recipe.model))
         lines = published.figure7(size)
         return {
             f"{name}, {size}": line

@@ -1,5 +1,5 @@
-"""Evaluations and training runs as one document: the papers' numbers beside ours, and why some cannot be compared."""
+"""Evaluation results and training runs in one document, as Markdown and as HTML."""
 
-from remanence.report.compose import compose, write
+from remanence.report.sections import compose, write
 
 __all__ = ["compose", "write"]

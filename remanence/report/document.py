@@ -1,4 +1,4 @@
-"""A document as a list of parts, written as Markdown with pictures beside it, or as one HTML page with them inside."""
+"""A document as a list of parts, written as Markdown with separate pictures or as one HTML page that contains them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 MARK = "<!-- made by remanence report -->"
-"""In the first lines of every document, to tell it from other files."""
+"""In the first lines of every report, to recognise it when it is written again."""
 
 
 class Heading(NamedTuple):
@@ -22,15 +22,12 @@ class Text(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Cells as text; the rows numbered in `ours` stand out."""
-
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    ours: frozenset[int] = frozenset()
 
 
 class Picture(NamedTuple):
-    """A PNG; the name is its file's, without an ending."""
+    """A PNG image; `name` is its file name without the suffix."""
 
     name: str
     caption: str
@@ -41,7 +38,7 @@ Part = Heading | Text | Table | Picture
 
 
 def markdown(parts: Sequence[Part], folder: str) -> str:
-    """`folder` is the path of the pictures, relative to the text."""
+    """`folder` is the folder of the pictures, relative to the document."""
     return "\n\n".join([MARK, *(_markdown(part, folder) for part in parts)]) + "\n"
 
 
@@ -52,15 +49,12 @@ def _markdown(part: Part, folder: str) -> str:
         return _plain(part.text)
     if isinstance(part, Picture):
         return f"![{_plain(part.caption)}]({folder}/{part.name}.png)"
-    lines = [list(map(_plain, part.header)), ["---"] * len(part.header)]
-    for number, row in enumerate(part.rows):
-        bold = "**" * (number in part.ours)
-        lines.append([f"{bold}{cell}{bold}" if cell else "" for cell in map(_plain, row)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [part.header, ["---"] * len(part.header), *part.rows]
+    return "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in lines)
 
 
 def _plain(text: str) -> str:
-    """Escape what Markdown or HTML would take for its own."""
+    """Escape the characters that have a meaning in Markdown or HTML."""
     for sign in "\\`*_[]|":
         text = text.replace(sign, f"\\{sign}")
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").split())
@@ -85,12 +79,9 @@ def _html(part: Part) -> str:
         data, caption = base64.b64encode(part.png).decode(), escape(part.caption)
         image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
         return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
-    rows = [_cells("th", part.header, "")]
-    for number, row in enumerate(part.rows):
-        rows.append(_cells("td", row, ' class="ours"' if number in part.ours else ""))
-    inside = "\n".join(rows)
-    return f'<div class="wide"><table>\n{inside}\n</table></div>'
+    rows = "\n".join([_table_row("th", part.header), *(_table_row("td", row) for row in part.rows)])
+    return f'<div class="wide"><table>\n{rows}\n</table></div>'
 
 
-def _cells(tag: str, cells: Sequence[str], kind: str) -> str:
-    return f"<tr{kind}>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+def _table_row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
