@@ -114,7 +114,7 @@ def backend() -> str:
 
 
 def flops(net: MLP, rule: Rule, width: int, chunk: int) -> float:
-    """Of one head's forward products per token (ops/closed_form.py's); backward has two for each.
+    """Of one head's forward products per token (ops/closed_form's); backward has two for each.
 
     Keys at the anchor, up and down the net (token-exact: at their own weights, and a triangular system); fold; read; P.
     """

@@ -85,10 +85,12 @@ class Trace(NamedTuple):
     def join(cls, pieces: Sequence[Trace]) -> Trace:
         """Of a call that was read in pieces, one behind the other."""
         depth = len(pieces[0].traces)
-        traces = wavefront.Later(
+        traces = wavefront.LazySequence(
             depth, lambda layer: MemoryTrace.join([piece.traces[layer] for piece in pieces])
         )
-        layers = wavefront.Later(depth, lambda layer: torch.cat([piece.layers[layer] for piece in pieces], 1))
+        layers = wavefront.LazySequence(
+            depth, lambda layer: torch.cat([piece.layers[layer] for piece in pieces], 1)
+        )
         return cls(torch.cat([piece.hidden for piece in pieces], 1), pieces[-1].state, traces, layers)
 
     @property
@@ -325,14 +327,19 @@ class Backbone(Module):
     def _whole_segments(self, tokens: int, state: State | None, ctx: Context) -> slice | None:
         """The whole segments of a call, if they are to be read in a wavefront."""
         size = self.mixers[0].segment_length
-        if size is None or ctx.mode != "on" or ctx.offsets is not None or tokens < wavefront.LEAST * size:
+        if (
+            size is None
+            or ctx.mode != "on"
+            or ctx.offsets is not None
+            or tokens < wavefront.MIN_SEGMENTS * size
+        ):
             return None
         if not self._reads_in_wavefront():
             return None
         at = {0} if state is None else {place % size for place in positions_of(state.position)}
         start = -min(at) % size
         count = max(0, tokens - start) // size
-        if len(at) > 1 or count < wavefront.LEAST or not (state is None or self.remembers_all(state)):
+        if len(at) > 1 or count < wavefront.MIN_SEGMENTS or not (state is None or self.remembers_all(state)):
             return None
         return slice(start, start + count * size)
 
@@ -350,7 +357,7 @@ class Backbone(Module):
     def _read_lanes(self, x: Tensor, ctx: Context, borders: list[int]) -> Trace:
         """Packed documents from their starts, laid side by side in a wavefront; their states are lost."""
         segment = self.mixers[0].segment_length or 1
-        there, back, begins = (index.to(x.device) for index in wavefront.lanes(borders, segment))
+        there, back, begins = (index.to(x.device) for index in wavefront.pack_rows(borders, segment))
         start = self.start(len(there)).blocks
         lanes = pick(x[0], there)
         passage = wavefront.read(
@@ -358,8 +365,10 @@ class Backbone(Module):
         )
         packed = lambda rows: rows.flatten(0, 1).index_select(0, back).unsqueeze(0)
         depth = len(self.blocks)
-        traces = wavefront.Later(depth, lambda layer: MemoryTrace.mapped(passage.traces[layer], packed))
-        layers = wavefront.Later(depth, lambda layer: packed(passage.layers[layer]))
+        traces = wavefront.LazySequence(
+            depth, lambda layer: MemoryTrace.mapped(passage.traces[layer], packed)
+        )
+        layers = wavefront.LazySequence(depth, lambda layer: packed(passage.layers[layer]))
         counts = torch.tensor(borders, device=ctx.position.device).diff()
         return Trace(self.norm(packed(passage.x)), State((), ctx.position + counts), traces, layers)
 

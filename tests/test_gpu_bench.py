@@ -49,7 +49,7 @@ for case in json.loads(sys.argv[1])["cases"]:
 
 
 def test_the_floor_is_that_of_the_design(gpu):
-    """Forward, 8 rows of 8,192 tokens, 16 heads of 64, chunk 64: counted by hand from ops/closed_form.py."""
+    """Forward, 8 rows of 8,192 tokens, 16 heads of 64, chunk 64: counted by hand from ops/closed_form."""
     rows = __import__("gpu_rows")
     count = lambda net, **rule: rows.flops(net, rows.Rule(**rule), 64, 64) * 8 * 16 * 8192
     C, d = 64, 64

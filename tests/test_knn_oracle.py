@@ -23,10 +23,10 @@ VOCABULARY = 13
 
 
 class Entry(NamedTuple):
-    """A token for a store: its keys and values ``[h e]``, and what it is worth; -inf: not to be written."""
+    """A token for a store: its keys and values ``[h e]``, and its importance; -inf: not to be written."""
 
     position: int
-    worth: float
+    token_importance: float
     k: Tensor
     v: Tensor
 
@@ -53,14 +53,14 @@ class LayerLoop:
         c, w = self.mixer.config, self.attention.window
         chosen = range(w)
         if c.write != "all":
-            best = sorted(chosen, key=lambda i: (-self.open[i].worth, i))[
+            best = sorted(chosen, key=lambda i: (-self.open[i].token_importance, i))[
                 : max(1, ceil(c.fraction * w - 1e-9))
             ]
-            best = [i for i in best if self.open[i].worth > -inf]
+            best = [i for i in best if self.open[i].token_importance > -inf]
             chosen = [i for i in chosen if any(abs(i - other) <= c.neighbours for other in best)]
-        for entry in [self.open[i] for i in chosen if self.open[i].worth > -inf]:
+        for entry in [self.open[i] for i in chosen if self.open[i].token_importance > -inf]:
             self.written += 1
-            self.store.append(entry._replace(worth=1.0) if c.write == "all" else entry)
+            self.store.append(entry._replace(token_importance=1.0) if c.write == "all" else entry)
             if len(self.store) > c.size and c.evict == "oldest":
                 del self.store[0]
         while len(self.store) > c.size:
@@ -71,7 +71,7 @@ class LayerLoop:
         """By which a full store gives up an entry, the older of equals first."""
         entry, life = self.store[index], self.mixer.config.half_life
         age = 0.0 if life is None else entry.position / life
-        return log2(max(entry.worth, torch.finfo(torch.float32).tiny)) + age
+        return log2(max(entry.token_importance, torch.finfo(torch.float32).tiny)) + age
 
     def forget(self, first):
         """Entries from before a position."""
@@ -81,8 +81,8 @@ class LayerLoop:
         else:
             self.store = [entry for entry, gone in zip(self.store, old, strict=True) if not gone]
 
-    def read(self, x, position, worth, lender, mode):
-        """One token's features ``[d]``; what is found is the lender's."""
+    def read(self, x, position, token_importance, owner, mode):
+        """One token's features ``[d]``; what is found is the owner's."""
         attention, w = self.attention, self.attention.window
         q, k, v = (
             proj(x).view(attention.heads, -1)
@@ -92,7 +92,7 @@ class LayerLoop:
         self.v.append(v)
         asked, unit = self.rotated(q, position), F.normalize(q, dim=1)
         if isinstance(self.mixer, Knn):
-            self.open.append(Entry(position, worth, F.normalize(k, dim=1).detach(), v.detach()))
+            self.open.append(Entry(position, token_importance, F.normalize(k, dim=1).detach(), v.detach()))
         heads = []
         for head in range(attention.heads):
             keys, values = [k[head] for k in self.k[-w:]], [v[head] for v in self.v[-w:]]
@@ -103,7 +103,7 @@ class LayerLoop:
             near = torch.stack(keys) @ asked[head] * attention.width**-0.5
             values = torch.stack(values)
             y = near.softmax(0) @ values
-            found = [] if lender is None or mode == "off" else lender.found(unit[head], head, position - w)
+            found = [] if owner is None or mode == "off" else owner.found(unit[head], head, position - w)
             if found:
                 far = torch.stack([entry.k[head] for entry in found]) @ unit[head]
                 far, told = far * self.mixer.log_scale[head].exp(), torch.stack([e.v[head] for e in found])
@@ -134,12 +134,12 @@ class DocumentLoop:
         stores = [layer for layer in self.layers if isinstance(layer.mixer, Knn)]
         shared = model.config.knn.shared
         self.owners = stores[:1] if shared else stores
-        self.lenders = [
+        self.store_owners = [
             (stores[0] if shared else layer) if isinstance(layer.mixer, Knn) else None
             for layer in self.layers
         ]
 
-    def worth(self, token):
+    def token_importance(self, token):
         write = self.model.config.knn.write
         if write == "rare":
             return -float(self.model.log_unigrams[token])
@@ -160,10 +160,10 @@ class DocumentLoop:
         if mode == "fresh":
             for layer in self.owners:
                 layer.forget(begin // c.segment * c.segment)
-        worth = self.worth(token) if mode in ("on", "fresh") else -inf
+        token_importance = self.token_importance(token) if mode in ("on", "fresh") else -inf
         x = model.embed.weight[token]
-        for block, layer, lender in zip(model.blocks, self.layers, self.lenders, strict=True):
-            x = x + layer.read(block.norm_mixer(x), self.position, worth, lender, mode)
+        for block, layer, owner in zip(model.blocks, self.layers, self.store_owners, strict=True):
+            x = x + layer.read(block.norm_mixer(x), self.position, token_importance, owner, mode)
             x = x + block.ffn(block.norm_ffn(x))
         self.position += 1
         logits = model.logits(model.backbone.norm(x))
@@ -176,7 +176,7 @@ class DocumentLoop:
             if not isinstance(layer.mixer, Knn):
                 continue
             assert int(state.opened[row]) == len(layer.open)
-            for name, tolerance in (("k", 1e-9), ("v", 1e-9), ("worth", 1e-5)):
+            for name, tolerance in (("k", 1e-9), ("v", 1e-9), ("token_importance", 1e-5)):
                 held = getattr(state, name)[row]
                 waits = [torch.as_tensor(getattr(entry, name), dtype=held.dtype) for entry in layer.open]
                 nothing = torch.zeros_like(held[len(waits) :])
@@ -202,7 +202,7 @@ class DocumentLoop:
             assert held.position[0, slots].tolist() == [entry.position for entry in entries]
             for slot, entry in zip(slots, entries, strict=True):
                 assert_close([held.k[0, slot], held.v[0, slot]], [entry.k, entry.v], 1e-9, "stored pairs")
-                assert abs(float(held.importance[0, slot]) - entry.worth) < 1e-5
+                assert abs(float(held.importance[0, slot]) - entry.token_importance) < 1e-5
 
 
 def setting(chance):

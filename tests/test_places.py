@@ -152,7 +152,7 @@ def test_what_calls_return_lies_as_if_it_had_been_loaded(variant):
             _, state = subject(tokens(rows, count), state)
             assert not misaligned(state.tensors())
             assert not misaligned(state.rows([rows - 1]).tensors())
-            # Nothing is multiplied by what a token is worth.
+            # Nothing is multiplied by the importance of a token.
             assert all(
                 tensor.is_contiguous() for name, tensor in memfile.named(state) if not name.endswith("worth")
             )

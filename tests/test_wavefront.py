@@ -201,8 +201,8 @@ def test_packed_documents_side_by_side(borders, net, counted):
 def test_documents_lie_in_few_rows_and_none_is_lost():
     torch.manual_seed(0)
     borders = [0, *torch.randint(0, 900, (60,)).cumsum(0).tolist()]
-    there, back, begins = wavefront.lanes(borders, 512)
-    assert len(there) <= wavefront.WIDE + 1 and there.shape[1] == 512 * begins.shape[1]
+    there, back, begins = wavefront.pack_rows(borders, 512)
+    assert len(there) <= wavefront.TARGET_ROWS + 1 and there.shape[1] == 512 * begins.shape[1]
     assert torch.equal(there.flatten()[back], torch.arange(borders[-1]))
     assert int(begins.sum()) == sum(b > a for a, b in itertools.pairwise(borders))
 

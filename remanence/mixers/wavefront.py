@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -32,20 +31,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv, operand
-from remanence.layers.attention import Persistent
-from remanence.memory.neural import InitialMemory
+from remanence.layers import operand
 from remanence.mixers.base import MemoryTrace
+from remanence.mixers.stacked import STACKABLE_MODULES, StackedParameters
 from remanence.runtime.module import altered, described, modules_of, ours, overridden
-from remanence.runtime.state import needs_grad, where
+from remanence.runtime.state import where
 
-NARROW = (Linear, Features, InitialMemory, Persistent)
-"""Whose parameters are operands of products, which autocast narrows."""
-
-KNOWN = (*NARROW, RMSNorm, ShortConv, GateProjection)
-"""Whose parameters may have one axis more."""
-
-LEAST = 2
+MIN_SEGMENTS = 2
 """Segments below which layer after layer is as good."""
 
 T = TypeVar("T")
@@ -71,7 +63,9 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
     inside = [modules_of(block) for block in blocks]
     modules = [module for each in inside for module in each]
     for module in modules:
-        if not (ours(module) or module in known) or (module._parameters and not isinstance(module, KNOWN)):
+        if not (ours(module) or module in known) or (
+            module._parameters and not isinstance(module, STACKABLE_MODULES)
+        ):
             name = type(module).__name__
             return f"a module ({name}) is not one of ours, and may not know what to do with several layers' weights"
     if (reason := altered(modules)) is not None:
@@ -99,7 +93,7 @@ def _equal(a: object, b: object) -> bool:
     return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
 
 
-class Passage(NamedTuple):
+class WavefrontOutput(NamedTuple):
     """What came of a call: the last layer's output, each layer's state, what was seen of its memory, and its input."""
 
     x: Tensor
@@ -108,7 +102,7 @@ class Passage(NamedTuple):
     layers: Sequence[Tensor]
 
 
-class Lanes(NamedTuple):
+class PackedRows(NamedTuple):
     """Packed documents in rows of whole segments, several in a row, each from a segment's start on: where each row's
     token stands in the call ``[rows t]``, -1 for none; where each of the call's tokens stands in the rows, laid flat;
     and which segments of each row begin a document ``[rows segments]``.
@@ -119,15 +113,15 @@ class Lanes(NamedTuple):
     begins: Tensor
 
 
-WIDE = 8
+TARGET_ROWS = 8
 """Rows that packed documents are laid into, about, unless one of them is longer than all of them would then be."""
 
 
-def lanes(borders: list[int], size: int) -> Lanes:
+def pack_rows(borders: list[int], size: int) -> PackedRows:
     """The longest first, each into the first row that has room."""
     counts = [b - a for a, b in itertools.pairwise(borders)]
     needed = [-(-count // size) for count in counts]
-    room = max(1, *needed, -(-sum(needed) // WIDE))
+    room = max(1, *needed, -(-sum(needed) // TARGET_ROWS))
     rows: list[list[int]] = []
     left: list[int] = []
     for document in sorted(range(len(counts)), key=lambda each: -needed[each]):
@@ -148,7 +142,7 @@ def lanes(borders: list[int], size: int) -> Lanes:
             back[first : first + count] = torch.arange(count) + (row * room + at) * size
             begins[row, at : at + 1] = count > 0
             at += needed[document]
-    return Lanes(there, back, begins)
+    return PackedRows(there, back, begins)
 
 
 def read(
@@ -158,7 +152,7 @@ def read(
     *,
     begins: Tensor | None = None,
     checkpointing: bool = False,
-) -> Passage:
+) -> WavefrontOutput:
     """Whole segments ``[b t d]`` through all blocks, memory "on", from where a segment begins, and a chunk with it.
 
     Where `begins` ``[b segments]`` says so a row begins anew, as it did before its first segment.
@@ -166,7 +160,7 @@ def read(
     mixers: list[Any] = [block.mixer for block in blocks]
     segments = x.split(mixers[0].segment_length, 1)
     rows, depth, count = x.shape[0], len(blocks), len(segments)
-    stack, reads = Stack(blocks), _Reads(blocks[0])
+    stack, reads = StackedParameters(blocks), _SegmentReader(blocks[0])
     steps: list[
         tuple[int, Tensor, MemoryTrace]
     ] = []  # of each time: its first layer, the layers' inputs, what was seen
@@ -199,7 +193,7 @@ def read(
             out.append(said)
         if time >= count - 1:
             ends.append(
-                _end(
+                _final_state(
                     carry.rows(slice(0, rows)),
                     [weight[:rows] for weight in before],
                     states[first],
@@ -208,17 +202,17 @@ def read(
                 )
             )
 
-    def own(layer: int, column: int) -> list[Any]:
+    def layer_rows(layer: int, column: int) -> list[Any]:
         """A layer's rows of every step in which it was under way."""
         found = [(step[column], (layer - step[0]) * rows) for step in steps[layer : layer + count]]
-        return [_rows(tree, place, rows) for tree, place in found]
+        return [_row_slice(tree, place, rows) for tree, place in found]
 
-    seen_of = lambda layer: MemoryTrace.join(own(layer, 2))
-    return Passage(
+    seen_of = lambda layer: MemoryTrace.join(layer_rows(layer, 2))
+    return WavefrontOutput(
         torch.cat(out, 1),
         tuple(ends),
-        Later(depth, seen_of),
-        Later(depth, lambda layer: torch.cat(own(layer, 1), 1)),
+        LazySequence(depth, seen_of),
+        LazySequence(depth, lambda layer: torch.cat(layer_rows(layer, 1), 1)),
     )
 
 
@@ -228,7 +222,7 @@ def _step(
     return functional_call(reads, weights, (x, carry))
 
 
-class _Reads(nn.Module):
+class _SegmentReader(nn.Module):
     """A block that reads one whole segment."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -241,17 +235,17 @@ class _Reads(nn.Module):
         return block.residual_ffn(x, y), carry, trace
 
 
-def _rows(tree: Any, first: int, count: int) -> Any:
+def _row_slice(tree: Any, first: int, count: int) -> Any:
     if tree is None:
         return None
     if isinstance(tree, Tensor):
         return tree[first : first + count]
     return MemoryTrace(
-        _rows(tree.surprise, first, count), tree.gates.map(lambda gate: gate[first : first + count])
+        _row_slice(tree.surprise, first, count), tree.gates.map(lambda gate: gate[first : first + count])
     )
 
 
-def _end(carry: Any, weights: list[Tensor], begun: Any, x: Tensor, mixer: Any) -> Any:
+def _final_state(carry: Any, weights: list[Tensor], begun: Any, x: Tensor, mixer: Any) -> Any:
     """A layer's state after its last segment, which left nothing open."""
     if not torch.is_grad_enabled():
         # A view would keep all layers' states.
@@ -262,7 +256,7 @@ def _end(carry: Any, weights: list[Tensor], begun: Any, x: Tensor, mixer: Any) -
     return mixer.after_segments(carry, tuple(weights), begun, x.shape[1])
 
 
-class Later(Sequence[T]):
+class LazySequence(Sequence[T]):
     """Results that most callers never ask for, each made when it is."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
@@ -280,125 +274,3 @@ class Later(Sequence[T]):
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
         chosen = range(self.size)[index]
         return self.make(chosen) if isinstance(chosen, int) else [self.make(each) for each in chosen]
-
-
-class Stack:
-    """The parameters of alike blocks, by name, one axis more in front: copied, and cast as autocast would, once for a
-    whole call.
-
-    Their gradients come step by step, of some layers at a time, and are added up in place (`Sums`).
-    """
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        first = blocks[0]
-        device = next(first.parameters()).device.type
-        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        found = [dict(block.named_parameters()) for block in blocks]
-        kinds = {f"{path}.{name}": isinstance(module, NARROW) for path, module in first.named_modules()
-                 for name, _ in module.named_parameters(recurse=False)}  # fmt: skip
-        self.names = list(found[0])
-        self.groups = [[each[name] for each in found] for name in self.names]
-        self.dtypes = [narrow if narrow is not None and kinds[name] else group[0].dtype
-                       for name, group in zip(self.names, self.groups, strict=True)]  # fmt: skip
-        self.depth = len(blocks)
-        self.needs_grad = needs_grad(itertools.chain(*self.groups))
-        flat = [_gathered(parameter) for group in self.groups for parameter in group]
-        mesh = getattr(self.groups[0][0], "device_mesh", None)
-        stacked = self.stack(flat)
-        own = [group[0].dtype for group in self.groups]
-        self.sums = Sums(stacked, own, 1 if mesh is None else mesh.size())
-        self.stacked = _Stacked.apply(self.sums, stacked, *flat) if self.needs_grad else stacked
-
-    @torch.no_grad()
-    def stack(self, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        groups = [flat[first : first + self.depth] for first in range(0, len(flat), self.depth)]
-        return tuple(
-            torch.stack(list(group)).to(dtype) for group, dtype in zip(groups, self.dtypes, strict=True)
-        )
-
-    def take(self, first: int, last: int) -> dict[str, Tensor]:
-        """Those of some layers in a row, by the names that `_Reads` has for them."""
-        taken = (
-            _Taken.apply(self.sums, first, last, *self.stacked)
-            if self.needs_grad
-            else [each[first:last] for each in self.stacked]
-        )
-        if self.needs_grad:
-            for index, each in enumerate(taken):
-                each.gradient_sum = partial(self.sums.of, index, first, last)  # which projections ask for
-        return {f"block.{name}": each for name, each in zip(self.names, taken, strict=True)}
-
-
-class Sums:
-    """Gradients of stacked parameters, added up in place, in the parameters' own dtype, and handed over when the last
-    has come.
-
-    What runs in backward knows this and not the stack: a stack whose tensors are made by a function that knows the
-    stack is a circle that nobody sees whole, and would stay for ever.
-    """
-
-    def __init__(self, stacked: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: int) -> None:
-        self.shapes, self.dtypes, self.mesh = [each.shape for each in stacked], dtypes, mesh
-        self.device = stacked[0].device
-        self.totals: list[Tensor] | None = None
-
-    def of(self, index: int, first: int, last: int) -> Tensor:
-        """Where the gradients of some layers' parameters are added up."""
-        if self.totals is None:
-            self.totals = [
-                torch.zeros(shape, dtype=dtype, device=self.device)
-                for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-            ]
-        return self.totals[index][first:last]
-
-    def add(self, first: int, last: int, grads: Sequence[Tensor | None]) -> None:
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                total = self.of(index, first, last)
-                total += grad
-
-    def hand_over(self) -> list[Tensor | None]:
-        totals, self.totals = self.totals, None
-        if totals is None:
-            return [None] * sum(shape[0] for shape in self.shapes)
-        # Of weights that several processes share the gradient is the mean of theirs, as FSDP has it; these are added
-        # up.
-        return [
-            grad for total in totals for grad in (total if self.mesh == 1 else total / self.mesh).unbind(0)
-        ]
-
-
-def _gathered(parameter: Tensor) -> Tensor:
-    """A parameter whole, where processes share it; its gradient goes back to those who have it."""
-    if not hasattr(parameter, "full_tensor"):
-        return parameter
-    from torch.distributed.tensor import Partial
-
-    return parameter.full_tensor(grad_placements=[Partial()])
-
-
-class _Stacked(torch.autograd.Function):
-    """Runs last in backward, as every `_Taken` is made of it, and gets nothing from them: all is in the sums."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Sums, stacked: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.sums = sums
-        ctx.set_materialize_grads(False)
-        return stacked
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None, *ctx.sums.hand_over()
-
-
-class _Taken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sums: Sums, first: int, last: int, *stacked: Tensor) -> tuple[Tensor, ...]:
-        ctx.sums, ctx.range = sums, (first, last)
-        ctx.set_materialize_grads(False)
-        return tuple(each[first:last] for each in stacked)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.sums.add(*ctx.range, grads)
-        return None, None, None, *[None] * len(grads)

@@ -44,3 +44,37 @@ def clamped() -> int:
 def reset_clamped() -> None:
     for count in _counters.values():
         count.zero_()
+
+
+class GradientClamp:
+    """Limits the gradient that is carried back from chunk to chunk, per row and head, to what floats can represent.
+
+    Thousands of writes are a long product of Jacobians, which explodes with a deep net or repeated keys. The limit is
+    all that was received so far (the absolute sum of the outputs' gradients, times the largest query if above 1) times
+    1 / eps: beyond it, rounding has replaced the last digit of what was received. There the gradient is scaled down;
+    below it nothing changes. Deep nets are limited after every chunk, a user's own net after every block.
+
+    What was received may itself have grown in a later call (MAC makes one per segment), so there is also a fixed limit:
+    a number whose square can be summed 1e18 times, as a gradient's norm needs.
+
+    `count` adds the limited rows and heads to the total that `clamped` returns.
+    """
+
+    def __init__(self, g_end: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        self.received: Tensor | int = sum(g.abs().reshape(len(g), -1).sum(1) for g in g_end)
+        self.reach, self.end = 1.0 / torch.finfo(dtype).eps, torch.finfo(dtype).max ** 0.5 * 1e-9
+        self.least: Tensor | None = None
+
+    def apply(self, g_state: list[Tensor], received: Tensor) -> None:
+        """Scale g_state ``[m ...]`` down in place where needed, after gradients of this size ``[m]`` were received."""
+        self.received = self.received + received
+        limit = (self.received * self.reach).clamp(max=self.end)
+        size = torch.stack([g.reshape(len(g), -1).abs().amax(1) for g in g_state]).amax(0)
+        factor = (limit / size).clamp_(max=1.0).nan_to_num_(1.0)
+        self.least = factor if self.least is None else torch.minimum(self.least, factor)
+        for g in g_state:
+            g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))
+
+    def count(self) -> None:
+        if self.least is not None and not torch.compiler.is_compiling():
+            counter(self.least).add_((self.least < 1.0).sum())

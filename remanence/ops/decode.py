@@ -1,7 +1,7 @@
 """A memory that reads one token at a time, in place: nothing is allocated, nothing waits for the device.
 
 A token needs the layer inputs X and errors D, at the anchor weights, of the earlier tokens of its chunk. Those are
-stored beside the tail, so that a token is one row of every product of closed_form.py. Rows may be anywhere in their
+stored beside the tail, so that a token is one row of every product of closed_form. Rows may be anywhere in their
 chunks: where a row writes, and whether its chunk is complete, is decided on the device, and all shapes are fixed. So a
 CUDA graph can capture it.
 """

@@ -1,5 +1,5 @@
 """What a layer does around its memory as torch operators, on a CPU under torch.compile: the functions of
-triton/layer.py, with the results of `remanence.layers`.
+ops/triton/layer, with the results of `remanence.layers`.
 
 The compiler turns every group of elementwise operations into a C++ file, which takes seconds to build: twenty for a
 layer and its gradient. With these operators there are a few. Differentiable once.

@@ -1,7 +1,7 @@
 """What a memory is: its weights and what they answer. Knows no time.
 
 A net is any object with ``init`` and ``apply``; a user's own takes the generic path. ``MLP`` also has a closed form
-(closed_form.py), which is where the speed is.
+(closed_form), which is where the speed is.
 """
 
 from __future__ import annotations

@@ -13,20 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.ops.chunked import (
-    ChunkBlock,
-    ChunkScan,
-    arranged,
-    from_chunks,
-    scan_backward,
-    scan_for,
-    scan_forward,
-    to_chunks,
-)
+from remanence.ops.chunked import arranged, from_chunks, scan_backward, scan_forward, to_chunks
 from remanence.ops.layout import Layout
 from remanence.ops.library import GATES, operator, raise_on_double_backward
 from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
+from remanence.ops.scans import ChunkBlock, ChunkScan, scan_for
 from remanence.ops.state import Gates, MemoryState
 from remanence.runtime.state import needs_grad
 

@@ -13,10 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remanence.ops import MLP, NETS, RULES, Gates, Rule, decode, start
 from remanence.ops.triton import decode as decode_kernels
-from remanence.ops.triton import dispatch, layer, memory, nearest, resources
+from remanence.ops.triton import dispatch, memory, nearest, resources
 from remanence.ops.triton import linear as fused_linear
 from remanence.ops.triton import mlp as fused
 from remanence.ops.triton.launch import PRECISION, kernels
+from remanence.ops.triton.layer import features, tiles
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -102,7 +103,7 @@ QUICK_LIFTS = [
 
 
 def check_key_features(arch, width, hidden, dtype):
-    launches = layer.key_features_launches(8, width, hidden, DTYPES[dtype], arch)
+    launches = features.key_features_launches(8, width, hidden, DTYPES[dtype], arch)
     names = [
         "key_features_gated",
         "key_features_added",
@@ -113,7 +114,7 @@ def check_key_features(arch, width, hidden, dtype):
     if max(width, hidden) <= (128 if dtype == "bf16" else 64):
         names = ["key_features_kernel", "key_features_slopes", "heads_kernel", "heads_weight", "heads_weight"]
     assert [launch.name for launch in launches] == names
-    reason = resources.lacking(layer.kernels(), launches, arch, resources.SHARED[arch] * 1024)
+    reason = resources.lacking(tiles.kernels(), launches, arch, resources.SHARED[arch] * 1024)
     assert reason is None, reason
 
 

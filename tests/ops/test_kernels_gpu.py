@@ -12,8 +12,9 @@ from plain import plain
 
 from remanence.layers import Features
 from remanence.ops import MLP, RULES, Gates, memorize, start
-from remanence.ops.triton import dispatch, layer
+from remanence.ops.triton import dispatch
 from remanence.ops.triton import mlp as fused
+from remanence.ops.triton.layer import tiles
 from remanence.ops.triton.nearest import nearest
 
 pytestmark = [
@@ -178,9 +179,11 @@ def test_features_are_right_on_this_chip(tokens, width, hidden, dtype, monkeypat
     x = F.normalize(torch.randn(2, tokens, 16, width, device="cuda"), dim=-1).to(dtype)
     upstream = torch.randn(2, tokens, 16, width, device="cuda").to(dtype)
     used = []
-    launched = layer._launch
+    launched = tiles.launch_kernel
     monkeypatch.setattr(
-        layer, "_launch", lambda name, *args, **how: (used.append(name), launched(name, *args, **how))[1]
+        tiles,
+        "launch_kernel",
+        lambda name, *args, **how: (used.append(name), launched(name, *args, **how))[1],
     )
 
     def results(kernels, dtype=dtype):

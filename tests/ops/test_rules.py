@@ -25,9 +25,9 @@ from remanence.ops import (
     recall,
     start,
 )
-from remanence.ops.chunked import AutogradScan, ClosedFormScan, RuleScan, TokenExactScan, scan_for
 from remanence.ops.closed_form import unsupported
 from remanence.ops.large_chunk import LargeChunk, SwiGLU
+from remanence.ops.scans import AutogradScan, ClosedFormScan, RuleScan, TokenExactScan, scan_for
 from remanence.testing import (
     assert_causal,
     assert_close,

@@ -11,6 +11,7 @@ from remanence import NeuralMemory
 from remanence.layers import Features, GateProjection, RMSNorm, Rotary, ShortConv, by_heads
 from remanence.mixers.window_and_memory import Join
 from remanence.ops.triton import layer
+from remanence.ops.triton.layer import features, norms, pointwise, tiles
 from remanence.testing import assert_close, assert_same_function, distance, tensors
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]
@@ -246,7 +247,7 @@ def test_as_exact_as_torch_and_twice_the_same(case, dtype):
 @pytest.mark.parametrize("name", LIFTS)
 def test_features_with_products_over_parts_of_the_tokens(name, part, monkeypatch):
     """Whatever their number, and however many tokens the last of them is short of."""
-    monkeypatch.setattr(layer, "FEATURE_PART", part)
+    monkeypatch.setattr(features, "FEATURE_PART", part)
     assert_same_function(
         torch_key_features, layer.key_features, key_features_leaves(*LIFTS[name]), tolerance=1e-10
     )
@@ -254,8 +255,8 @@ def test_features_with_products_over_parts_of_the_tokens(name, part, monkeypatch
 
 @pytest.mark.parametrize("tokens", [1, 511, 512, 513, 1000, 8191, 100_003])
 def test_parts_hold_all_tokens(tokens):
-    parts, room = layer._key_features_room(tokens)
-    assert 1 <= parts <= layer.FEATURE_PARTS and room % parts == 0 and tokens <= room < tokens + parts
+    parts, room = features._padded_tokens(tokens)
+    assert 1 <= parts <= features.FEATURE_PARTS and room % parts == 0 and tokens <= room < tokens + parts
 
 
 def test_untrained_features_are_the_keys():
@@ -307,10 +308,10 @@ def test_features_of_any_depth_take_the_kernels(hidden, monkeypatch):
     call = lambda x, *values: features(x)
     leaves = [x, *features.parameters()]
     plain = gradients(call, leaves, ())
-    asked, used, launch = [], [], layer._launch
+    asked, used, launch = [], [], tiles.launch_kernel
     monkeypatch.setattr(layer, "fits", lambda x, **sizes: asked.append(sizes) or True)
     monkeypatch.setattr(
-        layer, "_launch", lambda name, *args, **how: (used.append(name), launch(name, *args, **how))[1]
+        tiles, "launch_kernel", lambda name, *args, **how: (used.append(name), launch(name, *args, **how))[1]
     )
     assert_close(plain, gradients(call, leaves, ()), 1e-10)
     assert asked == [{"width": 12, "features": hidden}]
@@ -347,15 +348,15 @@ def test_the_compiler_sees_one_operator():
         ).log() + lifted
 
     x, up, down = randn(2, 5, 8), randn(2, 4, 6), randn(2, 3, 4)
-    torch.library.opcheck(layer.short_conv_forward, (x, past, conv, 2, True))
-    torch.library.opcheck(layer.gates_forward, (x, gates, bias, 2, 2))
-    torch.library.opcheck(layer.gated_norm_forward, (x.unflatten(-1, (2, 4)), randn(2, 5, 8), gain, 1e-6))
-    torch.library.opcheck(layer.key_features_forward, (x.unflatten(-1, (2, 4)), up, down))
-    torch.library.opcheck(layer.rms_norm_forward, (x, randn(8), 1e-6, torch.float64))
-    torch.library.opcheck(layer.join_forward, (x, randn(2, 5, 8), randn(8), randn(8), 1e-6))
-    torch.library.opcheck(layer.swiglu_forward, (x, randn(2, 5, 8)))
+    torch.library.opcheck(layer.conv.short_conv_forward, (x, past, conv, 2, True))
+    torch.library.opcheck(layer.gates.gates_forward, (x, gates, bias, 2, 2))
+    torch.library.opcheck(norms.gated_norm_forward, (x.unflatten(-1, (2, 4)), randn(2, 5, 8), gain, 1e-6))
+    torch.library.opcheck(features.key_features_forward, (x.unflatten(-1, (2, 4)), up, down))
+    torch.library.opcheck(norms.rms_norm_forward, (x, randn(8), 1e-6, torch.float64))
+    torch.library.opcheck(norms.join_forward, (x, randn(2, 5, 8), randn(8), randn(8), 1e-6))
+    torch.library.opcheck(pointwise.swiglu_forward, (x, randn(2, 5, 8)))
     angles = torch.rand(2, 1, 5, 2, dtype=torch.float64)
-    torch.library.opcheck(layer.rotary_forward, (x.unflatten(-1, (2, 4)), *angles, False))
+    torch.library.opcheck(pointwise.rotary_forward, (x.unflatten(-1, (2, 4)), *angles, False))
     leaves = [x, past, conv, gates, bias, gain, up, down]
     true = torch.autograd.grad(loss(x), leaves)
     for backend in ("eager", "aot_eager"):
@@ -381,17 +382,19 @@ def test_a_whole_layer(rule, monkeypatch):
     plain = results()
     used = []
     monkeypatch.setattr(layer, "fits", lambda x, **sizes: x.numel() > 0)
-    launch = layer._launch
+    launch = tiles.launch_kernel
     monkeypatch.setattr(
-        layer, "_launch", lambda name, *args, **kwargs: (used.append(name), launch(name, *args, **kwargs))[1]
+        tiles,
+        "launch_kernel",
+        lambda name, *args, **kwargs: (used.append(name), launch(name, *args, **kwargs))[1],
     )
     ours = results()
     assert_close(plain, ours, 1e-10)
     elsewhere = {
-        name for name in layer.TILE if name.startswith(("rms_norm", "join", "rotary", "key_features"))
+        name for name in tiles.TILE if name.startswith(("rms_norm", "join", "rotary", "key_features"))
     }  # or of wider features
     at_once = {"key_features_kernel", "key_features_slopes", "heads_kernel", "heads_weight"}
-    assert set(used) == ({*layer.TILE, *layer.GATE_TILE} - elsewhere) | at_once
+    assert set(used) == ({*tiles.TILE, *layer.gates.GATE_TILE} - elsewhere) | at_once
 
 
 def test_under_autocast_dtypes_are_torchs(monkeypatch):

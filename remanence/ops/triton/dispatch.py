@@ -23,7 +23,7 @@ KERNELS: tuple[str, ...] = ("layer", "memory", "decode", "search")
 """The kernels that may run, by what they do; the rest is left to torch. Tests set it to compare the two."""
 
 LAYER_WIDTH, LAYER_TAPS, LAYER_GATES, LAYER_FEATURES, LAYER_CHANNELS = 256, 16, 128, 512, 8192
-"""The most that the kernels of layer.py can take, of a head's width and so on."""
+"""Limits of the kernels in `layer`: head width, convolution taps, gates, features of a key, channels."""
 
 LAYER_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -130,7 +130,7 @@ def build_reason(plan: Plan, op: torch.dtype, arch: int, shared: int, train: boo
 def layer_reason(
     x: Tensor, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0, channels: int = 1
 ) -> str | None:
-    """Why x cannot take the kernels of layer.py, with heads of this width, so many taps, gates of all heads together,
+    """Why x cannot take the kernels of `layer`, with heads of this width, so many taps, gates of all heads together,
     features of each key, and channels.
     """
     if not x.is_cuda:

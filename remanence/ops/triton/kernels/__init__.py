@@ -2,7 +2,7 @@
 """The closed form of a two-layer memory as Triton kernels: x + LN(act(x W1) W2), or without the LayerNorm.
 
 One chunk's tokens are a tile of C rows; a program is one (row, head), or one of its chunks. Letters as in
-closed_form.py:
+closed_form:
 
     coef_kernel          gates -> P, (a, r, c, s), fold; every chunk at once
     state_kernel         W and S over the chunks, from keys alone, with D2 and surprise; one program per (row, head),
@@ -27,7 +27,7 @@ up in `carry_kernel`, so that nothing but the state's own recurrence waits. Oper
 linear_backward.py do the same for one layer, on the same coefficients, and decode_linear_kernel for one token of it.
 """
 
-from remanence.ops.triton.kernels.carry import carry_kernel, carry_stream, keys_backward
+from remanence.ops.triton.kernels.carry import carry_kernel, carry_stream
 from remanence.ops.triton.kernels.coef import coef_backward, coef_kernel
 from remanence.ops.triton.kernels.decode import (
     convolve_kernel,
@@ -35,6 +35,7 @@ from remanence.ops.triton.kernels.decode import (
     decode_kernel,
     decode_linear_kernel,
 )
+from remanence.ops.triton.kernels.keys import keys_backward
 from remanence.ops.triton.kernels.linear import linear_read, linear_solve, linear_state
 from remanence.ops.triton.kernels.linear_backward import (
     linear_carry,

@@ -1,0 +1,82 @@
+# mypy: ignore-errors
+"""Gradients of keys, values and coefficients, given the gradient of every chunk's end state."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from remanence.ops.triton.kernels.tools import (
+    COEF_C,
+    COEF_S,
+    dot,
+    kernel,
+    load,
+    load_coef,
+    load_layers,
+    load_tokens,
+    store_coef,
+    store_tokens,
+    tokens,
+    which_chunk,
+)
+
+
+@kernel
+def keys_backward(
+    k, starts1, starts2, co, errors, hiddens, firsts, g_Z, g_J1, g_J2, g_v, g_k, g_co, g_fold, L, n, HEADS,
+    D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
+    MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr,
+    ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What nothing in the sequence waits for. g_k holds what reading gave, and is added to; g_J is each chunk's end
+    gradient.
+    """
+    i, m, base = which_chunk(n)
+    d, t = tl.arange(0, BD), tl.arange(0, BC)
+    PARTS: tl.constexpr = 2 if MOMENTUM else 1
+    SIZE: tl.constexpr = D * HIDDEN
+    BLOCKS: tl.constexpr = (HIDDEN + BH - 1) // BH
+    EVEN: tl.constexpr = (D == BD) and (HIDDEN == BH * BLOCKS)
+    starts1 += base * PARTS * SIZE
+    starts2 += base * PARTS * SIZE
+    g_J1 += base * PARTS * SIZE
+    g_J2 += base * PARTS * SIZE
+    at, live = tokens(m, i, L, HEADS, CHUNK, BC)
+    K, D2 = load_tokens(k, at, live, D, BD), load_tokens(errors, at, live, D, BD)
+    c = load_coef(co, base, COEF_C, BC)[:, None]
+    g_key = load_tokens(g_k, at, live, D, BD).to(ACC)
+    if RESIDUAL:
+        g_key -= load_tokens(g_v, at, live, D, BD)
+    g_c = tl.zeros([BC], ACC)
+    keep = tl.sum(g_c, 0)
+    if MOMENTUM:
+        s = load_coef(co, base, COEF_S, BC)[:, None]
+        g_s = tl.zeros([BC], ACC)
+        carry, past = tl.sum(g_c, 0), tl.sum(g_c, 0)
+    for j in tl.range(BLOCKS, num_stages=1):
+        f = j * BH + tl.arange(0, BH)
+        W1, W2 = load_layers(starts1, starts2, 0, d, f, D, HIDDEN, EVEN)
+        G1, G2 = load_layers(g_J1, g_J2, 0, d, f, D, HIDDEN, EVEN)
+        H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        D1 = load(firsts + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
+        keep += tl.sum(tl.sum(W1.to(ACC) * G1, 1), 0) + tl.sum(tl.sum(W2.to(ACC) * G2, 1), 0)
+        g_key += dot(load(g_Z + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN), tl.trans(W1), OP, PRECISION)
+        back = dot(D1, tl.trans(G1), OP, PRECISION)
+        g_key -= c * back
+        g_c -= tl.sum(back * K, 1) + tl.sum(dot(D2, tl.trans(G2), OP, PRECISION) * H, 1)
+        if MOMENTUM:
+            S1 = load(starts1 + SIZE, d, f, D, HIDDEN, EVEN).to(ACC)
+            S2 = load(starts2 + SIZE, f, d, HIDDEN, D, EVEN).to(ACC)
+            carry += tl.sum(tl.sum(S1 * G1, 1), 0) + tl.sum(tl.sum(S2 * G2, 1), 0)
+            G1, G2 = load_layers(g_J1, g_J2, SIZE, d, f, D, HIDDEN, EVEN)
+            past += tl.sum(tl.sum(S1 * G1, 1), 0) + tl.sum(tl.sum(S2 * G2, 1), 0)
+            back = dot(D1, tl.trans(G1), OP, PRECISION)
+            g_key -= s * back
+            g_s -= tl.sum(back * K, 1) + tl.sum(dot(D2, tl.trans(G2), OP, PRECISION) * H, 1)
+    store_tokens(g_k, g_key, at, live, D, BD)
+    store_coef(g_co, g_c, base, COEF_C, BC)
+    tl.store(g_fold + base * 4, keep)
+    if MOMENTUM:
+        store_coef(g_co, g_s, base, COEF_S, BC)
+        tl.store(g_fold + base * 4 + 1, carry)
+        tl.store(g_fold + base * 4 + 2, past)

@@ -1,0 +1,113 @@
+# mypy: ignore-errors
+"""Short causal convolutions with SiLU and unit length per head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from remanence.ops.triton.kernels.layer.tiles import UNIT_EPS, kernel, load_tile, load_vector, store_tile
+from remanence.ops.triton.kernels.tools import activate, activate_with_slope
+
+
+@triton.jit
+def _inputs(
+    x,
+    past,
+    at,
+    L,
+    cols,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    LEAD: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The tokens `at` of one row and head; those before the first are the last of the past."""
+    new = load_tile(x, at, (at >= 0) & (at < L), cols, D, BD, HEADS * D, ACC)
+    if LEAD > 0:
+        return new + load_tile(past, at + LEAD, (at < 0) & (at >= -LEAD), cols, D, BD, HEADS * D, ACC)
+    else:
+        return new
+
+
+@kernel
+def short_conv_kernel(
+    x, past, weight, y, L, per,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, UNIT: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
+    t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
+    base, before = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
+    weight += (row // per) * HEADS * D * TAPS
+    z = tl.zeros([BT, BD], ACC)
+    for back in tl.static_range(TAPS):
+        w = load_vector(weight + head * D * TAPS + TAPS - 1 - back, cols, D, BD, TAPS, ACC)
+        z += w[None, :] * _inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC)
+    z = activate(z, False)
+    if UNIT:
+        z *= tl.rsqrt(tl.sum(z * z, 1) + UNIT_EPS)[:, None]
+    store_tile(y + base, z, t, t < L, cols, D, BD, HEADS * D)
+
+
+@kernel
+def short_conv_slopes(
+    x, past, weight, g_y, g_z, g_weight, L, steps, per,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, UNIT: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """The convolution's own gradient g_z, and with it the weights'."""
+    head, part, row = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
+    cols = tl.arange(0, BD)
+    base, before = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
+    weight += (row // per) * HEADS * D * TAPS
+    sums = (tl.zeros([BT, BD], ACC),) * TAPS
+    for step in range(steps):
+        t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
+        inputs, z = (), tl.zeros([BT, BD], ACC)  # tuples grow by sums: Triton knows no unpacking
+        for back in tl.static_range(TAPS):
+            w = load_vector(weight + head * D * TAPS + TAPS - 1 - back, cols, D, BD, TAPS, ACC)
+            taken = _inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC)
+            inputs = inputs + (taken,)  # noqa: RUF005
+            z += w[None, :] * inputs[back]
+        value, slope = activate_with_slope(z, False)
+        g = load_tile(g_y + base, t, t < L, cols, D, BD, HEADS * D, ACC)
+        if UNIT:
+            shrink = tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
+            value *= shrink
+            g = (g - value * tl.sum(g * value, 1)[:, None]) * shrink
+        g *= slope
+        store_tile(g_z + base, g, t, t < L, cols, D, BD, HEADS * D)
+        added = ()
+        for back in tl.static_range(TAPS):
+            added = added + (sums[back] + g * inputs[back],)  # noqa: RUF005
+        sums = added
+    parts = tl.num_programs(0) // HEADS
+    out = g_weight + ((row * parts + part) * HEADS + head) * D * TAPS
+    for back in tl.static_range(TAPS):
+        tl.store(out + cols * TAPS + TAPS - 1 - back, tl.sum(sums[back], 0), mask=cols < D)
+
+
+@kernel
+def short_conv_turned(
+    g_z, weight, g_x, g_past, L, per,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """A token's gradient is of itself and the TAPS - 1 after it; the past's too, which is the first tile's
+    beginning.
+    """
+    LEAD: tl.constexpr = TAPS - 1
+    head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
+    t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT - LEAD + tl.arange(0, BT), tl.arange(0, BD)
+    base, before = row * L * HEADS * D + head * D, row * LEAD * HEADS * D + head * D
+    weight += (row // per) * HEADS * D * TAPS
+    g = tl.zeros([BT, BD], ACC)
+    for ahead in tl.static_range(TAPS):
+        w = load_vector(weight + head * D * TAPS + LEAD - ahead, cols, D, BD, TAPS, ACC)
+        g += w[None, :] * load_tile(
+            g_z + base, t + ahead, (t + ahead >= 0) & (t + ahead < L), cols, D, BD, HEADS * D, ACC
+        )
+    store_tile(g_x + base, g, t, (t >= 0) & (t < L), cols, D, BD, HEADS * D)
+    if LEAD > 0:
+        store_tile(g_past + before, g, t + LEAD, t < 0, cols, D, BD, HEADS * D)

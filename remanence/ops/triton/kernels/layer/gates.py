@@ -1,0 +1,119 @@
+# mypy: ignore-errors
+"""Log gates of a layer: logits of the input at unit mean square, and their log-sigmoids."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from remanence.ops.triton.kernels.layer.tiles import kernel, load_tile, load_vector, store_tile
+
+GATE_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def _log_sigmoid(z, TERMS: tl.constexpr):
+    """min(z, 0) - log(1 + exp(-|z|)), the latter from log(1 + u)'s series in u / (2 + u), at most 1/3: a gate that is
+    nearly open has a small log, which the chip's own logarithm near 1 would leave few digits of.
+    """
+    u = tl.exp(-tl.abs(z))
+    v = u / (2.0 + u)
+    total = tl.zeros_like(v)
+    for i in tl.static_range(TERMS):
+        total = total * v * v + 1.0 / (2 * (TERMS - 1 - i) + 1)
+    return tl.minimum(z, 0.0) - 2.0 * v * total
+
+
+@triton.jit
+def _signs(gate, FLIPPED: tl.constexpr, ACC: tl.constexpr):
+    return 1.0 - 2.0 * ((FLIPPED >> gate) & 1).to(ACC)
+
+
+@kernel
+def gates_kernel(
+    x, weight, bias, logs, logits, scales, n, per,
+    GATES: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    FLIPPED: tl.constexpr, TERMS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    COUNT: tl.constexpr = GATES * HEADS
+    group = tl.program_id(1).to(tl.int64)
+    t, gates = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BG)
+    live = t < (group + 1) * per
+    weight, bias = weight + group * COUNT * DIM, bias + group * COUNT
+    products, squares = tl.zeros([BT, BG], ACC), tl.zeros([BT, BD], ACC)
+    for start in range(0, DIM, BD):
+        cols = start + tl.arange(0, BD)
+        # A tile of columns is whole where DIM is a multiple of it.
+        a = load_tile(x, t, live, cols, DIM, DIM if DIM % BD == 0 else 0, DIM, ACC)
+        w = load_tile(weight, gates, gates < COUNT, cols, DIM, DIM if DIM % BD == 0 else 0, DIM, ACC)
+        products = tl.dot(a, tl.trans(w), products, input_precision=PRECISION, out_dtype=ACC)
+        squares += a * a
+    scale = tl.rsqrt(tl.sum(squares, 1) / DIM + GATE_EPS)
+    logit = products * scale[:, None] + load_vector(bias, gates, COUNT, BG, 1, ACC)[None, :]
+    tl.store(scales + t, scale, mask=live)
+    store_tile(logits, logit, t, live, gates, COUNT, BG, COUNT)
+    log_gate = _log_sigmoid(logit * _signs(gates // HEADS, FLIPPED, ACC)[None, :], TERMS)
+    place = (gates // HEADS).to(tl.int64) * n * HEADS + gates % HEADS
+    tl.store(
+        logs + place[None, :] + t[:, None] * HEADS, log_gate, mask=(live)[:, None] & (gates < COUNT)[None, :]
+    )
+
+
+@kernel
+def gates_slopes(
+    g_logs, logits, scales, bias, g_logits, pulls, g_bias, n, per,
+    GATES: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BT: tl.constexpr,
+    FLIPPED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Of the products before they are scaled; and what each token's input loses by being scaled, as a multiple of
+    itself.
+    """
+    COUNT: tl.constexpr = GATES * HEADS
+    group = tl.program_id(1).to(tl.int64)
+    t, gates = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BG)
+    live = t < (group + 1) * per
+    bias += group * COUNT
+    logit = load_tile(logits, t, live, gates, COUNT, BG, COUNT, ACC)
+    scale = tl.load(scales + t, mask=live, other=0.0)
+    place = (gates // HEADS).to(tl.int64) * n * HEADS + gates % HEADS
+    mask = (live)[:, None] & (gates < COUNT)[None, :]
+    g = tl.load(g_logs + place[None, :] + t[:, None] * HEADS, mask=mask, other=0.0)
+    signs = _signs(gates // HEADS, FLIPPED, ACC)[None, :]
+    g = signs * g / (1.0 + tl.exp(signs * logit))
+    product = tl.where(mask, logit - load_vector(bias, gates, COUNT, BG, 1, ACC)[None, :], 0.0)
+    tl.store(
+        g_bias + (group * tl.num_programs(0) + tl.program_id(0)) * COUNT + gates,
+        tl.sum(g, 0),
+        mask=gates < COUNT,
+    )
+    tl.store(pulls + t, tl.sum(g * product, 1) * scale * scale / DIM, mask=live)
+    store_tile(g_logits, g * scale[:, None], t, live, gates, COUNT, BG, COUNT)
+
+
+@kernel
+def gates_backward(
+    x, weight, g_logits, pulls, g_x, g_weight, per, steps,
+    COUNT: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (DIM + BD - 1) // BD
+    EVEN: tl.constexpr = DIM if DIM % BD == 0 else 0
+    block, part = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
+    group = tl.program_id(1).to(tl.int64)
+    weight += group * COUNT * DIM
+    cols, gates = block * BD + tl.arange(0, BD), tl.arange(0, BG)
+    w = load_tile(weight, gates, gates < COUNT, cols, DIM, EVEN, DIM, ACC)
+    g_w = tl.zeros([BG, BD], ACC)
+    for step in range(steps):
+        t = group * per + (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
+        live = t < (group + 1) * per
+        a = load_tile(x, t, live, cols, DIM, EVEN, DIM, ACC)
+        g = load_tile(g_logits, t, live, gates, COUNT, BG, COUNT, ACC)
+        pull = tl.load(pulls + t, mask=live, other=0.0)
+        g_a = tl.dot(g, w, input_precision=PRECISION, out_dtype=ACC) - a * pull[:, None]
+        store_tile(g_x, g_a, t, live, cols, DIM, EVEN, DIM)
+        g_w = tl.dot(tl.trans(g), a, g_w, input_precision=PRECISION, out_dtype=ACC)
+    parts = tl.num_programs(0) // BLOCKS
+    store_tile(
+        g_weight + (group * parts + part) * COUNT * DIM, g_w, gates, gates < COUNT, cols, DIM, EVEN, DIM
+    )

@@ -1,0 +1,50 @@
+# mypy: ignore-errors
+"""SwiGLU and rotary positions."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from remanence.ops.triton.kernels.layer.tiles import kernel, load_tile, store_tile
+from remanence.ops.triton.kernels.tools import activate, activate_with_slope
+
+
+@kernel
+def swiglu_kernel(gate, up, y, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    opened = activate(tl.load(gate + at, mask=at < count, other=0.0).to(ACC), False)
+    tl.store(
+        y + at,
+        (opened * tl.load(up + at, mask=at < count, other=0.0).to(ACC)).to(y.dtype.element_ty),
+        mask=at < count,
+    )
+
+
+@kernel
+def swiglu_backward(gate, up, g_y, g_gate, g_up, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    opened, slope = activate_with_slope(tl.load(gate + at, mask=at < count, other=0.0).to(ACC), False)
+    g = tl.load(g_y + at, mask=at < count, other=0.0).to(ACC)
+    value = tl.load(up + at, mask=at < count, other=0.0).to(ACC)
+    tl.store(g_gate + at, (g * value * slope).to(g_gate.dtype.element_ty), mask=at < count)
+    tl.store(g_up + at, (g * opened).to(g_up.dtype.element_ty), mask=at < count)
+
+
+@kernel
+def rotary_kernel(
+    x, cos, sin, y, L, stride, x_row, x_token, x_head,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, SIGN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Each head's two halves are the pairs. Angles by token ``[L HALF]``, `stride` apart from row to row, or the same
+    for all. x may stand in any order, as attention leaves its gradients.
+    """
+    head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
+    t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BH)
+    c = load_tile(cos + row * stride, t, t < L, cols, HALF, BH, HALF, ACC)
+    s = SIGN * load_tile(sin + row * stride, t, t < L, cols, HALF, BH, HALF, ACC)
+    x += row * x_row + head * x_head
+    a = load_tile(x, t, t < L, cols, HALF, BH, x_token, ACC)
+    b = load_tile(x + HALF, t, t < L, cols, HALF, BH, x_token, ACC)
+    base = (row * L * HEADS + head) * 2 * HALF
+    store_tile(y + base, a * c - b * s, t, t < L, cols, HALF, BH, HEADS * 2 * HALF)
+    store_tile(y + base + HALF, b * c + a * s, t, t < L, cols, HALF, BH, HEADS * 2 * HALF)

@@ -1,0 +1,136 @@
+"""Short causal convolutions with SiLU and unit length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from remanence.ops.library import operator, raise_on_double_backward
+from remanence.ops.triton.layer import tiles
+from remanence.ops.triton.layer.tiles import (
+    PARTS,
+    TILE,
+    group_sizes,
+    next_power,
+    split_tiles,
+    sum_dtype,
+    sum_parts,
+)
+from remanence.runtime.state import roll_history
+
+
+def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> tuple[Tensor, Tensor]:
+    """``[b t w]`` to ``[b t heads e]``: SiLU of the causal convolution with `weight` ``[w taps]``, each head's vector
+    at unit length if `unit`. The first tokens' taps reach into the end of `past` ``[b s w]``, s >= taps - 1. The second
+    result is the past after x; one operator returns both, because few of x's tokens get a gradient from it.
+    """
+    y, kept, _ = short_conv_forward(x, past, weight, heads, unit)
+    return y, kept
+
+
+def _conv_tiles(name: str, weight: Tensor, heads: int) -> dict[str, Any]:
+    width, taps = weight.shape[-2] // heads, weight.shape[-1]
+    elements = TILE[name]
+    if name == "short_conv_slopes" and taps > 4:  # a tile for every tap is held in registers
+        elements = elements * 4 // next_power(taps)
+    return {
+        "HEADS": heads,
+        "D": width,
+        "BD": next_power(width),
+        "BT": max(1, elements // next_power(width)),
+        "TAPS": taps,
+    }
+
+
+def _short_conv(
+    x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results, and the part of the past that was used, for backward."""
+    kept = roll_history(past, x)
+    past = past[:, past.shape[1] - weight.shape[-1] + 1 :].to(x.dtype, copy=True)
+    x, past, weight = (tensor.contiguous() for tensor in (x, past, weight))
+    rows, tokens, width = x.shape
+    constants = _conv_tiles("short_conv_kernel", weight, heads)
+    y = torch.empty((rows, tokens, heads, width // heads), dtype=x.dtype, device=x.device)
+    grid = (heads * -(-tokens // constants["BT"]), rows)
+    tiles.launch_kernel(
+        "short_conv_kernel",
+        grid,
+        x,
+        past,
+        weight,
+        y,
+        tokens,
+        group_sizes(weight, 2, rows)[1],
+        UNIT=unit,
+        **constants,
+    )
+    return y, kept, past
+
+
+def _short_conv_backward(
+    g_y: Tensor,
+    g_kept: Tensor | None,
+    x: Tensor,
+    past: Tensor,
+    weight: Tensor,
+    heads: int,
+    unit: bool,
+    like: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`past` is the part that was used, `like` has the shape of all of it."""
+    g_y, x, past, weight = (tensor.contiguous() for tensor in (g_y, x, past, weight))
+    rows, tokens, width = x.shape
+    taps, (groups, per) = weight.shape[-1], group_sizes(weight, 2, rows)
+    constants = _conv_tiles("short_conv_slopes", weight, heads)
+    parts, steps = split_tiles(-(-tokens // constants["BT"]), max(1, PARTS["short_conv"] // rows))
+    g_z, g_x = torch.empty_like(x), torch.empty_like(x)
+    g_past = torch.empty((rows, taps - 1, width), dtype=past.dtype, device=x.device)
+    g_weight = torch.empty((rows * parts, width, taps), dtype=sum_dtype(x), device=x.device)
+    tensors = (x, past, weight, g_y, g_z, g_weight)
+    tiles.launch_kernel(
+        "short_conv_slopes", (heads * parts, rows), *tensors, tokens, steps, per, UNIT=unit, **constants
+    )
+    constants = _conv_tiles("short_conv_turned", weight, heads)
+    grid = (heads * -(-(tokens + taps - 1) // constants["BT"]), rows)
+    tiles.launch_kernel("short_conv_turned", grid, g_z, weight, g_x, g_past, tokens, per, **constants)
+    held = like.shape[1]
+    g_past = F.pad(g_past.to(like.dtype), (0, 0, held - taps + 1, 0))
+    if g_kept is not None and held:
+        new = min(tokens, held)
+        g_x[:, tokens - new :] += g_kept[:, held - new :].to(g_x.dtype)
+        g_past[:, new:] += g_kept[:, : held - new]
+    return g_x, g_past, sum_parts(g_weight, groups).view_as(weight).to(weight.dtype)
+
+
+def _save_conv(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, past, weight, *ctx.constants = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.shape = output[0].shape
+    ctx.save_for_backward(x, output[2], weight, past[:0].new_empty(0, past.shape[1], 0))
+
+
+def _conv_gradient(ctx: Any, g_y: Tensor | None, g_kept: Tensor | None, _: None) -> tuple[Any, ...]:
+    x, past, weight, like = ctx.saved_tensors
+    g_y = x.new_zeros(ctx.shape) if g_y is None else g_y
+    return *short_conv_backward(g_y, g_kept, x, past, weight, *ctx.constants, like), None, None
+
+
+_CONV = "Tensor x, Tensor past, Tensor weight"
+short_conv_backward = operator(
+    "short_conv_backward",
+    _short_conv_backward,
+    f"(Tensor g_y, Tensor? g_kept, {_CONV}, int heads, bool unit, Tensor like) -> (Tensor, Tensor, Tensor)",
+    raise_on_double_backward,
+)
+short_conv_forward = operator(
+    "short_conv",
+    _short_conv,
+    f"({_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)",
+    _conv_gradient,
+    _save_conv,
+)

@@ -1,0 +1,221 @@
+"""The features of keys: the fixed first layers of a deep memory.
+
+Narrow heads take one kernel. Wide ones use torch's batched products, with kernels in between.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from remanence.ops.library import differentiable
+from remanence.ops.triton.layer import tiles
+from remanence.ops.triton.layer.heads import heads_product, heads_weight_gradient
+from remanence.ops.triton.layer.tiles import (
+    TILE,
+    group_sizes,
+    next_power,
+    product_options,
+    product_side,
+    recorded_chip,
+    sum_dtype,
+)
+from remanence.ops.triton.resources import Launch, recording
+
+FEATURE_PARTS, FEATURE_PART = 16, 512
+"""The most parts that a product over tokens is split into, and the fewest tokens of one. One product per head would use
+few of the GPU's processors, and would add everything up in bfloat16.
+"""
+
+
+def key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """One layer of features: `up` ``[h e 2*o]`` makes gated features at unit length of x ``[b t h e]``, `down`
+    ``[h o e]`` projects them back, and x plus that is normalized to unit length.
+    """
+    return key_features_forward(x, up, down)
+
+
+def _fits_one_processor(x: Tensor, down: Tensor) -> bool:
+    """Whether one processor can hold the weights of a head beside a tile of keys."""
+    return max(x.shape[-1], down.shape[-2]) <= (128 if x.dtype == torch.bfloat16 else 64)
+
+
+def _key_features_tiles(x: Tensor, down: Tensor, backward: bool) -> dict[str, Any]:
+    """For wide heads backward has one program per processor and forward two, so that no register is spilled."""
+    count, width = down.shape[-2:]
+    narrow = x.dtype == torch.bfloat16
+    wide = narrow and max(count, width) > 64
+    constants: dict[str, Any] = {
+        "HEADS": x.shape[2],
+        "D": width,
+        "BD": product_side(width, x),
+        "COUNT": count,
+        "BC": product_side(count, x),
+    }
+    constants |= {
+        "BT": 64 if narrow else 32,
+        "SCALE": math.sqrt(width),
+        "APART": wide and backward,
+        "warps": 8 if wide else 4,
+    }
+    return constants | product_options(x)
+
+
+def _fused_key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    x, up, down = (tensor.to(x.dtype).contiguous() for tensor in (x, up, down))
+    groups, per = group_sizes(up, 3, x.shape[0] * x.shape[1])
+    constants, y = _key_features_tiles(x, down, False), torch.empty_like(x)
+    tiles.launch_kernel(
+        "key_features_kernel",
+        (-(-per // constants["BT"]), groups * x.shape[2]),
+        x,
+        up,
+        down,
+        y,
+        per,
+        **constants,
+    )
+    return y
+
+
+def _fused_key_features_backward(
+    g_y: Tensor, x: Tensor, up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    g_y, x, narrow_up, narrow_down = (tensor.to(x.dtype).contiguous() for tensor in (g_y, x, up, down))
+    groups, per = group_sizes(up, 3, x.shape[0] * x.shape[1])
+    constants, count = _key_features_tiles(x, down, True), down.shape[-2]
+    g_sum = torch.empty_like(x)
+    u, g_z = (
+        torch.empty((*x.shape[:3], size), dtype=x.dtype, device=x.device) for size in (count, 2 * count)
+    )
+    grid = (-(-per // constants["BT"]), groups * x.shape[2])
+    tiles.launch_kernel(
+        "key_features_slopes", grid, g_y, x, narrow_up, narrow_down, u, g_sum, g_z, per, **constants
+    )
+    return (
+        heads_product(g_z, narrow_up, g_sum, True),
+        heads_weight_gradient(x, g_z, up),
+        heads_weight_gradient(u, g_sum, down),
+    )
+
+
+def _key_features_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants: Any) -> None:
+    size = constants["COUNT" if "COUNT" in constants else "D"]
+    constants |= {
+        "BC" if "COUNT" in constants else "BD": next_power(size),
+        "BT": max(1, TILE[name] // next_power(size)),
+    }
+    tiles.launch_kernel(name, (-(-tokens // constants["BT"]), heads), *tensors, **constants)
+
+
+def _key_features_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """By heads: the products z, their unit features (with room for so many tokens), and what these add to x."""
+    groups = up.shape[0] // x.shape[2]
+    # Of one group a view, else a copy.
+    by_heads = x.flatten(0, 1).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    heads, n, width = by_heads.shape
+    z = torch.bmm(by_heads, up)
+    u = torch.empty((heads, room, down.shape[1]), dtype=x.dtype, device=x.device)
+    _key_features_launch(
+        "key_features_gated", room, heads, z, u, n, room, COUNT=down.shape[1], SCALE=math.sqrt(width)
+    )
+    return z, u, torch.bmm(u[:, :n], down)
+
+
+def _key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    if _fits_one_processor(x, down):
+        return _fused_key_features(x, up, down)
+    x, up, down = x.contiguous(), up.flatten(0, -3).to(x.dtype), down.flatten(0, -3).to(x.dtype)
+    rows, tokens, heads, width = x.shape
+    y, n = torch.empty_like(x), rows * tokens * heads // len(up)
+    with torch.autocast(x.device.type, enabled=False):  # x has the dtype that products are to have
+        _, _, added = _key_features_products(x, up, down, n)
+    _key_features_launch("key_features_added", n, len(up), x, added, y, n, HEADS=heads, D=width)
+    return y
+
+
+def _padded_tokens(n: int) -> tuple[int, int]:
+    """How many parts products over n tokens have, and how many tokens all parts together, the last one padded."""
+    parts = min(FEATURE_PARTS, -(-n // FEATURE_PART))
+    return parts, parts * -(-n // parts)
+
+
+def _product_over_tokens(a: Tensor, b: Tensor, parts: int) -> Tensor:
+    """``[h t i]`` and ``[h t o]`` to ``[h i o]``, parts of the tokens added up in float32 at least."""
+    a, b = (side.reshape(len(side) * parts, -1, side.shape[-1]) for side in (a, b))
+    return torch.bmm(a.mT, b).unflatten(0, (-1, parts)).sum(1, dtype=sum_dtype(a))
+
+
+def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if _fits_one_processor(x, down):
+        return _fused_key_features_backward(g_y, x, up, down)
+    g_y, x, narrow_up, narrow_down = (
+        g_y.contiguous(),
+        x.contiguous(),
+        up.flatten(0, -3).to(x.dtype),
+        down.flatten(0, -3).to(x.dtype),
+    )
+    rows, tokens, heads, width = x.shape
+    every = len(narrow_up)  # heads of all groups
+    n = rows * tokens * heads // every
+    parts, room = _padded_tokens(n)
+    g_x, g_sum = torch.empty_like(x), torch.empty((every, room, width), dtype=x.dtype, device=x.device)
+    turned = torch.empty_like(g_sum)
+    with torch.autocast(x.device.type, enabled=False):
+        z, u, added = _key_features_products(x, narrow_up, narrow_down, room)
+        tensors = (g_y, x, added, g_x, g_sum, turned)
+        _key_features_launch(
+            "key_features_added_backward", room, every, *tensors, n, room, HEADS=heads, D=width
+        )
+        g_down = _product_over_tokens(u, g_sum, parts).view_as(down).to(down.dtype)
+        g_u = torch.bmm(g_sum[:, :n], narrow_down.mT)
+        g_z = torch.empty((every, room, up.shape[-1]), dtype=x.dtype, device=x.device)
+        constants = {"COUNT": down.shape[-2], "SCALE": math.sqrt(width)}
+        _key_features_launch("key_features_gated_backward", room, every, z, g_u, g_z, n, room, **constants)
+        g_up = _product_over_tokens(turned, g_z, parts).view_as(up).to(up.dtype)
+        for group in range(every // heads):  # of one group a view that a product can be added to
+            part = slice(group * heads, (group + 1) * heads)
+            g_x.flatten(0, 1)[group * n : (group + 1) * n].transpose(0, 1).baddbmm_(
+                g_z[part, :n], narrow_up[part].mT
+            )
+    return g_x, g_up, g_down
+
+
+def _key_features_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _key_features_shapes(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Not the function itself, whose number of parts would bind a graph to its number of tokens."""
+    return x.new_empty(x.shape), up.new_empty(up.shape), down.new_empty(down.shape)
+
+
+def key_features_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int) -> list[Launch]:
+    """The kernels of `key_features` and its gradient as they are launched on a chip; nothing runs."""
+    chip = recorded_chip.set(arch)
+    with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
+        x, up, down = (
+            torch.empty(1, 8192, heads, width, dtype=op),
+            torch.empty(heads, width, 2 * count),
+            torch.empty(heads, count, width),
+        )
+        _key_features_backward(_key_features(x, up, down), x, up, down)
+    recorded_chip.reset(chip)
+    return [
+        Launch(name, types, constants, constants.pop("warps"), constants.pop("stages"))
+        for name, types, constants in recorded
+    ]
+
+
+key_features_forward = differentiable(
+    "key_features",
+    _key_features,
+    _key_features_backward,
+    "Tensor x, Tensor up, Tensor down",
+    fake=_key_features_shape,
+    fake_backward=_key_features_shapes,
+)

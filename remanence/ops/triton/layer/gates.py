@@ -1,0 +1,116 @@
+"""Logarithms of gates from a layer's input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remanence.ops.library import differentiable
+from remanence.ops.triton import launch
+from remanence.ops.triton.layer import tiles
+from remanence.ops.triton.layer.tiles import PARTS, group_sizes, next_power, split_tiles, sum_dtype, sum_parts
+
+GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
+"""Tokens and channels of the input in one tile; half of each for more than 64 gates."""
+
+
+def log_gates(
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """``[b t d]`` to one ``[b t heads]`` for each entry of `flipped`, float32 at least: log sigmoid of the logits, of
+    their negatives where flipped.
+    """
+    logs, *_ = gates_forward(
+        x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip)
+    )
+    return logs.unbind(0)
+
+
+def _gate_tiles(name: str, weight: Tensor, heads: int, flipped: int) -> dict[str, Any]:
+    count, dim = weight.shape[-2:]
+    block = max(16, next_power(count))
+    tokens, channels = (size // (1 if block <= 64 else 2) for size in GATE_TILE[name])
+    constants: dict[str, Any] = {"BG": block, "DIM": dim, "BT": tokens}
+    if channels:
+        constants |= {"BD": channels, "PRECISION": launch.precision()}
+    return constants | (
+        {"COUNT": count}
+        if name == "gates_backward"
+        else {"GATES": count // heads, "HEADS": heads, "FLIPPED": flipped}
+    )
+
+
+def _gates(
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, bias = (tensor.contiguous() for tensor in (x, weight, bias))
+    count, n = weight.shape[-2], x.shape[0] * x.shape[1]
+    groups, per = group_sizes(weight, 2, n)
+    like: dict[str, Any] = {"dtype": sum_dtype(x), "device": x.device}
+    logs = torch.empty((count // heads, *x.shape[:2], heads), **like)
+    logits, scales = torch.empty((n, count), **like), torch.empty((n,), **like)
+    constants = _gate_tiles("gates_kernel", weight, heads, flipped)
+    constants["TERMS"] = 18 if x.dtype == torch.float64 else 9  # of a series, to the dtype's last digit
+    grid = (-(-per // constants["BT"]), groups)
+    tiles.launch_kernel(
+        "gates_kernel", grid, x, weight, bias, logs, logits, scales, n, per, stages=3, **constants
+    )
+    return logs, logits, scales
+
+
+def _gates_backward(
+    g_logs: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    logits: Tensor,
+    scales: Tensor,
+    heads: int,
+    flipped: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    g_logs, x, weight, bias = (tensor.contiguous() for tensor in (g_logs, x, weight, bias))
+    (n, count), dim = logits.shape, weight.shape[-1]
+    groups, per = group_sizes(weight, 2, n)
+    constants = _gate_tiles("gates_slopes", weight, heads, flipped)
+    blocks = -(-per // constants["BT"])
+    g_logits, pulls = torch.empty_like(logits), torch.empty_like(scales)
+    g_bias = torch.empty((groups * blocks, count), dtype=logits.dtype, device=x.device)
+    tiles.launch_kernel(
+        "gates_slopes",
+        (blocks, groups),
+        g_logs,
+        logits,
+        scales,
+        bias,
+        g_logits,
+        pulls,
+        g_bias,
+        n,
+        per,
+        **constants,
+    )
+    constants = _gate_tiles("gates_backward", weight, heads, flipped)
+    parts, steps = split_tiles(-(-per // constants["BT"]), max(1, PARTS["gates"] // groups))
+    g_x, g_weight = (
+        torch.empty_like(x),
+        torch.empty((groups * parts, count, dim), dtype=logits.dtype, device=x.device),
+    )
+    grid = (parts * -(-dim // constants["BD"]), groups)
+    tiles.launch_kernel(
+        "gates_backward", grid, x, weight, g_logits, pulls, g_x, g_weight, per, steps, **constants
+    )
+    summed = (sum_parts(g_weight, groups).view_as(weight), sum_parts(g_bias, groups).view_as(bias))
+    return g_x, summed[0].to(weight.dtype), summed[1].to(bias.dtype)
+
+
+gates_forward = differentiable(
+    "log_gates",
+    _gates,
+    _gates_backward,
+    "Tensor x, Tensor weight, Tensor bias",
+    "int heads, int flipped",
+    extra=2,
+)

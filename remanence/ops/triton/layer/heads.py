@@ -1,0 +1,108 @@
+"""Products of each head with a matrix of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remanence.ops.library import operator, raise_on_double_backward
+from remanence.ops.triton.layer import tiles
+from remanence.ops.triton.layer.tiles import (
+    group_sizes,
+    product_options,
+    product_side,
+    split_tiles,
+    sum_dtype,
+    sum_parts,
+)
+
+
+def by_heads(x: Tensor, weight: Tensor, base: Tensor | None = None) -> Tensor:
+    """Each head of x ``[b t h i]`` times its matrix ``[h i o]``, in x's dtype, plus `base` ``[b t h o]`` if given."""
+    return heads_forward(x, weight, base)
+
+
+def _head_tiles(x: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
+    """Tiles of products by heads: complete rows of x, and as much of the matrix as fits beside them."""
+    narrow = x.dtype == torch.bfloat16
+    block = min(product_side(outputs, x), 128 if narrow else 64)
+    constants = {
+        "HEADS": x.shape[2],
+        "INPUTS": inputs,
+        "BI": product_side(inputs, x),
+        "OUTPUTS": outputs,
+        "BO": block,
+        "BT": 64 if narrow else 32,
+    }
+    return constants | product_options(x) | {"warps": 8 if narrow and block > 64 else 4}
+
+
+def _heads(x: Tensor, weight: Tensor, base: Tensor | None) -> Tensor:
+    return heads_product(x, weight, base, False)
+
+
+def heads_product(x: Tensor, weight: Tensor, base: Tensor | None, turned: bool) -> Tensor:
+    x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
+    base = None if base is None else base.contiguous()
+    inputs, outputs = weight.shape[-2:][::-1] if turned else weight.shape[-2:]
+    groups, per = group_sizes(weight, 3, x.shape[0] * x.shape[1])
+    y = torch.empty((*x.shape[:3], outputs), dtype=x.dtype, device=x.device)
+    constants = _head_tiles(x, inputs, outputs)
+    grid = (-(-per // constants["BT"]), groups * x.shape[2], -(-outputs // constants["BO"]))
+    beside = x if base is None else base
+    tiles.launch_kernel(
+        "heads_kernel", grid, x, weight, beside, y, per, TURNED=turned, BASE=base is not None, **constants
+    )
+    return y
+
+
+HEAD_PROGRAMS = 528
+"""The most programs that a product over tokens is split between: four per processor of a large GPU."""
+
+
+def heads_weight_gradient(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of `weight` in ``by_heads(x, weight)``."""
+    inputs, outputs = weight.shape[-2:]
+    groups, per = group_sizes(weight, 3, x.shape[0] * x.shape[1])
+    side = 128 if x.dtype == torch.bfloat16 else 64
+    constants = {
+        "HEADS": x.shape[2],
+        "INPUTS": inputs,
+        "BI": min(product_side(inputs, x), side),
+        "OUTPUTS": outputs,
+        "BO": min(product_side(outputs, x), side),
+    }
+    constants |= {"BT": 64 if side == 128 else 32, **product_options(x), "warps": 8 if side == 128 else 4}
+    blocks = -(-inputs // constants["BI"]) * -(-outputs // constants["BO"])
+    every = groups * x.shape[2]
+    parts, steps = split_tiles(-(-per // constants["BT"]), max(1, HEAD_PROGRAMS // (every * blocks)))
+    out = torch.empty((every * parts, inputs, outputs), dtype=sum_dtype(x), device=x.device)
+    tiles.launch_kernel("heads_weight", (parts, every, blocks), x, g, out, per, steps, **constants)
+    return sum_parts(out, every).view_as(weight).to(weight.dtype)
+
+
+def _heads_backward(g_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    g_y, x = g_y.contiguous(), x.contiguous()
+    return heads_product(g_y.to(x.dtype), weight, None, True), heads_weight_gradient(x, g_y, weight)
+
+
+def _save_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.base = None if inputs[2] is None else inputs[2].dtype
+
+
+def _heads_gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    return *heads_backward(g, *ctx.saved_tensors), g.to(ctx.base) if ctx.base is not None else None
+
+
+heads_backward = operator(
+    "heads_backward",
+    _heads_backward,
+    "(Tensor g_y, Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    raise_on_double_backward,
+)
+heads_forward = operator(
+    "by_heads", _heads, "(Tensor x, Tensor weight, Tensor? base) -> Tensor", _heads_gradient, _save_heads
+)
