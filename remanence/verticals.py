@@ -33,35 +33,6 @@ Class = TypeVar("Class", bound=type)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of training data (``data.kind``): what is known of it before its code is imported.
-
-    Attributes:
-        source: the function that makes its source of batches, an entry of `remanence.train.SOURCES`.
-        task: its class of `remanence.train.TrainTask`; none: language modelling.
-        fields: the fields of `DataConfig` that it has beside `kind` and `length`.
-        sections: the fields of `TrainConfig` that it alone has.
-        fixed: fields of `TrainConfig` that it does not support, with the value they must have.
-        carries: whether its rows continue from step to step.
-        pieces: the most steps for which a row continues; none: any number.
-        causal: whether `TrainConfig.model` describes the entire model, a causal model of tokens.
-        recorded: fields of `DataConfig` that are written to the trained model's folder.
-        evaluation: arguments of ``remanence eval`` that measure its models, for the model card.
-    """
-
-    source: Name | None = None
-    task: Name | None = None
-    fields: tuple[str, ...] = ()
-    sections: tuple[str, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    carries: bool = False
-    pieces: int | None = None
-    causal: bool = True
-    recorded: tuple[str, ...] = ()
-    evaluation: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Format:
     """A file format of documents: its name, the suffixes of its files, and the function from a path to documents."""
 
@@ -76,8 +47,10 @@ class Vertical:
 
     Attributes:
         name: of its recipes' folder: ``forecast/etth1``.
-        kinds: its kinds of data by name.
-        config_fields: dataclasses whose fields are added to `DataConfig` ("data") and `TrainConfig` ("train").
+        data_configs: the dataclasses of its kinds of training data, by kind (``data.kind``).
+        sources: the functions that make their sources of batches, entries of `remanence.train.SOURCES`.
+        tasks: the classes of `remanence.train.TrainTask` of kinds that are not language modelling.
+        train_fields: a dataclass whose fields are added to `TrainConfig`.
         evaluations: its tasks of ``remanence eval`` by name.
         models: functions ``(folder, device=)`` that load a model, by the ``model_type`` in its config.json.
         tokenizers: functions from the content of a tokenizer.json to a tokenizer, or None if it is another one.
@@ -86,8 +59,10 @@ class Vertical:
     """
 
     name: str
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
-    config_fields: Mapping[str, Name] = field(default_factory=dict)
+    data_configs: Mapping[str, Name] = field(default_factory=dict)
+    sources: Mapping[str, Name] = field(default_factory=dict)
+    tasks: Mapping[str, Name] = field(default_factory=dict)
+    train_fields: Name | None = None
     evaluations: Mapping[str, Name] = field(default_factory=dict)
     models: Mapping[str, Name] = field(default_factory=dict)
     tokenizers: tuple[Name, ...] = ()
@@ -120,8 +95,16 @@ class Registry(UserDict[str, Value]):
         return value
 
 
-def kinds() -> dict[str, Kind]:
-    return {name: kind for each in verticals() for name, kind in each.kinds.items()}
+def data_configs() -> dict[str, Name]:
+    return {kind: name for each in verticals() for kind, name in each.data_configs.items()}
+
+
+def sources() -> dict[str, Name]:
+    return {kind: name for each in verticals() for kind, name in each.sources.items()}
+
+
+def train_tasks() -> dict[str, Name]:
+    return {kind: name for each in verticals() for kind, name in each.tasks.items()}
 
 
 def evaluations() -> dict[str, Name]:
@@ -155,33 +138,20 @@ def tokenizer_of(content: Mapping[str, Any]) -> Any:
     return next((found for found in read if found is not None), None)
 
 
-def with_vertical_fields(owner: str) -> Callable[[Class], Class]:
-    """A class decorator, applied before `dataclass`: adds the fields that verticals have for this config."""
-
-    def decorate(cls: Class) -> Class:
-        for vertical in verticals():
-            if owner not in vertical.config_fields:
-                continue
-            added = imported(vertical.config_fields[owner])
-            cls.__annotations__.update(get_type_hints(added))
-            for each in fields(added):
-                made = each.default_factory is not MISSING
-                default = {"default_factory": each.default_factory} if made else {"default": each.default}
-                setattr(cls, each.name, field(**default))
-            _, _, listed = cleandoc(added.__doc__ or "").partition("Attributes:\n")
-            cls.__doc__ = f"{cleandoc(cls.__doc__ or '').rstrip()}\n{indent(cleandoc(listed), '    ')}\n"
-        return cls
-
-    return decorate
-
-
-def check_vertical_fields(owner: str, config: Any) -> None:
-    """Check what verticals have added to a config: the static method `check` of their classes, if they have one."""
+def with_vertical_fields(cls: Class) -> Class:
+    """A class decorator for `TrainConfig`, applied before `dataclass`: adds the fields that verticals have."""
     for vertical in verticals():
-        if owner in vertical.config_fields:
-            check = getattr(imported(vertical.config_fields[owner]), "check", None)
-            if check is not None:
-                check(config)
+        if vertical.train_fields is None:
+            continue
+        added = imported(vertical.train_fields)
+        cls.__annotations__.update(get_type_hints(added))
+        for each in fields(added):
+            made = each.default_factory is not MISSING
+            default = {"default_factory": each.default_factory} if made else {"default": each.default}
+            setattr(cls, each.name, field(**default))
+        _, _, listed = cleandoc(added.__doc__ or "").partition("Attributes:\n")
+        cls.__doc__ = f"{cleandoc(cls.__doc__ or '').rstrip()}\n{indent(cleandoc(listed), '    ')}\n"
+    return cls
 
 
 def moved_attribute(module: str, name: str) -> Any:

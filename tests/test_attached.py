@@ -465,7 +465,9 @@ def corpus(tmp_path_factory):
 def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus, command, monkeypatch):
     base().save_pretrained(tmp_path / "base")
     remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
-    data = DataConfig(kind="told", path=str(corpus), length=512, curriculum=(512, 1024), pairs=1, share=0.5)
+    data = DataConfig(
+        kind="fact_dialogues", path=str(corpus), length=512, curriculum=(512, 1024), pairs=1, share=0.5
+    )
     config = TrainConfig(
         init_from=str(tmp_path / "own"), data=data, batch=4, steps=6, carry=True, windows=(64, 32), device="cpu",
         optimizer=OptimizerConfig(lr=1e-3, warmup=2), save_every=2, log_every=1,
@@ -501,7 +503,7 @@ def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus, command
 def test_windows_that_widen_are_taken_up_where_they_were_left(tmp_path, corpus):
     base().save_pretrained(tmp_path / "base")
     remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
-    data = DataConfig(kind="told", path=str(corpus), length=512, pairs=1, share=0.5, ramp=0)
+    data = DataConfig(kind="fact_dialogues", path=str(corpus), length=512, pairs=1, share=0.5, ramp=0)
     config = TrainConfig(
         init_from=str(tmp_path / "own"), data=data, batch=4, steps=6, carry=True, windows=(8, 12), device="cpu",
         optimizer=OptimizerConfig(lr=1e-3, warmup=2), save_every=2, log_every=1,

@@ -46,7 +46,7 @@ def names_in(path):
 def test_no_package_of_the_trunk_names_a_vertical(room):
     words = {
         *NAMES,
-        *verticals.kinds(),
+        *verticals.data_configs(),
         "network",
         "fasta",
         "genome",
@@ -171,15 +171,18 @@ def test_names_of_earlier_versions_work_with_a_warning():
 def test_everything_that_is_registered_can_be_imported():
     for each in verticals.verticals():
         named = [
-            *each.config_fields.values(),
+            *each.data_configs.values(),
+            *each.sources.values(),
+            *each.tasks.values(),
             *each.evaluations.values(),
             *each.models.values(),
             *each.tokenizers,
+            *[found.documents for found in each.formats],
+            *([each.train_fields] if each.train_fields else []),
         ]
-        named += [kind.source for kind in each.kinds.values()] + [found.documents for found in each.formats]
         assert all(callable(imported(name)) for name in named)
-        assert all(kind.task is None or issubclass(TASKS[name], object) for name, kind in each.kinds.items())
-        assert set(each.kinds) <= set(SOURCES)
+        assert set(each.tasks) <= set(TASKS)
+        assert set(each.data_configs) == set(each.sources) <= set(SOURCES)
 
 
 def test_an_entry_is_imported_when_it_is_asked_for():
@@ -216,9 +219,6 @@ def test_a_config_with_fields_of_a_vertical_is_the_same_file_as_before(tmp_path)
     written(tmp_path / "s.csv", waves(400))
     given = forecast_config(tmp_path / "s.csv")
     assert TrainConfig.from_dict(json.loads(json.dumps(given.to_dict()))) == given
-    assert {"horizon", "split", "columns", "missing", "reverse_complement"} <= set(
-        TrainConfig().to_dict()["data"]
-    )
     assert TrainConfig().to_dict()["forecast"]["network"] == "memory"
     with pytest.raises(
         ValueError, match=r"forecast: expected only with data.kind='forecast', got it with 'recall'"

@@ -20,7 +20,7 @@ from remanence.config import ModelConfig, change
 from remanence.inference import memfile
 from remanence.model import Model, matched, parameters
 from remanence.tasks.recall import Recall
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
+from remanence.train import OptimizerConfig, RecallData, TrainConfig, fit
 
 READ, SILENCE = 2 * PAIRS, 200
 """Tokens of the pairs, and of the noise that follows, in the text that becomes a memory file."""
@@ -54,7 +54,7 @@ def recipe_config(name: str, device: str, seed: int, steps: int | None) -> Train
     model = matched(change(largest, {"pattern": (recipe.mixer,)}), parameters(largest))
     return TrainConfig(
         model=model,
-        data=DataConfig(kind="recall", length=64, pairs=PAIRS, rounds=3, keys=KEYS, noise=NOISE),
+        data=RecallData(length=64, pairs=PAIRS, rounds=3, keys=KEYS, noise=NOISE),
         optimizer=OptimizerConfig(lr=recipe.lr, warmup=30, weight_decay=0.01),
         steps=steps,
         batch=32,

@@ -38,12 +38,15 @@ def all_fields(config: Any, prefix: str = "") -> Iterator[Field]:
 
 
 def meanings(cls: type[Any]) -> dict[str, str]:
-    """What a class's docstring says of each attribute; several may share a line: ``keys, noise: ...``."""
-    _, _, listed = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+    """What the docstrings of a class and its bases say of each attribute; several may share a line:
+    ``keys, noise: ...``.
+    """
     found: dict[str, str] = {}
-    for entry in re.split(r"\n(?=    \S)", listed):
-        names, _, meaning = " ".join(entry.split()).partition(": ")
-        found |= dict.fromkeys(names.split(", "), meaning)
+    for part in reversed(cls.__mro__):
+        _, _, listed = inspect.cleandoc(part.__doc__ or "").partition("Attributes:\n")
+        for entry in re.split(r"\n(?=    \S)", listed):
+            names, _, meaning = " ".join(entry.split()).partition(": ")
+            found |= dict.fromkeys(names.split(", "), meaning)
     return found
 
 

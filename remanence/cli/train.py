@@ -53,10 +53,17 @@ class Train:
     def list_fields() -> Iterator[str]:
         """Every field of a run's config, for --help."""
         from remanence.cli.fields import all_fields, described
-        from remanence.train import TrainConfig
+        from remanence.train import DATA_KINDS, DataConfig, TrainConfig
 
         yield "fields of the config:"
-        yield from described(all_fields(TrainConfig()))
+        shared = {f"data.{name}" for name in DataConfig.field_names()}
+        everywhere = all_fields(TrainConfig())
+        yield from described(
+            each for each in everywhere if not each.name.startswith("data.") or each.name in shared
+        )
+        for kind, data in DATA_KINDS.items():
+            yield f"fields with --data.kind={kind}:"
+            yield from described(each for each in all_fields(data(), "data.") if each.name not in shared)
 
     def run(self) -> None:
         overrides = dict(self.overrides)
@@ -100,7 +107,7 @@ class Export:
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
     """Train by a recipe and show progress. Of several processes, only the first prints."""
-    from remanence.train import fit, run_config
+    from remanence.train import TextData, fit, run_config
     from remanence.train.text import choose_threads
 
     if resume and overrides:
@@ -132,7 +139,7 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
     count = sum(parameter.numel() for parameter in model.parameters())
     if (out / "model" / "config.json").is_file():
         say(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
-        if config.data.kind == "text":
+        if isinstance(config.data, TextData):
             measure_held_out(out, config.data.path)
     else:
         last = sorted((out / "checkpoints").glob("[0-9]*"))[-1]
@@ -142,13 +149,15 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
 def made_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
     """A recipe's config with fields changed. One on a text takes as many steps as this machine has time for."""
     from remanence.recipes import load_recipe
-    from remanence.train import override, resolve_config
+    from remanence.train import TextData, override, resolve_config
     from remanence.train.text import sized
 
     config = resolve_config(override(load_recipe(recipe), overrides))
-    if config.data.kind == "text" and config.data.path is not None:
+    if not isinstance(config.data, TextData):
+        return config
+    if config.data.path is not None:
         warn_of_binary([config.data.path])
-    return sized(config) if config.data.kind == "text" and "steps" not in overrides else config
+    return config if "steps" in overrides else sized(config)
 
 
 def warn_of_binary(sources: Sequence[str]) -> None:

@@ -24,9 +24,9 @@ class Batch(NamedTuple):
 
     tokens: Tensor
     targets: Tensor
-    offsets: list[int] | None
-    mask: Tensor | None
-    begins: Tensor | None
+    offsets: list[int] | None = None
+    mask: Tensor | None = None
+    begins: Tensor | None = None
     weights: Tensor | None = None
 
 

@@ -7,7 +7,6 @@ from functools import lru_cache
 from hashlib import sha256
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +14,9 @@ import torch
 from remanence.data import Batch
 from remanence.data.sources import files
 from remanence.dna.alphabet import ASKS, BASES, FIRST, DnaTokenizer, base_tokens, reverse_complement
+from remanence.dna.config import DnaData, GenomeData
 from remanence.dna.fasta import records
 from remanence.dna.labelled import Labelled, read_labelled
-from remanence.dna.vertical import STRETCH
 from remanence.tasks.draw import IGNORED, plain_batch, rank_rows, step_rng
 from remanence.train.config import TrainConfig
 from remanence.train.sources import check_vocabulary
@@ -208,7 +207,8 @@ def scores(found: np.ndarray) -> dict[str, float]:
 
 def genome_source(config: TrainConfig, batch: int, rank: int, world: int) -> Genome:
     """The source of the kind "genome". A byte for each base is held in memory."""
-    data: Any = config.data
+    data = config.data
+    assert isinstance(data, GenomeData)
     if data.path is None or not Path(data.path).exists():
         raise ValueError(f"data.path: expected a FASTA file or a folder of them, got {data.path or 'none'}")
     found = [
@@ -218,7 +218,7 @@ def genome_source(config: TrainConfig, batch: int, rank: int, world: int) -> Gen
     ]
     source = Genome(
         found, data.length, batch, config.seed, rank, world,
-        stretch=STRETCH if config.carry else 1, reverse_complement=data.reverse_complement,
+        stretch=data.max_carried_steps or 1 if config.carry else 1, reverse_complement=data.reverse_complement,
     )  # fmt: skip
     check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)
     return source
@@ -226,7 +226,8 @@ def genome_source(config: TrainConfig, batch: int, rank: int, world: int) -> Gen
 
 def class_source(config: TrainConfig, batch: int, rank: int, world: int) -> Classes:
     """The source of the kind "dna"."""
-    data: Any = config.data
+    data = config.data
+    assert isinstance(data, DnaData)
     source = Classes(
         read_labelled("data.path", data.path, "train"), data.length, batch, config.seed, rank, world,
         weight=data.weight, reverse_complement=data.reverse_complement,

@@ -1,26 +1,17 @@
 """What `remanence.dna` registers. Imports no torch."""
 
-from remanence.verticals import Format, Kind, Vertical
-
-STRETCH = 128
-"""The most pieces that a row reads on from one place, where rows carry their memory."""
+from remanence.verticals import Format, Vertical
 
 VERTICAL = Vertical(
     name="dna",
-    kinds={
-        "genome": Kind(
-            source="remanence.dna.task:genome_source",
-            fields=("path", "held_out", "reverse_complement"),
-            carries=True,
-            pieces=STRETCH,
-        ),
-        "dna": Kind(
-            source="remanence.dna.task:class_source",
-            fields=("path", "held_out", "weight", "reverse_complement"),
-            evaluation="dna --dna.data=FOLDER",
-        ),
+    data_configs={
+        "genome": "remanence.dna.config:GenomeData",
+        "dna": "remanence.dna.config:DnaData",
     },
-    config_fields={"data": "remanence.dna.config:DataFields"},
+    sources={
+        "genome": "remanence.dna.task:genome_source",
+        "dna": "remanence.dna.task:class_source",
+    },
     evaluations={"dna": "remanence.dna.evaluation:Dna"},
     tokenizers=("remanence.dna.alphabet:read_dna_json",),
     formats=(

@@ -24,7 +24,7 @@ from remanence.ops import RULES
 from remanence.runtime.choices import check_choice
 from remanence.runtime.overrides import format_length
 from remanence.tasks.draw import HELD_OUT
-from remanence.train import SOURCES, DataConfig, TrainConfig, fit, run_config
+from remanence.train import SOURCES, CorpusData, PackedData, TrainConfig, fit, run_config
 
 SHARDS = ("packed", "documents")
 """Kinds of data that lie in files: held-out ones are other files."""
@@ -90,7 +90,7 @@ class Grid(Task):
         if kind in SHARDS and settings.data is None:
             hint = f"--{self.name}.data=FOLDER, made by `remanence data prepare` from other texts than the training's"
             raise ValueError(f"{self.name}.data: expected held-out shards, got none; {hint}")
-        if kind in SHARDS and self.recipe.data.path is None:
+        if kind in SHARDS and getattr(self.recipe.data, "path", None) is None:
             hint = "--recipe.data.path=FOLDER, made by `remanence data prepare`"
             raise ValueError(
                 f"{self.name}: expected a recipe that names the shards to train on, got none; {hint}"
@@ -142,8 +142,9 @@ class Grid(Task):
     def config(self, name: str, seed: int) -> TrainConfig:
         """A variant's run."""
         config = replace(self.recipe, model=self._model(name), seed=seed, device=self.subject.device.type)
-        if config.data.path is not None:
-            config = replace(config, data=replace(config.data, path=str(Path(config.data.path).resolve())))
+        data = config.data
+        if isinstance(data, CorpusData) and data.path is not None:
+            config = replace(config, data=replace(data, path=str(Path(data.path).resolve())))
         return replace(config, steps=self.settings.steps or config.steps)
 
     def measure(self, units: list[Setting]) -> list[Result]:
@@ -175,9 +176,13 @@ class Grid(Task):
 
         Shards are always read packed: each row begins with an empty memory, and can look back at most its length.
         """
-        kind = "packed" if self.recipe.data.kind in SHARDS else self.recipe.data.kind
-        paths = {"path": self.settings.data} if DataConfig.has_field(kind, "path") else {}
-        data = replace(self.recipe.data, kind=kind, length=length, **paths)
+        data = self.recipe.data
+        if data.kind in SHARDS:
+            data = PackedData(path=self.settings.data, length=length)
+        elif isinstance(data, CorpusData):
+            data = replace(data, path=self.settings.data, length=length)
+        else:
+            data = replace(data, length=length)
         config = replace(self.recipe, data=data, seed=self.subject.seed + HELD_OUT, carry=False)
         return SOURCES[data.kind](config, self.recipe.batch // self.recipe.accumulate, 0, 1).step(number)
 

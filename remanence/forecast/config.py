@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from remanence.config import ModelConfig
 from remanence.runtime.choices import brief, check_choice
@@ -109,32 +109,10 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataFields:
-    """
-    Attributes:
-        horizon: forecast: rows that are forecast, from a look-back of `length` rows of the CSV file `path`.
-        split: forecast: which rows train, validate and test, an entry of `remanence.forecast.protocol.SPLITS`.
-        columns, missing: forecast: the columns to read (none: all but a date), and what becomes of missing values:
-            "refuse", or "previous" for the value of the row before.
-    """
-
-    horizon: int = 96
-    split: str = "7/1/2"
-    columns: tuple[str, ...] = ()
-    missing: Literal["refuse", "previous"] = "refuse"
-
-    @staticmethod
-    def check(config: Any) -> None:
-        """Called with every `DataConfig`."""
-        if config.horizon <= 0:
-            raise ValueError(f"horizon: expected a number above 0, got {config.horizon!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainFields:
     """
     Attributes:
-        forecast: forecast: the network, of which `model` is the backbone.
+        forecast: with data.kind=forecast: the network, of which `model` is the backbone.
     """
 
     forecast: ForecastConfig = field(default_factory=ForecastConfig)

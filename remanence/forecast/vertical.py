@@ -1,24 +1,13 @@
 """What `remanence.forecast` registers. Imports no torch."""
 
-from remanence.verticals import Kind, Vertical
+from remanence.verticals import Vertical
 
 VERTICAL = Vertical(
     name="forecast",
-    kinds={
-        "forecast": Kind(
-            source="remanence.forecast.task:window_source",
-            task="remanence.forecast.task:ForecastTask",
-            fields=("path", "horizon", "split", "columns", "missing"),
-            sections=("forecast",),
-            fixed={"init_from": None, "accumulate": 1, "carry": False, "begin": "fresh", "write_cost": 0.0},
-            causal=False,
-            recorded=("split",),
-        ),
-    },
-    config_fields={
-        "data": "remanence.forecast.config:DataFields",
-        "train": "remanence.forecast.config:TrainFields",
-    },
+    data_configs={"forecast": "remanence.forecast.data_config:ForecastData"},
+    sources={"forecast": "remanence.forecast.task:window_source"},
+    tasks={"forecast": "remanence.forecast.task:ForecastTask"},
+    train_fields="remanence.forecast.config:TrainFields",
     evaluations={"forecast": "remanence.forecast.evaluation:Forecast"},
     models={"remanence-forecast": "remanence.forecast.network:load_network"},
     moved={

@@ -20,10 +20,35 @@ FIELDS: dict[str, str] = {
 config that has the field.
 """
 
-OPTIONAL: dict[str, tuple[str, ...]] = {
-    "train": ("forecast",),
-    "data": ("horizon", "split", "columns", "missing", "reverse_complement"),
+VALUES: dict[str, dict[str, str]] = {
+    "data.kind": {"told": "fact_dialogues"},
 }
+"""Values of fields: old value, new value, by the field's dotted name."""
+
+FLAT_DATA: dict[str, Any] = {
+    "path": None,
+    "held_out": None,
+    "length": 256,
+    "pairs": 8,
+    "rounds": 2,
+    "keys": 32,
+    "noise": 16,
+    "share": 0.5,
+    "weight": 0.1,
+    "ramp": 0,
+    "ends": True,
+    "books": None,
+    "tasks": ("qa1", "qa2", "qa3", "qa4", "qa5"),
+    "curriculum": (),
+    "horizon": 96,
+    "split": "7/1/2",
+    "columns": (),
+    "missing": "refuse",
+    "reverse_complement": False,
+}
+"""The fields, with defaults, that `data` had for every kind before each kind had a class. Files have all of them."""
+
+OPTIONAL: dict[str, tuple[str, ...]] = {"train": ("forecast",)}
 """Fields that a vertical adds to a config. Every run's file has them, also where the vertical is not present."""
 
 Class = TypeVar("Class", bound=type)
@@ -67,6 +92,16 @@ OUR_FRAMES = ("remanence.", "dataclasses")
 """How the modules begin that pass a name on from the caller."""
 
 
+def current_value(field: str, value: Any, *, warn: bool = True) -> Any:
+    """The present name of a field's value, with a warning if it has changed."""
+    old = VALUES.get(field, {})
+    if not isinstance(value, str) or value not in old:
+        return value
+    if warn:
+        warn_deprecated(f"{field}={value!r}", repr(old[value]))
+    return old[value]
+
+
 def without_absent(owner: str, given: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
     """`given` without the fields of verticals that are not there."""
     absent = set(OPTIONAL[owner]) - set(present)
@@ -78,12 +113,24 @@ def first_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     not change with a name.
     """
     first = {new: old for old, new in FIELDS.items()}
-    return {
+    found = {
         first.get(f"{owner}.{name}", name).removeprefix(f"{owner}."): (
             first_fields(name, value) if isinstance(value, Mapping) else value
         )
         for name, value in given.items()
     }
+    if owner == "train" and "data" in found:
+        found["data"] = _first_data(found["data"])
+    return found
+
+
+def _first_data(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The data section with the fields of all kinds. Two were written only where they were used."""
+    everywhere = {name: value for name, value in FLAT_DATA.items() if name not in ("held_out", "ends")}
+    found = {**everywhere, **given}
+    for old, new in VALUES["data.kind"].items():
+        found["kind"] = old if found["kind"] == new else found["kind"]
+    return found
 
 
 def accepts_old_names(owner: str) -> Callable[[Class], Class]:

@@ -13,13 +13,12 @@ on from step to step, their memory carried, and rows grow to 16K tokens. The pre
 What it did for SmolLM2-135M: docs/results/attach.md.
 """
 
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train import FactDialoguesData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
     return TrainConfig(
-        data=DataConfig(
-            kind="told",
+        data=FactDialoguesData(
             length=1024,
             curriculum=(1024, 1024, 1024, 2048, 8192, 16384),
             pairs=20,

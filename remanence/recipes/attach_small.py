@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from remanence.recipes import load_recipe
-from remanence.train import TrainConfig
+from remanence.train import FactDialoguesData, TrainConfig
 
 
 def recipe() -> TrainConfig:
     large = load_recipe(Path(__file__).with_name("attach.py"))
+    assert isinstance(large.data, FactDialoguesData)
     data = replace(large.data, curriculum=(1024, 1024, 1024, 2048, 4096, 8192))
     return replace(large, data=data, batch=8, checkpointing=True)

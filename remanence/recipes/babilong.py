@@ -13,7 +13,7 @@ bytes of books: docs/results/babilong.md. The archive's folder en-10k has ten ti
 
 from remanence.config import preset
 from remanence.runtime.keywords import MemoryFields
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train import BabilongData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
@@ -28,8 +28,7 @@ def recipe() -> TrainConfig:
         model=preset(
             "small", ("conv_window", *["mag"] * 5), window=256, persistent=0, ffn=512, memory=memory
         ),
-        data=DataConfig(
-            kind="babilong",
+        data=BabilongData(
             length=4096,
             curriculum=(0, 0, 0, 256, 1024, 1024, 4096, 4096, 16384, 16384),
         ),

@@ -5,13 +5,13 @@ remanence train books_small --out out/books-run --data.path=out/books
 """
 
 from remanence.config import preset
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train import DocumentsData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
     return TrainConfig(
         model=preset("small", "mac", num_layers=4),
-        data=DataConfig(kind="documents", length=512),
+        data=DocumentsData(length=512),
         optimizer=OptimizerConfig(lr=2e-3, warmup=100),
         steps=5000,
         batch=8,

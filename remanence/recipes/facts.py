@@ -18,7 +18,7 @@ This made `remanence-small`: docs/results/facts.md.
 
 from remanence.config import preset
 from remanence.runtime.keywords import MemoryFields
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train import FactsData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
@@ -31,7 +31,7 @@ def recipe() -> TrainConfig:
     }
     return TrainConfig(
         model=preset("small", ("conv_window", *["mag"] * 5), window=128, ffn=416, memory=memory),
-        data=DataConfig(kind="facts", length=2048, weight=0.01, ramp=2100),
+        data=FactsData(length=2048, weight=0.01, ramp=2100),
         optimizer=OptimizerConfig(lr=2e-3, warmup=100, weight_decay=0.1, schedule="wsd"),
         steps=3000,
         batch=16,

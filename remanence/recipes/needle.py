@@ -5,13 +5,13 @@ torchrun --nproc-per-node 8 -m remanence train needle --out out/needle --data.le
 """
 
 from remanence.config import preset
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train import NeedleData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
     return TrainConfig(
         model=preset("small", "mac", num_layers=2, window=128, segment=128),
-        data=DataConfig(kind="needle", length=1024, pairs=4),
+        data=NeedleData(length=1024, pairs=4),
         optimizer=OptimizerConfig(lr=2e-3, warmup=100, weight_decay=0.01),
         steps=4000,
         batch=16,

@@ -5,7 +5,7 @@ remanence train recall --out out/recall-lmm --model.pattern=lmm
 """
 
 from remanence.config import ModelConfig
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train import OptimizerConfig, RecallData, TrainConfig
 
 
 def recipe() -> TrainConfig:
@@ -22,7 +22,7 @@ def recipe() -> TrainConfig:
     )
     return TrainConfig(
         model=model,
-        data=DataConfig(kind="recall", length=64, pairs=8),
+        data=RecallData(length=64, pairs=8),
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.01, schedule="constant"),
         steps=700,
         batch=32,

@@ -11,14 +11,14 @@ measured in docs/training.md.
 """
 
 from remanence.config import preset
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train import OptimizerConfig, TextData, TrainConfig
 
 
 def recipe() -> TrainConfig:
     return TrainConfig(
         init_from="remanence-small",
         model=preset("tiny", "lmm", dim=192, num_layers=3, memory={"head_dim": 64}),
-        data=DataConfig(kind="text", length=512),
+        data=TextData(length=512),
         optimizer=OptimizerConfig(lr=1e-3, warmup=20, final=0.02),
         steps=200,
         batch=4,

@@ -5,21 +5,44 @@
 
 from typing import Any
 
-from remanence.train.config import DataConfig, OptimizerConfig, TrainConfig, override
+from remanence.train.config import OptimizerConfig, TrainConfig, override
+from remanence.train.data_config import (
+    DATA_KINDS,
+    BabilongData,
+    CorpusData,
+    DataConfig,
+    DocumentsData,
+    FactDialoguesData,
+    FactsData,
+    NeedleData,
+    PackedData,
+    RecallData,
+    TextData,
+)
 from remanence.train.export import TRAINED, export, run_config
 from remanence.train.papers import pretraining
 from remanence.train.run import Run, TrainingError, fit, resolve_config
-from remanence.train.sources import SOURCES
+from remanence.train.sources import SOURCES, register_data
 from remanence.train.task import TASKS, TrainTask
 from remanence.verticals import moved_attribute
 
 __all__ = [
+    "DATA_KINDS",
     "SOURCES",
     "TASKS",
     "TRAINED",
+    "BabilongData",
+    "CorpusData",
     "DataConfig",
+    "DocumentsData",
+    "FactDialoguesData",
+    "FactsData",
+    "NeedleData",
     "OptimizerConfig",
+    "PackedData",
+    "RecallData",
     "Run",
+    "TextData",
     "TrainConfig",
     "TrainTask",
     "TrainingError",
@@ -27,6 +50,7 @@ __all__ = [
     "fit",
     "override",
     "pretraining",
+    "register_data",
     "resolve_config",
     "run_config",
 ]

@@ -11,7 +11,7 @@ from remanence.io.files import replacing
 from remanence.model import Model
 from remanence.runtime.terminal import shown
 from remanence.tokenizers.tokens import load_tokenizer
-from remanence.train.config import KINDS, DataConfig
+from remanence.train.data_config import DataConfig, RecallData
 
 CARD = """---
 library_name: remanence
@@ -115,14 +115,13 @@ def _of_model(model: Model, folder: Path, name: str, data: DataConfig) -> dict[s
         "facts": f"{shape}a vocabulary of {config.vocab_size:,} ({tokenizer}).",
         "measure": f"remanence eval {name} lm --data=TEXT --full",
     }
-    if not own and data.kind == "recall":
+    if not own and isinstance(data, RecallData):
         settings = f"--keys={data.keys} --noise={data.noise} --pairs={data.pairs} --capacities={data.pairs}"
         use = SYMBOLS.format(
             name=name, settings=settings, last=config.vocab_size - 1, vocabulary=config.vocab_size
         )
         return parts | {"use": use, "measure": f"remanence eval {name} recall {settings}"}
     about = getattr(load_tokenizer(folder), "example", TEXT) if own else TEXT
-    kind = KINDS.get(data.kind)
-    if kind is not None and kind.evaluation is not None:
-        parts["measure"] = f"remanence eval {name} {kind.evaluation}"
+    if data.evaluation is not None:
+        parts["measure"] = f"remanence eval {name} {data.evaluation}"
     return parts | {"use": (READ + (HUGGING_FACE if own else WITHOUT_TOKENIZER)).format(name=name, **about)}

@@ -10,12 +10,11 @@ from remanence.io.files import read_json, replacing_folder, sealed, write_json
 from remanence.io.outputs import make_folder
 from remanence.model import State
 from remanence.runtime.state import positions_of
-from remanence.tasks.facts import PIECES
 from remanence.tokenizers.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.train import checkpoint
 from remanence.train.card import write_card
 from remanence.train.checkpoint import Progress
-from remanence.train.config import TrainConfig, kind_of
+from remanence.train.config import TrainConfig
 
 
 def run_config(run: str | Path) -> TrainConfig:
@@ -44,17 +43,17 @@ def save_model(model: Any, run: Path, folder: Path, trained: dict[str, Any]) -> 
 
 def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
     """What is written beside a trained model: how much it has read, of which kind of data."""
-    kind = kind_of(config)
-    trained = {"tokens": progress.tokens, "steps": progress.step, "data": config.data.kind}
-    reach = {REACH: reached(progress, config)} if kind.causal else {}
-    return {**trained, **reach, **{name: getattr(config.data, name) for name in kind.recorded}}
+    data = config.data
+    trained = {"tokens": progress.tokens, "steps": progress.step, "data": data.kind}
+    reach = {REACH: reached(progress, config)} if data.causal_lm else {}
+    return {**trained, **reach, **{name: getattr(data, name) for name in data.recorded}}
 
 
 def reached(progress: Progress, config: TrainConfig) -> int:
     """Tokens that a row's memory has read at most, one after the other, since it was empty."""
     carried = config.carry or config.begin != "fresh"
-    longest = PIECES if config.data.kind == "facts" else kind_of(config).pieces or progress.step
-    rows = max((config.data.length, *config.data.curriculum))
+    longest = config.data.max_carried_steps or progress.step
+    rows = max((config.data.length, *config.data.stages))
     return rows * max(1, min(progress.step, longest) if carried else 1)
 
 

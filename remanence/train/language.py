@@ -18,7 +18,8 @@ from remanence.model import Model, State
 from remanence.train import distributed, engine, text
 from remanence.train.begin import Begin
 from remanence.train.carry import carry_in, carry_out
-from remanence.train.config import TrainConfig, kind_of
+from remanence.train.config import TrainConfig
+from remanence.train.data_config import CorpusData
 from remanence.train.distributed import World
 from remanence.train.graphed import Graphed, Graphs
 from remanence.train.loss import batch_loss, target_count
@@ -33,18 +34,19 @@ ELSEWHERE = 2**62
 
 def held_out_source(config: TrainConfig, rank: int, world: int) -> Source:
     """Data of the run's kind that it does not train on, in its final form: no ramp, the longest rows as `length`."""
-    data = config.data
-    if data.held_out is None and data.kind == "text":
+    data, held_out = config.data, getattr(config.data, "held_out", None)
+    if held_out is None and data.kind == "text":
         return text.held_out_source(config, config.batch // (config.accumulate * world), rank, world)
-    generated = data.held_out is None and "path" not in kind_of(config).fields
-    if data.held_out is None and not generated:
+    generated = held_out is None and "path" not in data.field_names()
+    if held_out is None and not generated:
         wanted = f"data of kind {data.kind!r} that is not trained on, for validate_every"
         raise ValueError(f"data.held_out: expected {wanted}, got none; --data.held_out=PATH gives it")
-    if data.held_out is not None and data.held_out == data.path:
-        raise ValueError(f"data.held_out: expected other data than data.path, got {data.held_out} for both")
-    own: dict[str, Any] = {} if generated else {"path": data.held_out, "held_out": None}
+    data = data.without_schedule()
+    if isinstance(data, CorpusData):
+        if held_out == data.path:
+            raise ValueError(f"data.held_out: expected other data than data.path, got {held_out} for both")
+        data = replace(data, path=held_out, held_out=None)
     seed = config.seed ^ ELSEWHERE if generated else config.seed
-    data = replace(data, **own, ramp=0, curriculum=())
     try:
         return make_source(replace(config, data=data, seed=seed, validate_every=0, stop_after=0), rank, world)
     except ValueError as error:

@@ -22,7 +22,7 @@ from remanence.model import Trace
 from remanence.runtime.choices import check_choice
 from remanence.runtime.errors import first_line
 from remanence.train.checkpoint import Progress
-from remanence.train.config import TrainConfig, kind_of
+from remanence.train.config import TrainConfig
 from remanence.train.engine import Step
 from remanence.train.plan import flops_per_token, peak
 
@@ -123,7 +123,7 @@ class Metrics:
             temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self.written = len(lines)
         self.before = time.perf_counter(), progress.tokens
-        causal = kind_of(config).causal  # else the config tells of a part of the model
+        causal = config.data.causal_lm  # else the config tells of a part of the model
         self.flops = flops_per_token(config.model, config.data.length) if causal else None
 
     def __enter__(self) -> Metrics:

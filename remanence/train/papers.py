@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from remanence.config import preset
-from remanence.train.config import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train.config import OptimizerConfig, TrainConfig
+from remanence.train.data_config import PackedData
 from remanence.verticals import moved_attribute
 
 LENGTH, ROWS = 4096, 128
@@ -22,7 +23,7 @@ def pretraining(
     """
     return TrainConfig(
         model=preset(size, variant, vocab_size=32_000),
-        data=DataConfig(kind="packed", length=LENGTH),
+        data=PackedData(length=LENGTH),
         optimizer=OptimizerConfig(lr=lr, weight_decay=0.1, schedule="cosine", warmup=1000, final=0.1),
         steps=billions * 10**9 // (ROWS * LENGTH),
         batch=ROWS,

@@ -16,7 +16,7 @@ from remanence.model import Model
 from remanence.model import parameters as count_parameters
 from remanence.runtime.choices import check_choice
 from remanence.runtime.device import memory_of, resolve
-from remanence.train.config import TrainConfig, kind_of, override
+from remanence.train.config import TrainConfig, override
 from remanence.train.speeds import reached, table
 
 PEAKS = {
@@ -86,7 +86,7 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
     it cannot fit.
     """
     check_choice("gpu", gpu, GPUS)
-    if not kind_of(config).causal:
+    if not config.data.causal_lm:
         raise ValueError(f"data.kind: expected a kind of tokens for --dry-run, got {config.data.kind!r}")
     devices = gpus or 1
     shares = config.accumulate * devices
@@ -224,7 +224,7 @@ def smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
 
 def _fewer_rows(config: TrainConfig, batch: int) -> dict[str, str]:
     """Fewer rows; those of a curriculum are no longer than a step then."""
-    tokens, lengths = batch * config.data.length, config.data.curriculum
+    tokens, lengths = batch * config.data.length, config.data.stages
     fitting = tuple(length for length in lengths if not length or tokens % length == 0)
     changes = {"batch": f"{batch}"}
     return changes if fitting == lengths else changes | {"data.curriculum": ",".join(map(str, fitting))}

@@ -293,13 +293,14 @@ class Run:
         """Tell what was changed in the run's config since the checkpoint, and refuse what cannot go on with it."""
         config = self.config
         rows = config.batch // (config.accumulate * self.world.size)
-        staged = bool(config.data.curriculum)  # its steps differ in their rows
+        staged = bool(config.data.stages)  # its steps differ in their rows
         if carried is not None and not staged and len(carried.position) != rows:
             had = len(carried.position) * config.accumulate * self.world.size
             raise OtherConfigError(
                 f"batch: expected {had}, the rows whose memories the checkpoint carries, got {config.batch}"
             )
-        changed = [] if saved is None else list(differences(saved, _plain(config)))
+        before = {} if saved is None else _plain(TrainConfig.from_dict(saved))
+        changed = list(differences(before, _plain(config))) if before else []
         if changed and self.world.first:
             told = ", ".join(f"{name} {before!r} -> {now!r}" for name, before, now in changed)
             warnings.warn(f"{self.out / 'config.json'}: changed since the checkpoint: {told}", stacklevel=2)
@@ -362,11 +363,7 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
     """A new run's config with absolute paths, and with the shape of the model that `init_from` names, if any."""
     if config is None:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
-    data = config.data
-    data = replace(
-        data, path=_absolute(data.path), books=_absolute(data.books), held_out=_absolute(data.held_out)
-    )
-    return resolve_start(replace(config, data=data))
+    return resolve_start(replace(config, data=config.data.map_paths(_absolute)))
 
 
 def _absolute(path: str | None) -> str | None:

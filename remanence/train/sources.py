@@ -24,7 +24,17 @@ from remanence.tasks.told import Told
 from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.train import text
 from remanence.train.config import TrainConfig
-from remanence.verticals import Registry, kinds
+from remanence.train.data_config import (
+    DATA_KINDS,
+    BabilongData,
+    CorpusData,
+    DataConfig,
+    FactDialoguesData,
+    FactsData,
+    NeedleData,
+    RecallData,
+)
+from remanence.verticals import Registry, sources
 
 
 class Source(Protocol):
@@ -86,6 +96,7 @@ def check_corpus(source: Source, run: Path) -> None:
 
 
 def _shards(config: TrainConfig) -> Tokens:
+    assert isinstance(config.data, CorpusData)
     if config.data.path is None:
         raise ValueError("data.path: expected a folder made by `remanence data prepare`, got none")
     data = Tokens(config.data.path)
@@ -115,12 +126,14 @@ def _text(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
+    assert isinstance(data, FactsData)
     ramp = data.ramp * config.accumulate  # a source's steps are parts of the run's
     return Facts(_shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world, data.ends)
 
 
-def _told(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+def _fact_dialogues(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
+    assert isinstance(data, FactDialoguesData)
     lengths = data.curriculum or (data.length,)
     ramp = data.ramp * config.accumulate
     about: Any = {"facts": data.pairs, "share": data.share, "weight": data.weight, "ramp": ramp}
@@ -132,6 +145,7 @@ def _told(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
+    assert isinstance(data, RecallData)
     kinds = {"keys": data.keys, "noise": data.noise}
     source = Recall(data.length, batch, data.pairs, data.rounds, config.seed, rank, world, **kinds)
     check_vocabulary(config, "task", source.vocabulary)
@@ -139,6 +153,7 @@ def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 
 def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    assert isinstance(config.data, NeedleData)
     if config.model.vocab_size < 256:
         raise ValueError(f"model.vocab_size: expected at least 256, for bytes, got {config.model.vocab_size}")
     return Needle(config.data.length, batch, config.data.pairs, config.seed, rank, world)
@@ -153,6 +168,7 @@ def model_folder(init_from: str) -> Path:
 
 def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
+    assert isinstance(data, BabilongData)
     for task in data.tasks:
         check_choice("data.tasks", task, ALL)
     if not data.tasks:
@@ -176,13 +192,24 @@ SOURCES: Registry[Factory] = Registry(
         "documents": _documents,
         "text": _text,
         "facts": _facts,
-        "told": _told,
+        "fact_dialogues": _fact_dialogues,
         "recall": _recall,
         "needle": _needle,
         "babilong": _babilong,
-        **{name: kind.source for name, kind in kinds().items() if kind.source is not None},
+        **sources(),
     }
 )
+"""The function that makes the source of batches of each kind of data."""
+
+
+def register_data(config: type[DataConfig], source: Factory) -> None:
+    """Register a kind of data of your own: its dataclass, and the function that makes its source of batches.
+
+    ``source(config, batch, rank, world)`` returns an object with a method ``step(number)``, which returns a step's
+    `remanence.data.Batch`: `batch` rows for the process `rank` of `world`.
+    """
+    DATA_KINDS[config.kind] = config
+    SOURCES[config.kind] = source
 
 
 def make_source(config: TrainConfig, rank: int = 0, world: int = 1) -> Source:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from remanence.model import State, Trace
 from remanence.train.begin import Begin
-from remanence.train.config import KINDS, TrainConfig
+from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
 from remanence.train.sources import Source
-from remanence.verticals import Registry
+from remanence.verticals import Registry, train_tasks
 
 
 class Gradients(NamedTuple):
@@ -88,7 +88,5 @@ class TrainTask(Protocol):
         ...
 
 
-TASKS: Registry[type[TrainTask]] = Registry(
-    {name: kind.task for name, kind in KINDS.items() if kind.task is not None}
-)
+TASKS: Registry[type[TrainTask]] = Registry(train_tasks())
 """Tasks by kind of data. Kinds that are not here are language modelling, on batches of their entry of `SOURCES`."""

@@ -18,6 +18,7 @@ from remanence.model import Model
 from remanence.runtime.device import fastest_threads, resolve
 from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.train.config import TrainConfig
+from remanence.train.data_config import TextData
 from remanence.train.loss import token_losses
 from remanence.train.plan import measured
 
@@ -35,9 +36,14 @@ XZ = 1 << 23
 """Bytes that xz reads before it."""
 
 
+def path_of(config: TrainConfig) -> str | None:
+    assert isinstance(config.data, TextData)
+    return config.data.path
+
+
 def own_tokens(config: TrainConfig, tokenizer: Tokenizer, rows: int) -> OwnTokens:
     """What a run trains on: stretches for each row if it carries its memory, else documents as they are."""
-    text = read_text("data.path", config.data.path)
+    text = read_text("data.path", path_of(config))
     return OwnTokens(text, tokenizer, rows if config.carry else None)
 
 
@@ -50,7 +56,7 @@ def source(config: TrainConfig, batch: int, rank: int, world: int) -> Packed | D
 
 def held_out_source(config: TrainConfig, batch: int, rank: int, world: int) -> Packed:
     """The end of the text, which is not trained on, for validation."""
-    held = read_text("data.path", config.data.path).held
+    held = read_text("data.path", path_of(config)).held
     tokens = OwnTokens(OwnText(held, [], False), tokenizer_for(config))
     return Packed(tokens, config.data.length, batch, config.seed, rank, world)
 
@@ -66,7 +72,7 @@ def sized(config: TrainConfig) -> TrainConfig:
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("steps: expected --steps=N with several processes, which would each time their own")
-    text = read_text("data.path", config.data.path)
+    text = read_text("data.path", path_of(config))
     step = config.batch * config.data.length
     choose_threads(config)
     seconds = step / _rate(config)

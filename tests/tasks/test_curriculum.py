@@ -164,7 +164,7 @@ def test_the_next_step_is_drawn_ahead_and_is_the_same():
         ),
         (
             {"data.kind": "recall", "data.curriculum": "0"},
-            "curriculum: expected only with data.kind='told' or 'babilong', got",
+            "curriculum: expected only with data.kind='fact_dialogues' or 'babilong', got",
         ),
     ],
 )

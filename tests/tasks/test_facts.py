@@ -223,7 +223,8 @@ def test_what_cannot_be_is_refused(books):
     with pytest.raises(ValueError, match="weight: expected a number from 0 to 1, got 2"):
         DataConfig(kind="facts", weight=2.0)
     with pytest.raises(
-        ValueError, match=r"data.ramp: expected only with data.kind='facts' or 'told', got it with 'needle'"
+        ValueError,
+        match=r"data.ramp: expected only with data.kind='facts' or 'fact_dialogues', got it with 'needle'",
     ):
         DataConfig(kind="needle", ramp=5)
 

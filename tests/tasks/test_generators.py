@@ -55,7 +55,7 @@ def test_a_run_says_how_many_keys_and_kinds_of_noise():
     with pytest.raises(ValueError, match=r"model.vocab_size: expected at least the task's 14, got 13"):
         SOURCES["recall"](replace(config, data=replace(data, noise=4)), 2, 0, 1)
     with pytest.raises(ValueError, match="keys: expected a number above 0, got 0"):
-        DataConfig(keys=0)
+        DataConfig(kind="recall", keys=0)
 
 
 @pytest.mark.parametrize(("length", "pairs"), [(149, 4), (300, 1), (1000, 13)])

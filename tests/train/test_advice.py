@@ -11,7 +11,7 @@ from remanence.train import DataConfig, TrainConfig, override
 from remanence.train import plan as planning
 
 CASES = {
-    "attach": {"kind": "told", "curriculum": (64, 64, 128, 256)},
+    "attach": {"kind": "fact_dialogues", "curriculum": (64, 64, 128, 256)},
     "carried": {"kind": "documents"},
     "packed": {"kind": "packed"},
     "curriculum": {"kind": "babilong", "curriculum": (0, 64, 1024)},
@@ -34,7 +34,7 @@ def test_what_is_advised_is_accepted_and_fits(name, share, gpus, monkeypatch):
     changed = override(given, options)
     assert planning.plan(changed, gpus).needed <= planning.GPUS["H100"] * 1e9
     step = changed.batch * changed.data.length
-    assert all(not length or step % length == 0 for length in changed.data.curriculum)
+    assert all(not length or step % length == 0 for length in changed.data.stages)
     if name == "packed":
         assert "accumulate" in options or "checkpointing" in options, "the same rows make a step"
 

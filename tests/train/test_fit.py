@@ -351,7 +351,7 @@ class TestConfigs:
             (
                 "carry",
                 "yes",
-                r"carry: expected data\.kind='documents' or 'text' or 'facts' or 'told' or 'genome', whose rows",
+                r"carry: expected data\.kind='documents' or 'text' or 'facts' or 'fact_dialogues' or 'genome', whose",
             ),
         ],
     )

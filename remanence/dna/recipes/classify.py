@@ -7,14 +7,15 @@ remanence eval out/promoters/model dna --dna.data=GUE/prom/prom_300_tata --memor
 from dataclasses import replace
 from pathlib import Path
 
+from remanence.dna.config import DnaData
 from remanence.recipes import load_recipe
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.train import OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
     return replace(
         load_recipe(Path(__file__).with_name("pretrain.py")),
-        data=DataConfig(kind="dna", length=1024, weight=0.0, reverse_complement=True),  # type: ignore[call-arg]
+        data=DnaData(length=1024, weight=0.0, reverse_complement=True),
         optimizer=OptimizerConfig(lr=1e-3, warmup=100),
         steps=2000,
         batch=64,

@@ -6,7 +6,8 @@ remanence eval out/genome/model lm --lm.data=held-out.fna --lm.views=stream --fu
 
 from remanence.config import ModelConfig
 from remanence.dna.alphabet import VOCABULARY
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.dna.config import GenomeData
+from remanence.train import OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
@@ -23,7 +24,7 @@ def recipe() -> TrainConfig:
     )
     return TrainConfig(
         model=model,
-        data=DataConfig(kind="genome", length=1024, reverse_complement=True),  # type: ignore[call-arg]
+        data=GenomeData(length=1024, reverse_complement=True),
         optimizer=OptimizerConfig(lr=2e-3, warmup=100),
         steps=3000,
         batch=32,

@@ -6,7 +6,8 @@ from typing import Any
 
 from remanence.config import ModelConfig
 from remanence.forecast.config import ForecastConfig
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig
+from remanence.forecast.data_config import ForecastData
+from remanence.train import OptimizerConfig, TrainConfig
 
 
 def forecasting(
@@ -31,9 +32,7 @@ def forecasting(
     )
     return TrainConfig(  # type: ignore[call-arg]
         model=model,
-        data=DataConfig(  # type: ignore[call-arg]  # fields of this vertical
-            kind="forecast", length=lookback, horizon=horizon, split=split
-        ),
+        data=ForecastData(length=lookback, horizon=horizon, split=split),
         forecast=ForecastConfig(**forecast),
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01, warmup=30, final=0.05),
         steps=steps,

@@ -1,0 +1,45 @@
+"""The configuration of time series as training data. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from remanence.train.checks import check_positive
+from remanence.train.data_config import DataConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastData(DataConfig):
+    """Windows of a time series.
+
+    Attributes:
+        path: a CSV file with the columns' names in its first line.
+        length: rows of the look-back.
+        horizon: rows that are forecast.
+        split: which rows train, validate and test, an entry of `remanence.forecast.protocol.SPLITS`.
+        columns, missing: the columns to read (none: all but a date), and what becomes of missing values: "refuse", or
+            "previous" for the value of the row before.
+    """
+
+    kind: str = "forecast"
+    path: str | None = None
+    horizon: int = 96
+    split: str = "7/1/2"
+    columns: tuple[str, ...] = ()
+    missing: Literal["refuse", "previous"] = "refuse"
+    causal_lm: ClassVar[bool] = False
+    train_fields: ClassVar[tuple[str, ...]] = ("forecast",)
+    required: ClassVar[Mapping[str, object]] = {
+        "init_from": None,
+        "accumulate": 1,
+        "carry": False,
+        "begin": "fresh",
+        "write_cost": 0.0,
+    }
+    recorded: ClassVar[tuple[str, ...]] = ("split",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(horizon=self.horizon)

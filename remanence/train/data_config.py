@@ -1,0 +1,383 @@
+"""Configurations of training data: one frozen dataclass for each kind, registered by kind. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, ClassVar, Self, get_type_hints
+
+from remanence.io.migrations import FLAT_DATA, current_value
+from remanence.runtime.choices import check_choice
+from remanence.runtime.overrides import parse_value
+from remanence.train.checks import check_between, check_positive, check_types
+from remanence.verticals import Registry, data_configs
+
+PATHS = ("path", "held_out", "books")
+"""Fields that hold a path or ``hf:NAME``, in every kind that has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The base class of all kinds of data. ``DataConfig(kind="recall", pairs=8)`` is ``RecallData(pairs=8)``.
+
+    For a kind of your own, write a frozen dataclass with this base and a default for `kind`, and register it with the
+    function that makes its source of batches: `remanence.train.register_data`.
+
+    Class attributes describe the kind:
+
+    - ``carries``: whether its rows continue from step to step; ``max_carried_steps``: for how many steps at most, None
+      for any number;
+    - ``causal_lm``: whether ``TrainConfig.model`` describes the entire model, a causal language model;
+    - ``train_fields``: the fields of `TrainConfig` that only this kind has;
+    - ``required``: fields of `TrainConfig` that must have a certain value with this kind;
+    - ``recorded``: fields that are written to the trained model's folder;
+    - ``evaluation``: arguments of ``remanence eval`` that measure its models, for the model card.
+
+    Attributes:
+        kind: the name by which the class is registered (`remanence.train.DATA_KINDS`).
+        length: tokens of a row.
+    """
+
+    kind: str = "packed"
+    length: int = 256
+
+    carries: ClassVar[bool] = False
+    max_carried_steps: ClassVar[int | None] = None
+    causal_lm: ClassVar[bool] = True
+    train_fields: ClassVar[tuple[str, ...]] = ()
+    required: ClassVar[Mapping[str, object]] = {}
+    recorded: ClassVar[tuple[str, ...]] = ()
+    evaluation: ClassVar[str | None] = None
+
+    def __new__(cls, **given: Any) -> DataConfig:
+        if cls is DataConfig:
+            kind = current_value("data.kind", given.get("kind", cls.kind), warn=False)
+            cls = data_class(kind)
+            cls.check_names(given)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        object.__setattr__(self, "kind", current_value("data.kind", self.kind))
+        if self.kind != type(self).kind:
+            raise ValueError(
+                f"kind: expected {type(self).kind!r} of {type(self).__name__}, got {self.kind!r}"
+            )
+        check_positive(length=self.length)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The lengths of texts over the run, of a kind with a curriculum; () if every row has `length` tokens."""
+        return ()
+
+    def without_schedule(self) -> Self:
+        """The data as it is at the end of a run: without a ramp or a curriculum."""
+        return self
+
+    def map_paths(self, change: Callable[[str | None], str | None]) -> Self:
+        present = [name for name in PATHS if name in self.field_names()]
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in present}
+        return replace(self, **changed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a file. A `held_out` of None is left out: files of earlier versions do not have it."""
+        plain = {name: getattr(self, name) for name in self.field_names()}
+        return {name: value for name, value in plain.items() if name != "held_out" or value is not None}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> DataConfig:
+        """From a file. Fields of other kinds, which earlier versions wrote as well, are dropped."""
+        kind = current_value("data.kind", data.get("kind", DataConfig.kind), warn=False)
+        cls = data_class(kind)
+        own = cls.field_names()
+        given = {name: value for name, value in data.items() if name in own or name not in FLAT_DATA}
+        return cls.from_fields({**given, "kind": kind})
+
+    @classmethod
+    def from_fields(cls, given: Mapping[str, Any]) -> Self:
+        """From the fields that a file has; lists become tuples."""
+        cls.check_names(given)
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        return cls(**values)
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Refuse a field that this kind does not have: name the kinds that have it, or the nearest field."""
+        for name in names:
+            if name in cls.field_names():
+                continue
+            owners = [kind for kind, other in DATA_KINDS.items() if name in other.field_names()]
+            if owners:
+                expected = " or ".join(map(repr, owners))
+                raise ValueError(
+                    f"data.{name}: expected only with data.kind={expected}, got it with {cls.kind!r}"
+                )
+            check_choice(f"data.{name}: field of {cls.__name__}", name, cls.field_names())
+
+    def override(self, changes: Mapping[str, str]) -> DataConfig:
+        """A copy with fields changed, given as text. With another kind, the fields that both have are kept."""
+        kind = current_value("data.kind", changes.get("kind", self.kind))
+        cls = data_class(kind)
+        cls.check_names(changes)
+        kept = {name: getattr(self, name) for name in self.field_names() if name in cls.field_names()}
+        return cls(**{**kept, **cls.parse_fields(changes), "kind": kind})
+
+    @classmethod
+    def parse_fields(cls, changes: Mapping[str, str]) -> dict[str, Any]:
+        hints = get_type_hints(cls)
+        return {name: parse_value(hints[name], text, f"data.{name}") for name, text in changes.items()}
+
+
+@dataclass(frozen=True, kw_only=True, init=False)
+class UnregisteredData(DataConfig):
+    """A kind that this process has no dataclass for: one in `SOURCES` alone, or a run's of somebody else.
+
+    Its fields are whatever was given. The fields that every kind had in earlier versions have their defaults.
+
+    Attributes:
+        values: the fields by name.
+    """
+
+    values: Mapping[str, Any]
+
+    def __init__(
+        self, *, kind: str, length: int = 256, values: Mapping[str, Any] | None = None, **given: Any
+    ) -> None:
+        for name, value in (("kind", kind), ("length", length), ("values", {**(values or {}), **given})):
+            object.__setattr__(self, name, value)
+        check_positive(length=length)
+
+    def __getattr__(self, name: str) -> Any:
+        values = {**FLAT_DATA, **self.__dict__.get("values", {})}
+        if name not in values:
+            raise AttributeError(f"data of kind {self.__dict__.get('kind')!r} has no field {name!r}")
+        return values[name]
+
+    def map_paths(self, change: Callable[[str | None], str | None]) -> Self:
+        paths = {name: change(value) for name, value in self.values.items() if name in PATHS}
+        return replace(self, values={**self.values, **paths})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "length": self.length, **self.values}
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Every field is accepted: only the code that reads it knows which ones there are."""
+
+    @classmethod
+    def parse_fields(cls, changes: Mapping[str, str]) -> dict[str, Any]:
+        """By the types that these fields have in other kinds; any other is a text."""
+        own = [get_type_hints(data) for data in (DataConfig, *DATA_KINDS.values())]
+        hints = {name: hint for found in own for name, hint in found.items()}
+        return {
+            name: parse_value(hints.get(name, str), text, f"data.{name}") for name, text in changes.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusData(DataConfig):
+    """The base class of kinds that are read from files.
+
+    Attributes:
+        path: where the data is: a folder of shards that ``remanence data prepare`` wrote, unless the kind says
+            otherwise.
+        held_out: data of the same kind and form as `path` that is not trained on, for ``validate_every``.
+    """
+
+    path: str | None = None
+    held_out: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedData(CorpusData):
+    """Documents of prepared shards, packed into rows without padding."""
+
+    kind: str = "packed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentsData(CorpusData):
+    """Documents of prepared shards, each read in order by one row."""
+
+    kind: str = "documents"
+    carries: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(CorpusData):
+    """A text as it is. Its end is held out unless `held_out` is given.
+
+    Attributes:
+        path: a file, a folder of them or hf:NAME.
+    """
+
+    kind: str = "text"
+    carries: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallData(DataConfig):
+    """Generated rows of keys and values: pairs, noise, and the same keys again.
+
+    Attributes:
+        pairs: pairs of a row.
+        rounds: how often each pair occurs.
+        keys, noise: the number of different keys, and of values; the number of noise tokens.
+    """
+
+    kind: str = "recall"
+    pairs: int = 8
+    rounds: int = 2
+    keys: int = 32
+    noise: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(pairs=self.pairs, rounds=self.rounds, keys=self.keys, noise=self.noise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleData(DataConfig):
+    """Generated bytes: sentences with numbers among them, one of which is asked for at the end.
+
+    Attributes:
+        pairs: needles of a row.
+    """
+
+    kind: str = "needle"
+    pairs: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(pairs=self.pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactsData(CorpusData):
+    """Facts stated between the sentences of prepared shards and asked for later.
+
+    Attributes:
+        weight: how much a token of the text counts in the loss, beside one of an answer; 0: only answers do.
+        ramp: steps over which the text between facts grows from nothing, and the distances with it.
+        ends: whether the token that ends an answer counts as much as the answer. Runs of earlier versions, in which
+            it counted as text, are resumed with False.
+    """
+
+    kind: str = "facts"
+    weight: float = 0.1
+    ramp: int = 0
+    ends: bool = True
+    carries: ClassVar[bool] = True
+    max_carried_steps: ClassVar[int | None] = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_between(0, 1, weight=self.weight)
+        check_between(0, float("inf"), ramp=self.ramp)
+
+    def without_schedule(self) -> Self:
+        return replace(self, ramp=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without ``ends=False``, so that the config of a run of an earlier version stays as it was."""
+        return {name: value for name, value in super().to_dict().items() if name != "ends" or value}
+
+    @classmethod
+    def from_fields(cls, given: Mapping[str, Any]) -> Self:
+        return super().from_fields({"ends": False, **given})  # files from before the field existed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumData(CorpusData):
+    """The base class of kinds whose texts can become longer over the run.
+
+    Attributes:
+        curriculum: the lengths of texts, from short to long, each for an equal part of the steps (one given twice, for
+            two). Steps then have batch x length tokens, in rows of the part's length. Without it, every row has
+            `length` tokens.
+    """
+
+    curriculum: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for before, after in pairwise((0, *self.curriculum)):
+            if after < before or (before and after % before):
+                expected = "rising lengths, each a multiple of the one before"
+                raise ValueError(f"data.curriculum: expected {expected}, got {after} after {before}")
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return self.curriculum
+
+    def without_schedule(self) -> Self:
+        return replace(self, curriculum=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactDialoguesData(CurriculumData):
+    """Conversations in which facts are stated and asked for, beside the texts of prepared shards.
+
+    Attributes:
+        pairs: the most facts of a conversation.
+        share: the share of the rows that are conversations; the others read texts.
+        weight: how much a token of the text counts in the loss, beside one of an answer; 0: only answers do.
+        ramp: steps over which the text between facts grows from nothing, and the distances with it.
+    """
+
+    kind: str = "fact_dialogues"
+    pairs: int = 8
+    share: float = 0.5
+    weight: float = 0.1
+    ramp: int = 0
+    carries: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(pairs=self.pairs)
+        check_between(0, 1, weight=self.weight, share=self.share)
+        check_between(0, float("inf"), ramp=self.ramp)
+
+    def without_schedule(self) -> Self:
+        return replace(self, ramp=0, curriculum=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BabilongData(CurriculumData):
+    """bAbI's stories, hidden in books. A length of 0 in `curriculum` means stories alone; without a curriculum, every
+    row is one text with one question.
+
+    Attributes:
+        path: bAbI's folder or archive, or hf:NAME.
+        books: the text around the facts: a file, a folder or hf:NAME.
+        tasks: which of qa1 to qa20.
+    """
+
+    kind: str = "babilong"
+    books: str | None = None
+    tasks: tuple[str, ...] = ("qa1", "qa2", "qa3", "qa4", "qa5")
+
+
+DATA_KINDS: Registry[type[DataConfig]] = Registry(
+    {
+        "packed": PackedData,
+        "documents": DocumentsData,
+        "text": TextData,
+        "recall": RecallData,
+        "needle": NeedleData,
+        "facts": FactsData,
+        "fact_dialogues": FactDialoguesData,
+        "babilong": BabilongData,
+        **data_configs(),
+    }
+)
+"""The dataclass of each kind of data. `remanence.train.register_data` adds one."""
+
+
+def data_class(kind: str) -> type[DataConfig]:
+    return DATA_KINDS.get(kind, UnregisteredData)
