@@ -14,7 +14,7 @@ from remanence.io.migrations import current_fields
 from remanence.io.outputs import make_folder
 from remanence.report.document import MARK, Heading, Part, Picture, Table, Text, markdown, page
 from remanence.report.rows import Inputs, Row, Run, read
-from remanence.verticals import kinds
+from remanence.verticals import data_configs, imported
 
 TITLE = "Results"
 PROVENANCE = (
@@ -103,8 +103,8 @@ def _parameters(run: Run) -> str:
     from remanence.model import parameters
 
     data = run.config.get("data")
-    kind = kinds().get(data.get("kind", "")) if isinstance(data, dict) else None
-    if kind is not None and not kind.causal:
+    kind = data_configs().get(data.get("kind", "")) if isinstance(data, dict) else None
+    if kind is not None and not imported(kind).causal_lm:
         return "-"  # the config describes only a part of the model
     try:
         return f"{parameters(ModelConfig.from_dict(run.model)):,}"
