@@ -8,7 +8,7 @@ from math import gcd, isqrt, nextafter
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from remanence.io.migrations import accepts_old_names, current_fields, renamed_fields
-from remanence.runtime.choices import brief, check_choice
+from remanence.runtime.choices import check_choice, short_repr
 from remanence.runtime.keywords import KnnFields, MemoryFields, show_fields
 from remanence.runtime.mode import MODES as MODES
 from remanence.runtime.mode import Mode as Mode
@@ -17,7 +17,7 @@ from remanence.tokenizers.vocabulary import BYTES
 Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
 
 MOST = 2**31 - 1
-"""Of any size: products of two of them are still whole numbers to torch."""
+"""Of any size: products of two of them are still integers to torch."""
 ABOVE_0 = nextafter(0.0, 1.0)
 LARGE = 1e15
 """Of numbers that are no sizes: whole ones are exact as floats, and torch computes with their powers and quotients."""
@@ -52,17 +52,17 @@ def change(config: Config, given: Mapping[str, Any]) -> Config:
     return replace(config, **given)
 
 
-def _whole(least: int, **fields: object) -> None:
+def _check_integers(least: int, **fields: object) -> None:
     """Refuse what is no size. Fields come from files, too, where they may be anything that JSON can say."""
     for name, value in fields.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}: expected a whole number of at least {least}, got {brief(value)}")
+            raise ValueError(f"{name}: expected an integer of at least {least}, got {short_repr(value)}")
         if value > MOST:
-            raise ValueError(f"{name}: expected a whole number of at most {MOST:,}, got {brief(value)}")
+            raise ValueError(f"{name}: expected an integer of at most {MOST:,}, got {short_repr(value)}")
 
 
-def _whole_or_none(least: int, **fields: object) -> None:
-    _whole(least, **{name: value for name, value in fields.items() if value is not None})
+def _check_optional_integers(least: int, **fields: object) -> None:
+    _check_integers(least, **{name: value for name, value in fields.items() if value is not None})
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
@@ -70,11 +70,11 @@ def _is_number(value: object, low: float, high: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
-def _names(**fields: object) -> None:
+def _check_names(**fields: object) -> None:
     """Refuse what is no name. Which ones there are, only those know who look them up: anyone may add to them."""
     for name, value in fields.items():
         if not isinstance(value, str):
-            raise ValueError(f"{name}: expected a name, got {brief(value)}")
+            raise ValueError(f"{name}: expected a name, got {short_repr(value)}")
 
 
 PAPER: dict[str, Any] = {"rule": "titans", "chunk": 16, "forget_bias": -10.0}
@@ -139,36 +139,38 @@ class MemoryConfig:
         for name, value in (DEEP if self.net == "deep" else PAPER).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        _whole(1, dim=self.dim, chunk=self.chunk)
-        _whole_or_none(1, heads=self.heads, head_dim=self.head_dim, depth=self.depth)
-        _whole(0, conv=self.conv)
-        _names(net=self.net, rule=self.rule)
+        _check_integers(1, dim=self.dim, chunk=self.chunk)
+        _check_optional_integers(1, heads=self.heads, head_dim=self.head_dim, depth=self.depth)
+        _check_integers(0, conv=self.conv)
+        _check_names(net=self.net, rule=self.rule)
         if self.heads is not None and self.head_dim is None and self.dim % self.heads:
             raise ValueError(
                 f"heads: expected a divisor of dim={self.dim}, got {self.heads} (or give head_dim too)"
             )
         if self.anchor not in (None, "chunk", "token"):
-            raise ValueError(f"anchor: expected 'chunk', 'token' or None, got {brief(self.anchor)}")
+            raise ValueError(f"anchor: expected 'chunk', 'token' or None, got {short_repr(self.anchor)}")
         if self.activation not in (None, "gelu", "silu"):
-            raise ValueError(f"activation: expected 'gelu', 'silu' or None, got {brief(self.activation)}")
+            raise ValueError(
+                f"activation: expected 'gelu', 'silu' or None, got {short_repr(self.activation)}"
+            )
         if self.bias is not None and not isinstance(self.bias, bool):
-            raise ValueError(f"bias: expected True, False or None, got {brief(self.bias)}")
+            raise ValueError(f"bias: expected True, False or None, got {short_repr(self.bias)}")
         if self.expansion is not None and not _is_number(self.expansion, ABOVE_0, MOST):
             raise ValueError(
-                f"expansion: expected a number above 0 and at most {MOST:,}, got {brief(self.expansion)}"
+                f"expansion: expected a number above 0 and at most {MOST:,}, got {short_repr(self.expansion)}"
             )
         for name in ("step_bias", "momentum_bias", "forget_bias"):
             value = getattr(self, name)
             if not (_is_number(value, -LARGE, LARGE) or (name == "step_bias" and value is None)):
-                raise ValueError(f"{name}: expected a finite number, got {brief(value)}")
+                raise ValueError(f"{name}: expected a finite number, got {short_repr(value)}")
         if not isinstance(self.induction, bool):
-            raise ValueError(f"induction: expected True or False, got {brief(self.induction)}")
+            raise ValueError(f"induction: expected True or False, got {short_repr(self.induction)}")
         if self.induction and self.conv < 2:
             raise ValueError(
                 f"induction: expected conv of at least 2, which reaches the token before, got {self.conv}"
             )
         if not (_is_number(self.threshold, 0, 1) and self.threshold < 1):
-            raise ValueError(f"threshold: expected at least 0 and below 1, got {brief(self.threshold)}")
+            raise ValueError(f"threshold: expected at least 0 and below 1, got {short_repr(self.threshold)}")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -222,21 +224,21 @@ class KnnConfig:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        _whole(1, **{"knn.k": self.k})
-        _whole(0, **{"knn.size": self.size, "knn.neighbours": self.neighbours})
+        _check_integers(1, **{"knn.k": self.k})
+        _check_integers(0, **{"knn.size": self.size, "knn.neighbours": self.neighbours})
         if 0 < self.size < self.k:
             raise ValueError(f"knn.k: expected at most the store's size of {self.size}, got {self.k}")
         check_choice("knn.fuse", self.fuse, ("gate", "joint"))
         check_choice("knn.evict", self.evict, ("oldest", "importance"))
-        _names(**{"knn.search": self.search, "knn.write": self.write})
+        _check_names(**{"knn.search": self.search, "knn.write": self.write})
         if not _is_number(self.fraction, ABOVE_0, 1):
-            raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {brief(self.fraction)}")
+            raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {short_repr(self.fraction)}")
         if self.half_life is not None and not _is_number(self.half_life, ABOVE_0, LARGE):
             raise ValueError(
-                f"knn.half_life: expected a number of tokens above 0, or None, got {brief(self.half_life)}"
+                f"knn.half_life: expected a number of tokens above 0, or None, got {short_repr(self.half_life)}"
             )
         if not isinstance(self.shared, bool):
-            raise ValueError(f"knn.shared: expected True or False, got {brief(self.shared)}")
+            raise ValueError(f"knn.shared: expected True or False, got {short_repr(self.shared)}")
 
 
 @accepts_old_names("model")
@@ -276,10 +278,12 @@ class ModelConfig:
     knn: KnnConfig = KnnConfig()
 
     def __post_init__(self) -> None:
-        _whole(1, vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers, heads=self.heads)
-        _whole_or_none(1, ffn=self.ffn)
-        _whole(1, window=self.window, segment=self.segment)
-        _whole(0, persistent=self.persistent)
+        _check_integers(
+            1, vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers, heads=self.heads
+        )
+        _check_optional_integers(1, ffn=self.ffn)
+        _check_integers(1, window=self.window, segment=self.segment)
+        _check_integers(0, persistent=self.persistent)
         if self.dim % self.heads or self.dim // self.heads % 2:
             raise ValueError(
                 f"heads: expected a divisor of dim={self.dim} that leaves heads of even width, got {self.heads}"
@@ -288,13 +292,13 @@ class ModelConfig:
         pattern = tuple(x for part in _pattern(self.pattern) for x in _pattern(part)) if named else ()
         if not all(pattern) or not pattern:
             expected = "expected names of blocks, as ('mac',), ('lmm', 'window') or 'lmm+window'"
-            raise ValueError(f"pattern: {expected}, got {brief(self.pattern)}")
+            raise ValueError(f"pattern: {expected}, got {short_repr(self.pattern)}")
         if not _is_number(self.rotary, ABOVE_0, LARGE):
             raise ValueError(
-                f"rotary: expected a base above 0 and at most {LARGE:.0e}, got {brief(self.rotary)}"
+                f"rotary: expected a base above 0 and at most {LARGE:.0e}, got {short_repr(self.rotary)}"
             )
         if not isinstance(self.tie, bool):
-            raise ValueError(f"tie: expected True or False, got {brief(self.tie)}")
+            raise ValueError(f"tie: expected True or False, got {short_repr(self.tie)}")
         memory = {} if self.memory is None else self.memory
         if isinstance(memory, Mapping):
             own = {"dim": self.dim, **memory}
@@ -407,7 +411,7 @@ def memorizing(num_layers: int, *layers: int) -> tuple[str, ...]:
     """The pattern of a Memorizing Transformer: sliding windows, and kNN layers at the places given, counted from 1.
     Default: one, at the paper's 9th place of 12 or the nearest to it.
     """
-    _whole(1, num_layers=num_layers)
+    _check_integers(1, num_layers=num_layers)
     layers = layers or (round(num_layers * 9 / 12),)
     if not all(isinstance(layer, int) and 1 <= layer <= num_layers for layer in layers):
         raise ValueError(f"layers: expected places from 1 to num_layers={num_layers}, got {layers}")

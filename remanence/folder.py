@@ -18,7 +18,7 @@ from torch import nn
 from remanence.config import ModelConfig
 from remanence.io.files import DIGEST, read_json, replacing, sealed, unsealed, write_json
 from remanence.io.migrations import current_name
-from remanence.io.shipped import located, shipped_models
+from remanence.io.shipped import resolve_model_path, shipped_models
 from remanence.io.tensors import (
     FLOATS,
     Entry,
@@ -30,7 +30,7 @@ from remanence.io.tensors import (
     write_tensors,
 )
 from remanence.model import Model
-from remanence.runtime.choices import brief
+from remanence.runtime.choices import short_repr
 from remanence.runtime.device import memory_of
 from remanence.runtime.errors import first_line
 
@@ -106,7 +106,7 @@ def load_model(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Model:
     """`Model.load`."""
-    folder = located(folder)
+    folder = resolve_model_path(folder)
     if not (folder / "config.json").is_file():
         names = "".join(f", or the name {name}" for name in shipped_models())
         raise ValueError(
@@ -166,14 +166,16 @@ def _found(folder: Path, files: ExitStack) -> dict[str, Weight]:
             name = _name(stored)
             if name in found:
                 raise ValueError(
-                    f"{path}: a second tensor {brief(name)}, beside that of {found[name].path.name}"
+                    f"{path}: a second tensor {short_repr(name)}, beside that of {found[name].path.name}"
                 )
             if places is not None and places.get(stored) != path.name:
-                raise ValueError(f"{index}: expected {brief(stored)} in {path.name}, where it is")
+                raise ValueError(f"{index}: expected {short_repr(stored)} in {path.name}, where it is")
             found[name] = Weight(path, entry, file)
     for stored, part in (places or {}).items():
         if _name(stored) not in found:
-            raise ValueError(f"{index}: expected tensors that are there, got {brief(stored)}, not in {part}")
+            raise ValueError(
+                f"{index}: expected tensors that are there, got {short_repr(stored)}, not in {part}"
+            )
     return found
 
 
@@ -181,11 +183,13 @@ def _places(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index names it: a file beside the index."""
     places = read_json(index, 8 * MOST).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ValueError(f"{index}: expected a weight_map from tensors to files, got {brief(places)}")
+        raise ValueError(f"{index}: expected a weight_map from tensors to files, got {short_repr(places)}")
     for name in places.values():
         plain = isinstance(name, str) and name.isprintable() and len(name) < 256
         if not plain or name != Path(name).name or "\\" in name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index}: expected names of .safetensors files beside it, got {brief(name)}")
+            raise ValueError(
+                f"{index}: expected names of .safetensors files beside it, got {short_repr(name)}"
+            )
     return places
 
 
@@ -219,7 +223,7 @@ def _check_layers(folder: Path, config: ModelConfig, found: dict[str, Weight]) -
             if name not in found:
                 raise ValueError(f"{folder / WEIGHTS}: expected a tensor {name!r}, which is missing")
             if found[name].entry.shape != shape:
-                expected, got = list(shape), brief(list(found[name].entry.shape))
+                expected, got = list(shape), short_repr(list(found[name].entry.shape))
                 raise ValueError(f"{found[name].path}: {name}: expected shape {expected}, got {got}")
 
 
@@ -268,14 +272,14 @@ def _check_tensors(folder: Path, model: Model, found: dict[str, Weight], dtype: 
             raise ValueError(f"{folder / 'model.safetensors'}: expected a tensor {name!r}, which is missing")
         path, entry, _ = found[name]
         if entry.shape != parameter.shape:
-            expected, got = list(parameter.shape), brief(list(entry.shape))
+            expected, got = list(parameter.shape), short_repr(list(entry.shape))
             raise ValueError(f"{path}: {name}: expected shape {expected}, got {got}")
         if entry.dtype not in FLOATS:
             raise ValueError(f"{path}: {name}: expected {', '.join(FLOATS)}, got {entry.dtype}")
     for name in found:
         if name not in wanted:
             raise ValueError(
-                f"{found[name].path}: a tensor {brief(name)} that a model of this configuration has not"
+                f"{found[name].path}: a tensor {short_repr(name)} that a model of this configuration has not"
             )
     first = found["embed.weight"].entry.dtype
     for owner, module in model.named_modules():
@@ -346,9 +350,9 @@ def _config(folder: Path, data: dict[str, Any]) -> ModelConfig:
         )
         raise ValueError(f"model: expected a model's folder, got the training run {folder}; {helps}")
     if kind != "remanence":
-        raise ValueError(f"{path}: expected model_type 'remanence', got {brief(kind)}")
+        raise ValueError(f"{path}: expected model_type 'remanence', got {short_repr(kind)}")
     if not isinstance(own, dict):
-        raise ValueError(f"{path}: remanence: expected the model's fields, got {brief(own)}")
+        raise ValueError(f"{path}: remanence: expected the model's fields, got {short_repr(own)}")
     fields = unsealed(path, own)
     try:
         return ModelConfig.from_dict(fields)

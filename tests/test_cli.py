@@ -353,7 +353,7 @@ def test_the_names_of_recipes_are_listed(run, tmp_path):
         (["eval", "m", "lm", "-x=3"], "-x=3: expected --field=value for a field of a task"),
         (
             ["train", "recall", "--out", "x", "--batch=few"],
-            "batch: expected a whole number (1K is 1,024, 1M is 1K times 1K)",
+            "batch: expected an integer (1K is 1,024, 1M is 1K times 1K)",
         ),
         (["train", "recall", "--out", "x", "--model.memory.netz=deep"], "did you mean 'net'?"),
     ],

@@ -135,7 +135,7 @@ class TestFolders:
         ("change", "message"),
         [
             ({"horizon": 9}, r"head_proj.bias': expected shape \[9\], got \[8\]"),
-            ({"horizon": "x"}, "horizon: expected a whole number of at least 1, got 'x'"),
+            ({"horizon": "x"}, "horizon: expected an integer of at least 1, got 'x'"),
             ({"names": ["a"]}, r"expected shape \[1, 16\], got \[3, 16\]"),
             ({"scaler": {"mean": [1.0], "std": [1.0]}}, "scaler: expected a mean and std for 3 channels"),
             ({"forecast": 3}, "forecast: expected a field of a forecasting network, got 3"),

@@ -169,7 +169,7 @@ def test_where_the_layer_stands():
     ("fields", "message"),
     [
         ({"k": 33, "size": 32}, "knn.k: expected at most the store's size of 32, got 33"),
-        ({"size": -1}, "knn.size: expected a whole number of at least 0, got -1"),
+        ({"size": -1}, "knn.size: expected an integer of at least 0, got -1"),
         ({"fuse": "gates"}, "knn.fuse: expected one of gate, joint, got 'gates'; did you mean 'gate'"),
         ({"fraction": 0}, "knn.fraction: expected above 0 and at most 1, got 0"),
         ({"half_life": -1}, "knn.half_life: expected a number of tokens above 0, or None, got -1"),

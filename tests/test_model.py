@@ -413,7 +413,7 @@ class TestBadInput:
             ({"heads": 3}, "heads: expected a divisor of dim=16"),
             ({"heads": 16}, "heads: expected a divisor of dim=16 that leaves heads of even width, got 16"),
             ({"segment": 6}, r"segment: expected a multiple of the memory's chunk \(4\), got 6"),
-            ({"window": 0}, "window: expected a whole number of at least 1, got 0"),
+            ({"window": 0}, "window: expected an integer of at least 1, got 0"),
             (
                 {"memory": {"chnk": 4}},
                 "MemoryConfig field: expected one of .*got 'chnk'; did you mean 'chunk'",

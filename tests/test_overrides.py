@@ -93,11 +93,11 @@ def test_values_are_parsed_as_their_types(kind, text, value):
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        (int, "four", r"x: expected a whole number \(1K is 1,024, 1M is 1K times 1K\), got 'four'"),
-        (int, "K", "x: expected a whole number"),
+        (int, "four", r"x: expected an integer \(1K is 1,024, 1M is 1K times 1K\), got 'four'"),
+        (int, "K", "x: expected an integer"),
         (float | None, "much", "x: expected a number, got 'much'"),
         (bool, "maybe", "x: expected true or false, got 'maybe'"),
-        (tuple[int, ...], "1,b", "x: expected a whole number .* got 'b'"),
+        (tuple[int, ...], "1,b", "x: expected an integer .* got 'b'"),
         (Literal["cat", "dog"], "dig", "x: expected one of cat, dog, got 'dig'; did you mean 'dog'"),
         (Inner, "3", "x: expected Inner, got '3'"),
     ],

@@ -125,7 +125,7 @@ def prints(path):
 def test_only_two_files_print():
     for path in sorted(PACKAGE.rglob("*.py")):
         relative, found = path.relative_to(PACKAGE).as_posix(), list(prints(path))
-        assert bool(found) == (relative in PRINTS), f"{relative}: {found}; use runtime/terminal.py: say"
+        assert bool(found) == (relative in PRINTS), f"{relative}: {found}; use runtime/terminal.py: echo"
 
 
 def run(*arguments, **options):

@@ -405,17 +405,17 @@ def test_a_diverged_memory_is_not_used():
     [
         (lambda s: s.generate(""), "prompt: expected a text of at least one character, got an empty one"),
         (lambda s: s.generate("a", temperature=-1), "temperature: expected a number of at least 0, got -1"),
-        (lambda s: s.generate("a", top_k=0), "top_k: expected a whole number of at least 1, got 0"),
+        (lambda s: s.generate("a", top_k=0), "top_k: expected an integer of at least 1, got 0"),
         (lambda s: s.generate("a", top_p=1.5), "top_p: expected a number above 0 and up to 1, got 1.5"),
         (lambda s: s.generate("a", stop=[""]), r"stop: expected texts of at least one character, got \[''\]"),
-        (lambda s: s.generate("a", seed=10**30), r"seed: expected a whole number from 0 to 2\^62, or"),
+        (lambda s: s.generate("a", seed=10**30), r"seed: expected an integer from 0 to 2\^62, or"),
         (
             lambda s: s.generate("a", no_repeat=-1),
             "no_repeat: expected an integer of at least 0, or None, got -1",
         ),
         (
             lambda s: s.generate("a", max_tokens=-1),
-            "max_tokens: expected a whole number of at least 0, got -1",
+            "max_tokens: expected an integer of at least 0, got -1",
         ),
         (lambda s: Session(s.model, write="some"), "write: expected one of all, prompt, none, got 'some'"),
         (lambda s: Session(model()), "tokenizer: expected at most the model's 11 tokens, got 257"),

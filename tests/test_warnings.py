@@ -62,9 +62,12 @@ class TestReach:
         assert "trained" not in warned("read", tmp_path / "w", tmp_path / "a", "--save", tmp_path / "w.mem")
 
     def test_the_model_that_comes_with_the_package_says_how_far(self):
-        from remanence.io.shipped import located
+        from remanence.io.shipped import resolve_model_path
 
-        assert json.loads((located("remanence-small") / "trained.json").read_text())["reach"] == 512 * 2048
+        assert (
+            json.loads((resolve_model_path("remanence-small") / "trained.json").read_text())["reach"]
+            == 512 * 2048
+        )
 
     def test_rows_that_are_carried_go_further(self):
         from remanence.train import DataConfig

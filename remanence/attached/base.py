@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from remanence.io.files import canonical
-from remanence.runtime.choices import brief
+from remanence.runtime.choices import short_repr
 from remanence.runtime.errors import first_line
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
@@ -92,7 +92,7 @@ def check_model(model: Any) -> None:
         ) from None
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"model: expected a causal language model of transformers, got {brief(type(model).__name__)}"
+            f"model: expected a causal language model of transformers, got {short_repr(type(model).__name__)}"
         )
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) or not model.can_generate():

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from remanence.config import KnnConfig, MemoryConfig, ModelConfig, build
 from remanence.io.migrations import accepts_old_names, current_fields
-from remanence.runtime.choices import brief, check_choice
+from remanence.runtime.choices import check_choice, short_repr
 
 Kind = Literal["neural", "knn"]
 Place = Literal["beside", "front"]
@@ -70,7 +70,7 @@ class AttachConfig:
         for name, least in (("window", 2), ("sinks", 0), ("segment", 1), ("lora", 0)):
             value = getattr(self, name)
             if not (name == "window" and value is None) and (type(value) is not int or value < least):
-                raise ValueError(f"{name}: expected an integer of at least {least}, got {brief(value)}")
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {short_repr(value)}")
         if self.kind == "knn" and self.window is None and self.knn.size:
             raise ValueError(
                 "window: expected a number of tokens with kind='knn', whose store begins behind it"
@@ -80,7 +80,7 @@ class AttachConfig:
             return
         if not self.layers or any(type(n) is not int or not 0 <= n < self.num_layers for n in self.layers):
             raise ValueError(
-                f"layers: expected some of 0 to {self.num_layers - 1}, the model's layers, got {brief(self.layers)}"
+                f"layers: expected some of 0 to {self.num_layers - 1}, got {short_repr(self.layers)}"
             )
         if self.segment % self.memory.chunk:
             raise ValueError(
@@ -170,7 +170,7 @@ def _fields(memory: Any) -> dict[str, Any]:
     if isinstance(memory, MemoryConfig):
         return asdict(memory)
     if not isinstance(memory, Mapping | None):
-        got = brief(memory)
+        got = short_repr(memory)
         raise ValueError(
             f"memory: expected a MemoryConfig or its fields as a dict, got {got}; kind= chooses the kind"
         )

@@ -19,10 +19,10 @@ from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
 from remanence.folder import Auto
 from remanence.io.files import read_json, sealed, unsealed, write_json
-from remanence.io.shipped import located
+from remanence.io.shipped import resolve_model_path
 from remanence.io.tensors import aligned, read_tensors, write_tensors
 from remanence.model import CausalModel, Model
-from remanence.runtime.choices import brief
+from remanence.runtime.choices import short_repr
 
 KIND = "remanence_attached"
 """The model type, as transformers calls it."""
@@ -35,7 +35,7 @@ MOST = 2**21
 def check_unattached(base: Any) -> None:
     """Refuse, before weights are loaded, a base that has a memory: a model or a folder of this package."""
     kind = getattr(getattr(base, "config", None), "model_type", None)
-    if isinstance(base, str | Path) and (path := located(base) / "config.json").is_file():
+    if isinstance(base, str | Path) and (path := resolve_model_path(base) / "config.json").is_file():
         with suppress(ValueError):
             kind = read_json(path, MOST).get("model_type")
     if kind in (KIND, "remanence") or isinstance(base, CausalModel):
@@ -45,7 +45,7 @@ def check_unattached(base: Any) -> None:
 
 def is_attached(folder: str | Path) -> bool:
     """Whether a folder holds an attached model, by what its config.json calls itself."""
-    path = located(folder) / "config.json"
+    path = resolve_model_path(folder) / "config.json"
     if not path.is_file():
         return False
     with suppress(ValueError):
@@ -67,7 +67,7 @@ def save(model: Attached, folder: str | Path) -> None:
 
 def read_config(folder: str | Path) -> tuple[AttachConfig, Source]:
     """What a folder says of itself."""
-    path = located(folder) / "config.json"
+    path = resolve_model_path(folder) / "config.json"
     data = read_json(path, MOST)
     try:
         config = AttachConfig.from_dict(unsealed(path, data["remanence"]))
@@ -75,7 +75,7 @@ def read_config(folder: str | Path) -> tuple[AttachConfig, Source]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: expected the configuration of an attached model ({error})") from None
     if not isinstance(source.name, str) or not isinstance(source.gguf, str | None):
-        raise ValueError(f"{path}: base: expected a name, got {brief(data['base'])}")
+        raise ValueError(f"{path}: base: expected a name, got {short_repr(data['base'])}")
     return config, source
 
 
@@ -90,7 +90,7 @@ def load(
     """The `Attached` model that `save` wrote, with its pretrained model: `base`, a model or where one is, or the one it
     was saved with. `trained` says that the new weights are to be float32, whatever the others are.
     """
-    folder = located(folder)
+    folder = resolve_model_path(folder)
     config, source = read_config(folder)
     if base is None and not source.name:
         raise ValueError(

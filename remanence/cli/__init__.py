@@ -34,7 +34,7 @@ from remanence.io.migrations import current_field
 from remanence.runtime.choices import check_choice, did_you_mean
 from remanence.runtime.errors import Terminated
 from remanence.runtime.overrides import split_overrides
-from remanence.runtime.terminal import guarded, say
+from remanence.runtime.terminal import echo, guarded
 
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments in (["--version"], ["-V"]):
         from remanence import __version__
 
-        say(f"remanence {__version__}")
+        echo(f"remanence {__version__}")
         return
     try:
         command = _parse(arguments)
@@ -153,7 +153,7 @@ def _parse(arguments: list[str]) -> Command:
         _fail(f"remanence: error: {hint}{' '.join(line for line in lines if line.strip('- '))}", 2)
     if overridable is not None:
         for line in overridable.list_fields():
-            say(line)
+            echo(line)
     sys.exit(code)
 
 
@@ -178,7 +178,7 @@ def _current_field(command: str, name: str) -> str:
 
 
 def _warn_renamed(old: str, new: str) -> None:
-    say(f"remanence: warning: {old} is deprecated: use {new}", error=True)
+    echo(f"remanence: warning: {old} is deprecated: use {new}", error=True)
 
 
 def _options_hint(arguments: list[str]) -> str:
@@ -200,7 +200,7 @@ def _options_hint(arguments: list[str]) -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    say(message, error=True)
+    echo(message, error=True)
     sys.exit(code)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from remanence.cli.arguments import Folder
-from remanence.runtime.terminal import say
+from remanence.runtime.terminal import echo
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,6 @@ class Attach:
         new = sum(weight.numel() for _, weight in model.model.saved_parameters())
         all_of_it = sum(weight.numel() for weight in model.parameters())
         layers = ", ".join(str(layer) for layer in model.model.config.layers)
-        say(
+        echo(
             f"{out}: {new:,} new parameters of {all_of_it:,}, in layers {layers}; untrained, its output is zero"
         )

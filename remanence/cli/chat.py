@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from remanence.cli.arguments import Folder
 from remanence.cli.sessions import Sampled, check_target, open_session, saving
 from remanence.runtime.errors import Terminated
-from remanence.runtime.terminal import say, say_generated
+from remanence.runtime.terminal import echo, echo_generated
 
 if TYPE_CHECKING:
     from remanence.inference.chat import Turns
@@ -46,7 +46,7 @@ class Chat(Sampled):
         session = open_session(self.model, self.device, existing, "on", self.write, self.force)
         turns, interactive = Turns(session.tokenizer), sys.stdin.isatty()
         if interactive:
-            say(f"{session.tokens:,} tokens remembered. {COMMANDS}; Ctrl-D ends, Ctrl-C ends an answer.")
+            echo(f"{session.tokens:,} tokens remembered. {COMMANDS}; Ctrl-D ends, Ctrl-C ends an answer.")
         for line in lines(interactive):
             if line.startswith("/"):
                 try:
@@ -55,17 +55,17 @@ class Chat(Sampled):
                 except (ValueError, OSError) as error:
                     if not interactive:
                         raise
-                    say(f"{error}", error=True)
+                    echo(f"{error}", error=True)
                 continue
             try:
                 for text in session.stream(turns.text(line), **vars(sampling)):
-                    say_generated(text)
+                    echo_generated(text)
             except KeyboardInterrupt as stopped:
                 if not interactive or isinstance(stopped, Terminated):
                     if self.memory_file is not None:
                         session.save(self.memory_file)
                     raise
-            say_generated("\n")
+            echo_generated("\n")
             if sampling.seed is not None:  # or every answer would have the same chances
                 sampling = replace(sampling, seed=sampling.seed + 1)
             if self.memory_file is not None:
@@ -83,14 +83,14 @@ class Chat(Sampled):
             )
             with saving("/save", path if path != self.memory_file else None):
                 session.save(path)
-            say(f"{path}: {session.tokens:,} tokens, {path.stat().st_size:,} bytes")
+            echo(f"{path}: {session.tokens:,} tokens, {path.stat().st_size:,} bytes")
         elif line.strip() == "/forget":
             kept = (
                 f"; {self.memory_file} keeps them until the next answer"
                 if self.memory_file is not None
                 else ""
             )
-            say(f"{session.tokens:,} tokens forgotten{kept}")
+            echo(f"{session.tokens:,} tokens forgotten{kept}")
             session.state, turns.begun = session.model.start(1), False
         elif line.strip() != "/quit":
             hint = "to say it to the model, begin with a space"

@@ -10,7 +10,7 @@ import tyro
 
 from remanence.cli.progress import Progress
 from remanence.cli.train import warn_of_binary
-from remanence.runtime.terminal import say
+from remanence.runtime.terminal import echo
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Data:
                 data.verify(lambda read, total: bar.update(read, f"{read:,} of {total:,} tokens"))
                 counts = f"{data.lengths.sum():,} tokens in {len(data):,} documents"
                 how = f"as prepared, digest {data.digest}" if data.digest else "in order; it has no digests"
-                say(f"{folder}: {counts}, {how}")
+                echo(f"{folder}: {counts}, {how}")
 
     def _prepare(self) -> None:
         from remanence.data import prepare
@@ -95,4 +95,4 @@ class Data:
             )
         skipped = f"; {counts['nulls']:,} without a text passed over" if counts["nulls"] else ""
         texts = f"{counts['documents']:,} documents from {counts['files']:,} files"
-        say(f"{self.out}: {counts['tokens']:,} tokens in {texts}{skipped}")
+        echo(f"{self.out}: {counts['tokens']:,} tokens in {texts}{skipped}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remanence.cli.arguments import Device
 from remanence.io.files import read_json, write_json
-from remanence.runtime.terminal import say
+from remanence.runtime.terminal import echo
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,15 +79,15 @@ class Demo:
 
         out, device, seed = self.out, resolve(self.device), self.seed
         if seed < 0:
-            raise ValueError(f"seed: expected a whole number of at least 0, got {seed}")
+            raise ValueError(f"seed: expected an integer of at least 0, got {seed}")
         if self.tokens < 1024:
-            raise ValueError(f"tokens: expected a whole number of at least 1024, got {self.tokens}")
+            raise ValueError(f"tokens: expected an integer of at least 1024, got {self.tokens}")
         console, begun = Console(), time.monotonic()
         configs = {name: demo_models.recipe_config(name, self.device, seed, self.steps) for name in RECIPES}
         with replaced(out) as folder:
             book = demo_book.read_book(folder, device, seed, self.tokens)
-            say(f"{book['model']}, whose window is {book['window']} tokens wide, has read {book['book']}.")
-            say(f"Asked {book['distance']:,} tokens after the facts in it, from {out / 'book.mem'}:")
+            echo(f"{book['model']}, whose window is {book['window']} tokens wide, has read {book['book']}.")
+            echo(f"Asked {book['distance']:,} tokens after the facts in it, from {out / 'book.mem'}:")
             titles = {"on": "with its memory", "frozen": "memory never written", "off": "memory off"}
             console.print(answers_table(book, titles))
             seconds = demo_models.train(configs, folder)
@@ -98,9 +98,9 @@ class Demo:
             plot(accuracy, folder / "recall.png")
             recalled = demo_models.remember(folder, device, seed)
             pairs = " ".join(recalled["read"])
-            say(f"MAC read {pairs}, then {recalled['noise']} tokens of noise.")
+            echo(f"MAC read {pairs}, then {recalled['noise']} tokens of noise.")
             size = f"{recalled['bytes'] / 1000:,.0f} KB"
-            say(f"Its memory: {out / 'pairs.mem'}, {size}. A model loaded anew is asked:")
+            echo(f"Its memory: {out / 'pairs.mem'}, {size}. A model loaded anew is asked:")
             titles = {"from_the_file": "from the file", "without_it": "without it"}
             console.print(answers_table(recalled, titles))
             facts = {
@@ -119,7 +119,7 @@ class Demo:
             write_json(folder / "recall.json", facts)
         folders = f"{out}/{{{','.join(RECIPES)}}}/model"
         files = f"plot: {out / 'recall.png'}   numbers: {out / 'recall.json'}   models: {folders}"
-        say(f"{files}   {time.monotonic() - begun:.0f} s in all")
+        echo(f"{files}   {time.monotonic() - begun:.0f} s in all")
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def replaced(out: Path) -> Iterator[Path]:
         if not path.is_file() or read_json(path).get("made_by") != MARK["made_by"]:
             expected = "expected a new or empty folder, or an earlier demo's, which is replaced"
             raise ValueError(f"out: {expected}, got {out}")
-        say(f"{out} holds an earlier demo, which is replaced when this one is done", error=True)
+        echo(f"{out} holds an earlier demo, which is replaced when this one is done", error=True)
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     new, old = (out.with_name(f".{out.name}.{os.getpid()}.{suffix}") for suffix in ("new", "old"))

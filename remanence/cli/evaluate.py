@@ -13,7 +13,7 @@ import tyro
 from remanence.cli.arguments import Device, Folder, Mode
 from remanence.cli.progress import Progress
 from remanence.runtime.overrides import by_owner, format_length, split_prefix
-from remanence.runtime.terminal import say
+from remanence.runtime.terminal import echo
 from remanence.verticals import evaluations
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class Eval:
         for name, own in limits.items():
             if own:
                 said = ", ".join(f"{setting}={value}" for setting, value in own.items())
-                say(f"{name}: a quick look with {said}; --full measures all", error=True)
+                echo(f"{name}: a quick look with {said}; --full measures all", error=True)
         if self.json is not None:
             write_rows(self.json, rows, origin)
             plots = _plots(tasks, rows, self.memory_mode, self.json)
-            say(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
+            echo(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
 
     def _limits(self, name: str, given: Mapping[str, str]) -> dict[str, str]:
         """The settings of a quick look at a task, none if it was said how much to measure."""
@@ -126,7 +126,7 @@ class Eval:
         if self.json is not None:
             check_target(self.json)
         if self.seed < 0:
-            raise ValueError(f"--seed: expected a whole number from 0 on, got {self.seed}")
+            raise ValueError(f"--seed: expected an integer from 0 on, got {self.seed}")
         if not self.memory_mode or len(set(self.memory_mode)) < len(self.memory_mode):
             modes = " ".join(self.memory_mode) or "none"
             raise ValueError(f"--memory-mode: expected one or more modes, each once, got {modes}")
@@ -176,7 +176,7 @@ class Eval:
                 return evaluate(subject, tasks, self.memory_mode, journal=journal, show=show)
             except KeyboardInterrupt:
                 if journal is not None:
-                    say(
+                    echo(
                         f"{journal}: what was measured is kept; the same command goes on from there",
                         error=True,
                     )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import tyro
 
 from remanence.cli.arguments import Device, Folder, naming
-from remanence.io.shipped import located
+from remanence.io.shipped import resolve_model_path
 from remanence.runtime.choices import did_you_mean
-from remanence.runtime.terminal import say, say_json
+from remanence.runtime.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,7 @@ class New:
             raise
         count = sum(parameter.numel() for parameter in model.parameters())
         facts = f"{count:,} parameters, untrained, vocabulary {config.vocab_size}"
-        say(f"{out}: {self.preset} {self.variant}, {facts}")
+        echo(f"{out}: {self.preset} {self.variant}, {facts}")
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ class Info:
         from remanence.runtime.device import resolve
 
         python = f"Python {platform.python_version()}, {platform.platform()}"
-        say(f"remanence {remanence.__version__}, torch {torch.__version__}, {python}")
-        say(f"device {resolve(self.device)}, operator backends: {', '.join(BACKENDS)}")
+        echo(f"remanence {remanence.__version__}, torch {torch.__version__}, {python}")
+        echo(f"device {resolve(self.device)}, operator backends: {', '.join(BACKENDS)}")
 
 
 def inspect(path: Path, as_json: bool) -> None:
@@ -158,10 +158,10 @@ def inspect(path: Path, as_json: bool) -> None:
 
     from remanence.cli.console import Console
 
-    path = located(path)
+    path = resolve_model_path(path)
     facts = _model_facts(path) if path.is_dir() else _memory_facts(path)
     if as_json:
-        say_json(facts)
+        echo_json(facts)
         return
     console = Console()
     layers, stores = facts.pop("layers", []), facts.pop("stores", [])
@@ -276,7 +276,7 @@ def print_presets(as_json: bool, match: bool) -> None:
             config = matched(config) if match else config
             rows.append({"preset": name, "variant": variant, "ffn": config.hidden, **_sizes(config)})
     if as_json:
-        say_json(rows)
+        echo_json(rows)
         return
     sizes = f"parameters at a vocabulary of {VOCABULARY:,}"
     table = Table(title=f"{sizes}; the state of one sequence (bfloat16 model)")

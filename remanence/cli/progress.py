@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from remanence.runtime.terminal import guarded, say
+from remanence.runtime.terminal import echo, guarded
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -103,7 +103,7 @@ class Bar:
         if now - self.printed >= self.progress.every or (self.progress.last and done == self.total):
             self.printed = now
             parts = filter(None, (self._position(done), note, self._remaining(done, now)))
-            say(f"{self.name}: {', '.join(parts)}", error=True)
+            echo(f"{self.name}: {', '.join(parts)}", error=True)
 
     def _position(self, done: float, *, short: bool = False) -> str:
         if self.total is None:

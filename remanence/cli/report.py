@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from remanence.runtime.terminal import say
+from remanence.runtime.terminal import echo
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,4 @@ class Report:
         from remanence.report import write
 
         for path in write(self.runs, self.out, force=self.force):
-            say(str(path))
+            echo(str(path))

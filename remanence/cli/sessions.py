@@ -19,7 +19,7 @@ from remanence.cli.progress import Bar, Progress
 from remanence.io.files import locked_target
 from remanence.io.outputs import make_folder
 from remanence.runtime.sampling import MAX_TOKENS, TEMPERATURE
-from remanence.runtime.terminal import say, say_generated
+from remanence.runtime.terminal import echo, echo_generated
 
 if TYPE_CHECKING:
     from remanence.inference.generate import Sampling
@@ -93,7 +93,7 @@ class Read:
         unit = surprise_unit(session.model)
         mean = f", mean surprise {surprise:.4f} ({unit})" if surprise is not None else ""
         counts = f"{session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}"
-        say(f"{save}: {counts}, {save.stat().st_size:,} bytes")
+        echo(f"{save}: {counts}, {save.stat().st_size:,} bytes")
 
     def _read(self, session: Session, source: ByteStream, notes: dict[str, Any]) -> float | None:
         """Read all of the source, saving now and then and when interrupted; the mean surprise, if there is any."""
@@ -113,7 +113,7 @@ class Read:
             except KeyboardInterrupt:
                 memfile.save(self.save, session.model, session.state, notes)
                 tokens = f"{session.tokens:,} tokens"
-                say(f"interrupted after {tokens}, saved in {self.save}; --resume reads on", error=True)
+                echo(f"interrupted after {tokens}, saved in {self.save}; --resume reads on", error=True)
                 raise
         return surprise / count if count else None
 
@@ -204,11 +204,11 @@ class Generate(Sampled):
         generation = Generation(session.model, prompts, sampling, **options)
         if len(prompts) == 1:
             for _, text in generation:
-                say_generated(text)
-            say_generated("\n")
+                echo_generated(text)
+            echo_generated("\n")
         else:
             for prompt, text in zip(prompts, generation.run().texts, strict=True):
-                say_generated(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+                echo_generated(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
         if self.save is not None:
             memfile.save(self.save, session.model, generation.state)
 
@@ -262,7 +262,7 @@ class Lens:
         start = norms(shown_layers, session.state).tolist()
         most = self.tokens or None
         size = source.size if most is None else min(source.size, most)
-        say(f"{out}: about {page_bytes(list(shown_layers.values()), size) / 1e6:,.1f} MB")
+        echo(f"{out}: about {page_bytes(list(shown_layers.values()), size) / 1e6:,.1f} MB")
         with (
             replacing(out) as temporary,
             open(temporary, "w", encoding="utf-8", newline="\n") as file,
@@ -276,7 +276,7 @@ class Lens:
                 done = session.tokens - before
                 show_tokens(bar, done if most and size == most else source.position, done, surprise)
             if most and session.tokens - before == most < source.size:
-                say(
+                echo(
                     f"{text.name}: only the first {most:,} tokens are shown; --tokens 0 shows all", error=True
                 )
             if not page.ends:
@@ -290,7 +290,7 @@ class Lens:
             ]
             page.finish(" · ".join(facts), names, start, self.reach, model.config.memory.conv)
         warn_of_binary(text)
-        say(f"{out}: {session.tokens - before:,} tokens, {out.stat().st_size:,} bytes")
+        echo(f"{out}: {session.tokens - before:,} tokens, {out.stat().st_size:,} bytes")
 
 
 def open_session(
@@ -314,15 +314,15 @@ def open_session(
 def warn_of_reach(folder: Path, session: Session, size: int) -> None:
     """Say, before so many bytes are read, if the model's memory was never trained over as many tokens."""
     from remanence.io.files import read_json
-    from remanence.io.shipped import located
+    from remanence.io.shipped import resolve_model_path
     from remanence.tokenizers.tokens import REACH, TRAINED
 
     if not session.model.has_memory:
         return
-    path = located(folder) / TRAINED
+    path = resolve_model_path(folder) / TRAINED
     if not path.is_file():
         hint = "if it is untrained, its memory keeps nothing of use"
-        say(f"{folder}: there is no {TRAINED} that says how it was trained; {hint}", error=True)
+        echo(f"{folder}: there is no {TRAINED} that says how it was trained; {hint}", error=True)
         return
     reach, apiece = read_json(path).get(REACH), 1 if session.tokenizer.vocabulary < 1024 else 4
     tokens = session.tokens + size // apiece
@@ -331,7 +331,7 @@ def warn_of_reach(folder: Path, session: Session, size: int) -> None:
         told = (
             f"{about}{tokens:,} tokens will have been read, and its memory was trained over {reach:,} at most"
         )
-        say(f"{folder}: {told}; what it keeps beyond that was not learned", error=True)
+        echo(f"{folder}: {told}; what it keeps beyond that was not learned", error=True)
 
 
 @contextmanager
@@ -360,7 +360,7 @@ def warn_of_binary(path: Path) -> None:
     from remanence.data.sources import binary_warning
 
     if warning := binary_warning(path, unpack=False):
-        say(warning, error=True)
+        echo(warning, error=True)
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:

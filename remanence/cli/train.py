@@ -14,7 +14,7 @@ import tyro
 from remanence.cli.arguments import Folder, naming
 from remanence.cli.progress import Progress
 from remanence.recipes import NAMES
-from remanence.runtime.terminal import say
+from remanence.runtime.terminal import echo
 
 if TYPE_CHECKING:
     from remanence.train import TrainConfig
@@ -100,9 +100,9 @@ class Export:
         with naming("out", "run") if not (self.run_folder / "config.json").is_file() else nullcontext():
             checkpoint = export(self.run_folder, self.out, self.memory_file, self.row)
         others = "" if model_loader(self.out) else " and Hugging Face"
-        say(f"{self.out}: the model of {checkpoint}, for remanence{others}")
+        echo(f"{self.out}: the model of {checkpoint}, for remanence{others}")
         if self.memory_file is not None:
-            say(f"{self.memory_file}: what row {self.row} remembered")
+            echo(f"{self.memory_file}: what row {self.row} remembered")
 
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
@@ -132,18 +132,18 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
             model = fit(None if resume else config, out, resume=resume, log=show)
         except KeyboardInterrupt:
             if (out / "checkpoints").is_dir() and first:
-                say(f"{out}: --resume goes on from the last checkpoint", error=True)
+                echo(f"{out}: --resume goes on from the last checkpoint", error=True)
             raise
     if not first:
         return
     count = sum(parameter.numel() for parameter in model.parameters())
     if (out / "model" / "config.json").is_file():
-        say(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
+        echo(f"{out}: {count:,} parameters, see metrics.jsonl; the model is in {out / 'model'}")
         if isinstance(config.data, TextData):
             measure_held_out(out, config.data.path)
     else:
         last = sorted((out / "checkpoints").glob("[0-9]*"))[-1]
-        say(f"{out}: stopped and saved after step {int(last.name)}; --resume goes on")
+        echo(f"{out}: stopped and saved after step {int(last.name)}; --resume goes on")
 
 
 def made_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
@@ -167,7 +167,7 @@ def warn_of_binary(sources: Sequence[str]) -> None:
     here = [Path(source) for source in sources if Path(source).exists()]
     for path in files(here):
         if warning := binary_warning(path):
-            say(warning, error=True)
+            echo(warning, error=True)
 
 
 def measure_held_out(out: Path, path: str | None) -> None:
@@ -182,7 +182,7 @@ def measure_held_out(out: Path, path: str | None) -> None:
     found = held_out(Model.load(folder).eval(), load_tokenizer(folder), read_text("data.path", path))
     write_json(out / "held-out.json", found._asdict())
     xz = f"xz -9 {found.xz_after:.3f} after the text before it, {found.xz_alone:.3f} alone"
-    say(f"held out: {found.model:.3f} bits per byte of the last {found.bytes:,} bytes; {xz}")
+    echo(f"held out: {found.model:.3f} bits per byte of the last {found.bytes:,} bytes; {xz}")
 
 
 def _describe(line: dict[str, Any]) -> str:

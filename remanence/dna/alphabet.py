@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from remanence.io.files import write_json
-from remanence.runtime.choices import brief
+from remanence.runtime.choices import short_repr
 from remanence.tokenizers.tokens import END, PIECE, Decoder, utf8, write_settings
 
 BASES = "ACGTN"
@@ -55,7 +55,7 @@ def wrong_letter(text: bytes) -> str:
     """What an error says of a text that begins with a letter of no DNA."""
     letter = text[:4].decode("utf-8", "replace")[:1]
     protein = letter.isascii() and letter.isalpha()
-    return brief(letter) + (", as in a protein" if protein else "")
+    return short_repr(letter) + (", as in a protein" if protein else "")
 
 
 def reverse_complement(tokens: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from remanence.data.sources import OPENERS, PIECE, read_pieces
 from remanence.dna.alphabet import AMBIGUOUS, BAD, BASES, BLANK, TOKENS, wrong_letter
-from remanence.runtime.choices import brief
+from remanence.runtime.choices import short_repr
 
 _CLEANED = bytes(BASES.encode()[token] if token < len(BASES) else 0 for token in TOKENS.tolist())
 _BLANK = bytes(byte for byte, token in enumerate(TOKENS.tolist()) if token == BLANK)
@@ -94,7 +94,7 @@ def _parts(path: Path, size: int) -> Iterator[_Header | bytes]:
         cleaned = clean(raw)
         if header is None and cleaned:
             before = raw[: len(raw) - len(raw.lstrip())].count(b"\n")
-            start = brief(raw.strip()[:1].decode("latin-1"))
+            start = short_repr(raw.strip()[:1].decode("latin-1"))
             wanted = "expected a header that begins with '>'"
             raise ValueError(f"{path}: line {line + before}: {wanted}, got a line that begins with {start}")
         if b"\0" in cleaned:
@@ -118,7 +118,7 @@ def _parts(path: Path, size: int) -> Iterator[_Header | bytes]:
 
 
 def _empty(path: Path, header: _Header) -> str:
-    return f"{path}: line {header.line}: expected bases after the header {brief(header.name)}, got none"
+    return f"{path}: line {header.line}: expected bases after the header {short_repr(header.name)}, got none"
 
 
 def _count(raw: bytes, cleaned: bytes, ambiguous: Counter[str]) -> None:

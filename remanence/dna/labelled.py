@@ -12,7 +12,7 @@ import numpy as np
 
 from remanence.data.sources import OPENERS, read_pieces
 from remanence.dna.alphabet import base_tokens
-from remanence.runtime.choices import brief
+from remanence.runtime.choices import short_repr
 
 TABLES = (".csv", ".tsv")
 SEQUENCE, LABEL = ("sequence", "seq"), ("label", "class")
@@ -114,7 +114,7 @@ def _column(path: Path, head: list[str], names: tuple[str, ...]) -> int:
     for name in names:
         if name in head:
             return head.index(name)
-    got = ", ".join(brief(name) for name in head[:8])
+    got = ", ".join(short_repr(name) for name in head[:8])
     raise ValueError(f"{path}: line 1: expected a column {' or '.join(map(repr, names))}, got {got}")
 
 

@@ -20,7 +20,7 @@ from remanence.inference.generate import Generation, Sampling, check_tokenizer
 from remanence.inference.reader import PIECE, piece_of, read, traces
 from remanence.io.files import read_json
 from remanence.io.migrations import accepts_old_names
-from remanence.io.shipped import located
+from remanence.io.shipped import resolve_model_path
 from remanence.model import Model, State
 from remanence.runtime.errors import DivergedError
 from remanence.tasks.answers import Answer, Likelihood
@@ -52,7 +52,7 @@ class Subject:
 
     @classmethod
     def load(cls, source: Path, device: torch.device, **fields: object) -> Subject:
-        source = located(source)
+        source = resolve_model_path(source)
         source = source / "model" if (source / "model" / "config.json").is_file() else source  # a run's
         if (loader := model_loader(source)) is not None:
             return cls(device, network=loader(source, device=device).eval(), source=source, **fields)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ class Subject:
         finite = [row for row in range(len(texts)) if not lost[row]]
         said = {}
         if finite:
-            generated = self.say([prompts[row] for row in finite], state.rows(finite), max_tokens)
+            generated = self.echo([prompts[row] for row in finite], state.rows(finite), max_tokens)
             said = dict(zip(finite, generated, strict=True))
         pairs = [
             (row, *pair_tokens(self.tokenizer, prompts[row], option))
@@ -140,7 +140,7 @@ class Subject:
             for row, own in enumerate(options)
         ]
 
-    def say(
+    def echo(
         self, prompts: Sequence[str], state: State | None, max_tokens: int, stop: tuple[str, ...] = ()
     ) -> list[str]:
         """The most likely answer to each prompt after what its row of the state has read; "" if its memory diverges."""
@@ -160,7 +160,7 @@ class Subject:
                 return [""]
             rows = [None if state is None else state.rows([row]) for row in range(len(prompts))]
             return [
-                self.say([prompt], row, max_tokens, stop)[0]
+                self.echo([prompt], row, max_tokens, stop)[0]
                 for prompt, row in zip(prompts, rows, strict=True)
             ]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from remanence.config import ModelConfig
-from remanence.runtime.choices import brief, check_choice
+from remanence.runtime.choices import check_choice, short_repr
 
 LOSSES = ("mse", "mae", "decay")
 MOST = 2**20
@@ -41,22 +41,24 @@ class ForecastConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.network, str):
-            raise ValueError(f"forecast.network: expected a name, got {brief(self.network)}")
+            raise ValueError(f"forecast.network: expected a name, got {short_repr(self.network)}")
         check_choice("forecast.loss", self.loss, LOSSES)
         for name, least in (("patch", 1), ("stride", 1), ("cycle", 0), ("history", 0)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MOST:
                 raise ValueError(
-                    f"forecast.{name}: expected a whole number of at least {least}, got {brief(value)}"
+                    f"forecast.{name}: expected an integer of at least {least}, got {short_repr(value)}"
                 )
         if self.stride > self.patch:
             raise ValueError(
                 f"forecast.stride: expected at most patch={self.patch}, or values would be left out, got {self.stride}"
             )
         if type(self.linear) is not bool:
-            raise ValueError(f"forecast.linear: expected true or false, got {brief(self.linear)}")
+            raise ValueError(f"forecast.linear: expected true or false, got {short_repr(self.linear)}")
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"forecast.dropout: expected at least 0 and below 1, got {brief(self.dropout)}")
+            raise ValueError(
+                f"forecast.dropout: expected at least 0 and below 1, got {short_repr(self.dropout)}"
+            )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ForecastConfig:
@@ -79,9 +81,9 @@ class Shape:
         for name in ("lookback", "horizon"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {brief(value)}")
+                raise ValueError(f"{name}: expected an integer of at least 1, got {short_repr(value)}")
         if not self.names or not all(isinstance(name, str) for name in self.names):
-            raise ValueError(f"names: expected the names of the channels, got {brief(self.names)}")
+            raise ValueError(f"names: expected the names of the channels, got {short_repr(self.names)}")
         if self.forecast.network == "memory" and self.forecast.patch > self.lookback:
             raise ValueError(
                 f"forecast.patch: expected at most the look-back of {self.lookback}, got {self.forecast.patch}"
@@ -102,7 +104,7 @@ class Shape:
             wanted = dict if each.name in parts else list if each.name == "names" else object
             if not isinstance(data.get(each.name), wanted):
                 raise ValueError(
-                    f"{each.name}: expected a field of a forecasting network, got {brief(data.get(each.name))}"
+                    f"{each.name}: expected a field of a forecasting network, got {short_repr(data.get(each.name))}"
                 )
         built: dict[str, Any] = {name: part.from_dict(data[name]) for name, part in parts.items()}  # type: ignore[attr-defined]
         return cls(lookback=data["lookback"], horizon=data["horizon"], names=tuple(data["names"]), **built)

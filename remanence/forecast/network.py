@@ -17,7 +17,7 @@ from remanence.forecast.config import Shape
 from remanence.forecast.protocol import Scaler
 from remanence.io.files import read_json, sealed, unsealed, write_json
 from remanence.io.tensors import aligned, opened, read_header, read_tensors, write_tensors
-from remanence.runtime.choices import brief, check_choice
+from remanence.runtime.choices import check_choice, short_repr
 from remanence.runtime.mode import RenamedMode
 from remanence.runtime.terminal import shown
 
@@ -304,7 +304,7 @@ def _described(folder: Path) -> tuple[Shape, Scaler | None]:
     data = read_json(path)
     kind, own = data.get("model_type"), data.get("remanence")
     if kind != KIND or not isinstance(own, dict):
-        raise ValueError(f"{path}: expected a forecasting network ({KIND}), got {brief(kind)}")
+        raise ValueError(f"{path}: expected a forecasting network ({KIND}), got {short_repr(kind)}")
     fields = unsealed(path, own)
     scaler = fields.pop("scaler", None)
     try:
@@ -320,7 +320,9 @@ def _scaler(data: Any, shape: Shape) -> Scaler:
     except (TypeError, ValueError, KeyError):
         found = None
     if found is None or any(part.shape != (shape.channels,) or not np.isfinite(part).all() for part in found):
-        raise ValueError(f"scaler: expected a mean and std for {shape.channels} channels, got {brief(data)}")
+        raise ValueError(
+            f"scaler: expected a mean and std for {shape.channels} channels, got {short_repr(data)}"
+        )
     return found
 
 
@@ -339,7 +341,7 @@ def load_network(folder: str | Path, *, device: torch.device | str = "cpu") -> N
             shapes = [list(side[name].shape) if name in side else None for side in (wanted, found)]
             if shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"{folder / WEIGHTS}: {brief(name)}: expected shape {shapes[0]}, got {brief(shapes[1])}"
+                    f"{folder / WEIGHTS}: {short_repr(name)}: expected shape {shapes[0]}, got {short_repr(shapes[1])}"
                 )
         tensors = {
             name.removeprefix("model."): aligned(tensor.float())

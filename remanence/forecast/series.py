@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from remanence.data.sources import OPENERS, PIECE, read_pieces
-from remanence.runtime.choices import brief, check_choice
+from remanence.runtime.choices import check_choice, short_repr
 
 DATES = ("date", "time", "datetime", "timestamp", "ds")
 """Names of columns that say when a row was measured, in any case. They are left out."""
@@ -102,7 +102,7 @@ def _from_array(source: Any, name: str) -> Series:
         values = np.asarray(source, dtype=np.float64)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{name}: expected a path, numbers [t] or [t, channels], or a table with columns, got {brief(source)}"
+            f"{name}: expected a path, numbers [t] or [t, channels], or a table with columns, got {short_repr(source)}"
         ) from None
     values = values[:, None] if values.ndim == 1 else values
     if values.ndim != 2 or not values.size:
@@ -125,7 +125,7 @@ def _from_table(source: Any, columns: Sequence[str], name: str) -> Series:
         try:
             found.append(np.asarray(source[column], dtype=np.float64))
         except (TypeError, ValueError):
-            got = brief(next(iter(source[column]), None))
+            got = short_repr(next(iter(source[column]), None))
             raise ValueError(
                 f"{name}: column {str(column)!r}: expected numbers, got values like {got}; choose others with columns"
             ) from None
@@ -145,7 +145,7 @@ def _from_file(path: Path, columns: Sequence[str]) -> Series:
         raise ValueError(f"{path}: expected each column's name once, got {twice!r} twice")
     if all(_number(each) is not None for each in header):
         raise ValueError(
-            f"{path}: line 1: expected the columns' names, got numbers: {brief(','.join(header))}"
+            f"{path}: line 1: expected the columns' names, got numbers: {short_repr(','.join(header))}"
         )
     for column in columns:
         check_choice(f"{path}: column", column, header)
@@ -162,7 +162,7 @@ def _from_file(path: Path, columns: Sequence[str]) -> Series:
 
 
 def _index_columns(names: Sequence[str], column: Callable[[int], Iterable[Any]]) -> int:
-    """How many of the first columns are a table's index: named as one, and rising whole numbers or no numbers at all.
+    """How many of the first columns are a table's index: named as one, and rising integers or no numbers at all.
     The last column is never one.
     """
     count = 0
@@ -185,7 +185,7 @@ def _column(path: Path, name: str, cells: list[str]) -> np.ndarray:
         if value is None:
             hint = "choose columns of numbers with data.columns"
             raise ValueError(
-                f"{path}: line {line}: column {name!r}: expected a number, got {brief(cell)}; {hint}"
+                f"{path}: line {line}: column {name!r}: expected a number, got {short_repr(cell)}; {hint}"
             )
     return np.array(values, dtype=np.float64)
 

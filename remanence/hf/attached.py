@@ -22,9 +22,9 @@ from remanence.config import KnnConfig, MemoryConfig, Mode
 from remanence.hf.native import FolderConfig, RemanenceForCausalLM
 from remanence.io.files import unsealed
 from remanence.model import State, Trace
-from remanence.runtime.choices import brief
+from remanence.runtime.choices import short_repr
 from remanence.runtime.keywords import AttachFields, show_fields
-from remanence.runtime.terminal import say
+from remanence.runtime.terminal import echo
 
 
 class AttachedConfig(FolderConfig):
@@ -104,7 +104,7 @@ class AttachedForCausalLM(RemanenceForCausalLM):
         """Print how many parameters are trained, as peft does."""
         trained = sum(weight.numel() for weight in self.parameters() if weight.requires_grad)
         total = sum(weight.numel() for weight in self.parameters())
-        say(
+        echo(
             f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}"
         )
 
@@ -178,7 +178,7 @@ def attach(
         settings["knn" if kind == "knn" else "memory"] = fields or None
         config = AttachConfig(**settings)
     elif not isinstance(config, AttachConfig):
-        raise ValueError(f"config: expected an AttachConfig, got {brief(type(config).__name__)}")
+        raise ValueError(f"config: expected an AttachConfig, got {short_repr(type(config).__name__)}")
     elif fields or any(getattr(AttachConfig(), name) != value for name, value in settings.items()):
         raise ValueError("config: expected an AttachConfig or keyword arguments, got both")
     return _attach(model, config)
@@ -214,7 +214,9 @@ def detach(model: AttachedForCausalLM | Attached) -> Any:
     """
     attached = model.model if isinstance(model, AttachedForCausalLM) else model
     if not isinstance(attached, Attached):
-        raise ValueError(f"model: expected what remanence.attach returns, got {brief(type(model).__name__)}")
+        raise ValueError(
+            f"model: expected what remanence.attach returns, got {short_repr(type(model).__name__)}"
+        )
     return attached.detach()
 
 

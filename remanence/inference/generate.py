@@ -58,17 +58,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if type(self.max_tokens) is not int or self.max_tokens < 0:
-            raise ValueError(f"max_tokens: expected a whole number of at least 0, got {self.max_tokens!r}")
+            raise ValueError(f"max_tokens: expected an integer of at least 0, got {self.max_tokens!r}")
         if not isfinite(self.temperature) or self.temperature < 0:
             raise ValueError(f"temperature: expected a number of at least 0, got {self.temperature!r}")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise ValueError(f"top_k: expected a whole number of at least 1, got {self.top_k!r}")
+            raise ValueError(f"top_k: expected an integer of at least 1, got {self.top_k!r}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number above 0 and up to 1, got {self.top_p!r}")
         if self.no_repeat is not None and (type(self.no_repeat) is not int or self.no_repeat < 0):
             raise ValueError(f"no_repeat: expected an integer of at least 0, or None, got {self.no_repeat!r}")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**62):
-            raise ValueError(f"seed: expected a whole number from 0 to 2^62, or None, got {self.seed!r}")
+            raise ValueError(f"seed: expected an integer from 0 to 2^62, or None, got {self.seed!r}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop: expected texts of at least one character, got {list(self.stop)!r}")

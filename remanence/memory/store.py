@@ -79,7 +79,7 @@ class Store:
         for name, value in (("size", size), ("heads", heads), ("width", width)):
             least = 0 if name == "size" else 1  # a store of 0 holds nothing
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+                raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
         check_choice("evict", evict, EVICTIONS)
         if half_life is not None and not half_life > 0:
             raise ValueError(f"half_life: expected a number of tokens above 0, or None, got {half_life!r}")

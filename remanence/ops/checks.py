@@ -43,7 +43,7 @@ def _borders(offsets: Tensor | Sequence[int]) -> list[int]:
         or not values
         or any(type(border) is not int for border in values)
     ):
-        raise ValueError(f"offsets: expected whole numbers, 0 and each document's end, got {offsets!r}")
+        raise ValueError(f"offsets: expected integers, 0 and each document's end, got {offsets!r}")
     return list(values)
 
 
@@ -108,7 +108,7 @@ def check_buffers(buffers: object) -> None:
 def check_start(weights: object, momentum: object, rows: object, rule: Rule) -> None:
     check_rule(rule)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-        raise ValueError(f"rows: expected a whole number of at least 0, got {rows!r}")
+        raise ValueError(f"rows: expected an integer of at least 0, got {rows!r}")
     if (
         not isinstance(weights, (tuple, list))
         or not weights

@@ -13,7 +13,7 @@ _short = Repr()
 _short.maxstring = _short.maxother = _short.maxlong = LONGEST
 
 
-def brief(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as an error shows it: on one line, and not the whole of a list with a million entries."""
     return _short.repr(value)
 
@@ -28,7 +28,7 @@ def check_choice(
     names = list(names)
     if name not in names:
         hint = did_you_mean(name, names, families)
-        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {brief(name)}{hint}")
+        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {short_repr(name)}{hint}")
 
 
 def did_you_mean(

@@ -16,7 +16,7 @@ Overrides = tuple[Override, ...]
 Changes = dict[str, str]
 
 K = 1024
-EXPECTED = {int: "a whole number (1K is 1,024, 1M is 1K times 1K)", float: "a number", bool: "true or false"}
+EXPECTED = {int: "an integer (1K is 1,024, 1M is 1K times 1K)", float: "a number", bool: "true or false"}
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -138,7 +138,7 @@ def parse_value(kind: Any, text: str, name: str) -> Any:
 
 
 def parse_length(text: str) -> int:
-    """A whole number, as 4096, 4K or 1M."""
+    """An integer, as 4096, 4K or 1M."""
     factor = {"K": K, "M": K * K}.get(text[-1:].upper(), 1)
     return int(text if factor == 1 else text[:-1]) * factor
 

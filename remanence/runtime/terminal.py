@@ -1,7 +1,7 @@
 """What the command line says. Control characters are shown, not sent: a name or a text in a stranger's file cannot
 move the cursor, clear the screen or rename the window.
 
-`say` is for our own lines, `say_generated` for what a model says, `cli/console.py: Console` for tables and bars.
+`echo` is for our own lines, `echo_generated` for what a model says, `cli/console.py: Console` for tables and bars.
 `guarded` is for all others: warnings, logs and libraries, which write to stdout and stderr as they like.
 """
 
@@ -38,17 +38,17 @@ def _escape(character: str) -> str:
     return repr(character)[1:-1] if character < "\x7f" else f"\\u{ord(character):04x}"
 
 
-def say(text: str, *, error: bool = False) -> None:
+def echo(text: str, *, error: bool = False) -> None:
     """Print one line to stdout or stderr, whatever is in the text."""
     print(shown(text, keep=""), file=sys.stderr if error else sys.stdout, flush=error)
 
 
-def say_json(data: Any) -> None:
+def echo_json(data: Any) -> None:
     """Print data as JSON of several lines, in which JSON itself escapes control characters."""
     print(json.dumps(data, indent=1))
 
 
-def say_generated(text: str) -> None:
+def echo_generated(text: str) -> None:
     """Print what a model says as it comes: to a pipe or a file as it is, to a terminal with control characters shown.
 
     They are shown one by one, so that a sequence is caught that comes in several pieces.

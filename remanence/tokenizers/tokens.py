@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from remanence.io.files import LARGEST, canonical, read_json, replacing, write_json
-from remanence.io.shipped import located
-from remanence.runtime.choices import LONGEST, brief
+from remanence.io.shipped import resolve_model_path
+from remanence.runtime.choices import LONGEST, short_repr
 from remanence.runtime.errors import first_line
 from remanence.tokenizers.converted import converted
 from remanence.tokenizers.vocabulary import BYTES
@@ -171,7 +171,7 @@ class JsonTokenizer:
             raise ValueError(f"{path}: expected a tokenizer with tokens, got one without")
         if end is not None and self.end is None:
             raise ValueError(
-                f"{path}: expected a token for the end of a text (eos_token) {brief(end)}, got none"
+                f"{path}: expected a token for the end of a text (eos_token) {short_repr(end)}, got none"
             )
         self.end_text, self.words = end, dict(words or {})
 
@@ -282,7 +282,7 @@ def write_settings(
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer in a model's folder; bytes if there is none."""
-    folder = located(folder)
+    folder = resolve_model_path(folder)
     path, trained = folder / "tokenizer.json", folder / TRAINED
     if not path.is_file() and trained.is_file() and read_json(trained, LARGEST).get(TOKENIZER):
         raise ValueError(f"{path}: no such file, which the model was saved with")
@@ -316,7 +316,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     end, words = settings.get("eos_token"), _words(path, settings)
     if words.get("eos_token") is None and end is not None:
         where = path.with_name(SETTINGS)
-        raise ValueError(f"{where}: eos_token: expected a text, or null for none, got {brief(end)}")
+        raise ValueError(f"{where}: eos_token: expected a text, or null for none, got {short_repr(end)}")
     return JsonTokenizer(path, words.get("eos_token"), words)
 
 

@@ -279,7 +279,7 @@ def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
     found = {name: facts.pop(name, None) for name in Progress._fields}
     if any(type(value) is not int or value < 0 for value in found.values()):
         raise ValueError(
-            f"{path / 'progress.json'}: expected whole numbers {', '.join(Progress._fields)}, got {found}"
+            f"{path / 'progress.json'}: expected integers {', '.join(Progress._fields)}, got {found}"
         )
     kinds = {"files": dict, "shards": dict, "config": dict}
     if any(not isinstance(value, kinds.get(name, str)) for name, value in facts.items()):

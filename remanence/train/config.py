@@ -150,7 +150,7 @@ class TrainConfig:
         ):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+                raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
         check_choice("precision", self.precision, ("float32", "bfloat16"))
         check_choice("begin", self.begin, ("fresh", "passed", "noise"))
         check_types(self)

@@ -13,7 +13,7 @@ import torch
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.texts import Texts
 from remanence.io.files import read_json, sealed, write_json
-from remanence.io.shipped import located
+from remanence.io.shipped import resolve_model_path
 from remanence.runtime.choices import check_choice
 from remanence.tasks.babilong import ALL, Babilong, read_stories
 from remanence.tasks.curriculum import Curriculum
@@ -160,7 +160,7 @@ def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 
 def model_folder(init_from: str) -> Path:
-    folder = located(init_from)
+    folder = resolve_model_path(init_from)
     if not (folder / "config.json").is_file():
         raise ValueError(f"init_from: expected a model's folder, with its config.json, got {init_from}")
     return folder

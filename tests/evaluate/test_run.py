@@ -248,7 +248,7 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
     ("arguments", "message"),
     [
         (["m", "lmm", "--data=t"], "task: expected one of"),
-        (["m", "lm", "--data=t", "--seed=-1"], "--seed: expected a whole number from 0 on, got -1"),
+        (["m", "lm", "--data=t", "--seed=-1"], "--seed: expected an integer from 0 on, got -1"),
         (
             ["m", "lm", "--data=empty.txt"],
             "lm.data: expected texts of at least two tokens, got the empty file empty.txt",
@@ -265,7 +265,7 @@ def test_a_journal_returns_what_it_was_given(tmp_path):
         (["m", "lm", "--wikitext.window=3"], "--wikitext.window: task: expected one of lm"),
         (["m", "lm", "--data", "t"], "--data: expected --field=value"),
         (["m", "lm", "--data=t", "--window=0"], "lm.window: expected at least 1, got 0"),
-        (["m", "lm", "--data=t", "--window=many"], "lm.window: expected a whole number"),
+        (["m", "lm", "--data=t", "--window=many"], "lm.window: expected an integer"),
         (
             ["m", "lm", "--data=t", "--views=side"],
             "lm.views: expected one or more of window, stream and markov, got side",

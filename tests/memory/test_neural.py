@@ -411,15 +411,15 @@ class TestBadInput:
         ("fields", "message"),
         [
             ({"dim": 10, "heads": 3}, "heads: expected a divisor of dim=10, got 3"),
-            ({"dim": 0}, "dim: expected a whole number of at least 1, got 0"),
-            ({"dim": 12, "heads": 2, "chunk": 0}, "chunk: expected a whole number of at least 1, got 0"),
+            ({"dim": 0}, "dim: expected an integer of at least 1, got 0"),
+            ({"dim": 12, "heads": 2, "chunk": 0}, "chunk: expected an integer of at least 1, got 0"),
             (
                 {"dim": 12, "heads": 2, "net": "rnn"},
                 "net: expected one of deep, titans, residual, linear, swiglu, got 'rnn'",
             ),
             ({"dim": 12, "heads": 2, "rule": "sgd"}, "rule: expected one of titans"),
             ({"dim": 12, "heads": 2, "depth": 5}, "depth: expected 1, 2, 3 or 4 layers, got 5"),
-            ({"dim": 12, "heads": 2, "chunk": 2.5}, "chunk: expected a whole number"),
+            ({"dim": 12, "heads": 2, "chunk": 2.5}, "chunk: expected an integer"),
             (
                 {"dim": 12, "heads": 2, "net": "titans", "rule": "delta"},
                 "anchor: 'token' .* needs a net linear in its weights",
@@ -430,7 +430,7 @@ class TestBadInput:
             ),
             ({"dim": 12, "heads": 2, "step_bias": float("nan")}, "step_bias: expected a finite number"),
             ({"config": 512}, "config: expected a MemoryConfig, or fields by name"),
-            ({"dim": 12, "heads": 2, "conv": -1}, "conv: expected a whole number of at least 0, got -1"),
+            ({"dim": 12, "heads": 2, "conv": -1}, "conv: expected an integer of at least 0, got -1"),
         ],
     )
     def test_configuration(self, fields, message):

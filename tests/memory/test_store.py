@@ -140,7 +140,7 @@ def test_equal_importance_is_oldest_first():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="size: expected a whole number of at least 0, got -1"):
+    with pytest.raises(ValueError, match="size: expected an integer of at least 0, got -1"):
         Store(-1, 1, 1)
     with pytest.raises(ValueError, match="did you mean 'oldest'"):
         Store(1, 1, 1, "oldst")

@@ -114,7 +114,7 @@ def test_recall_and_start_refuse():
     call = good()
     with pytest.raises(ValueError, match="state: expected 1 rows"):
         recall(call["q"][:1], call["state"])
-    with pytest.raises(ValueError, match="rows: expected a whole number of at least 0, got -1"):
+    with pytest.raises(ValueError, match="rows: expected an integer of at least 0, got -1"):
         start(NETS["titans"].init(1, 4), -1)
     with pytest.raises(ValueError, match="momentum: expected None for a rule without momentum"):
         start(NETS["titans"].init(1, 4), 1, rule=Rule(momentum=False), momentum=NETS["titans"].init(1, 4))
@@ -131,7 +131,7 @@ def test_recall_and_start_refuse():
         with pytest.raises(ValueError, match=message):
             recall(call["q"], call["state"], **wrong)
     for offsets in (5, [], [0, 2.7, 5], torch.tensor([0.0, 5.0])):
-        with pytest.raises(ValueError, match="offsets: expected whole numbers"):
+        with pytest.raises(ValueError, match="offsets: expected integers"):
             memorize(**good(offsets=offsets))
     with pytest.raises(
         ValueError, match=r"offsets: packed documents lie in a single batch row, got a batch of 2"

@@ -146,7 +146,7 @@ def test_one_call_reads_what_several_read():
     [(1, 5000, 32), (50, 70_001, 8), (700, 9000, 256), (300, 200, 200), (130, 40_000, 1)],
 )
 def test_the_search_is_right_on_this_chip(tokens, size, k, width, dtype):
-    """Vectors of whole numbers: products are exact, equal scores many."""
+    """Vectors of integers: products are exact, equal scores many."""
     q, keys = (torch.randint(-2, 3, (2, n, 3, width), device="cuda").to(dtype) for n in (tokens, size))
     position = torch.stack([torch.randperm(size, device="cuda") for _ in range(2)])
     position[1, size // 2 :] = -1

@@ -1,7 +1,7 @@
 """Searching by kernels is searching by hand: all scores, sorted. As test_triton.py: interpreted, in a process of their
 own.
 
-Vectors of whole numbers have exact products, so that slots can be compared too, and many equal scores.
+Vectors of integers have exact products, so that slots can be compared too, and many equal scores.
 """
 
 import math

@@ -339,7 +339,7 @@ class TestConfigs:
         [
             ("optimzer.lr", "1", r"optimzer\.lr: field of TrainConfig: .* did you mean 'optimizer'"),
             ("optimizer.lrr", "1", r"field of OptimizerConfig: .* did you mean 'lr'"),
-            ("steps", "many", r"steps: expected a whole number \(1K is .*\), got 'many'"),
+            ("steps", "many", r"steps: expected an integer \(1K is .*\), got 'many'"),
             ("precision", "half", "precision: expected one of float32, bfloat16, got 'half'"),
             ("steps.more", "1", r"steps\.more: expected a field, got something inside 'steps'"),
             (
@@ -462,7 +462,7 @@ class TestWhatReviewersFound:
             fit(None, tmp_path / "run", resume=True)
         write_tensors(last / "model.safetensors", whole, {})
         write_json(last / "progress.json", {})
-        with pytest.raises(ValueError, match=r"progress.json: expected whole numbers step"):
+        with pytest.raises(ValueError, match=r"progress.json: expected integers step"):
             fit(None, tmp_path / "run", resume=True)
         shutil.rmtree(last)
         fit(None, tmp_path / "run", resume=True)

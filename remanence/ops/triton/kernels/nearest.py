@@ -4,7 +4,7 @@
     peaks_kernel      the best score of every group of keys, by tiles of queries and keys on tensor cores
     rescore_kernel    all scores of the groups that were chosen, query by query, in float32
 
-Both write a score and where it stands as one whole number (`pack`): choosing is then torch's topk, of numbers no two of
+Both write a score and where it stands as one integer (`pack`): choosing is then torch's topk, of numbers no two of
 which are equal. Queries ``[r t h e]`` and keys ``[r size h e]`` are read where they lie; rows are so many tokens and
 slots `apart`.
 """
