@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: setup demo docs test test-all test-durations test-gpu lint format bench bench-long bench-knn bench-gpu bench-knn-gpu clean
+.PHONY: setup demo docs test test-all test-exhaustive test-durations test-gpu lint format bench bench-long bench-knn bench-gpu bench-knn-gpu clean
 
 setup: .venv/ready
 
@@ -39,15 +39,19 @@ test: lint
 test-all: test
 	$(TEST) --tier slow
 
+# All kills, thousands of damaged files, every kernel for every chip: about an hour.
+test-exhaustive: setup
+	$(TEST) --tier exhaustive
+
 test-durations: setup
-	$(TEST) --tier all --durations 100
+	$(TEST) --tier slow --durations 100
 
 # On a machine with a GPU, whose torch and Triton are not ours to install: no setup. PYTHONPATH=. make test-gpu BIN=/usr/bin
 GPU_TESTS := tests/ops tests/memory tests/test_model.py tests/test_attention.py tests/test_decoding.py tests/test_model_gpu.py tests/test_graphs.py \
 	tests/test_wavefront.py tests/test_new_architecture.py tests/test_knn.py tests/test_knn_oracle.py
 
 test-gpu:
-	REMANENCE_TEST_DEVICE=cuda $(BIN)/python -m pytest --tier all -k "not fit_everywhere and not fits_everywhere" $(GPU_TESTS)
+	REMANENCE_TEST_DEVICE=cuda $(BIN)/python -m pytest --tier all -m "not exhaustive" $(GPU_TESTS)
 
 .venv/bench-ready: .venv/ready
 	$(PIP) install -c constraints.txt -e '.[bench]'

@@ -67,44 +67,51 @@ def command(capsys):
     return call
 
 
-TIERS = {"fast": {False}, "slow": {True}, "all": {False, True}}
+TIERS = ("fast", "slow", "exhaustive")
 
 
 def pytest_addoption(parser):
-    tiers = "fast (make test), slow (the rest) or all (make test-all)"
-    parser.addoption("--tier", choices=TIERS, default="fast", help=tiers)
+    tiers = (
+        "fast (make test), slow (the rest of make test-all), exhaustive (make test-exhaustive) or all three"
+    )
+    parser.addoption("--tier", choices=(*TIERS, "all"), default="fast", help=tiers)
 
 
 def pytest_collection_modifyitems(config, items):
     """Keep the tests of the chosen tier. A test that is named as `file::test` runs in every tier."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     kept = [item for item in items if ("interpreted" in item.keywords) == interpreted]
-    if not any("::" in argument for argument in config.args):
-        slow, tier = slow_tier(kept), TIERS[config.getoption("--tier")]
-        kept = [item for item in kept if (item in slow) in tier]
+    chosen = config.getoption("--tier")
+    if chosen != "all" and not any("::" in argument for argument in config.args):
+        sampled = sample(kept)
+        kept = [item for item in kept if tier(item, sampled) == chosen]
     dropped = set(items) - set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = kept
 
 
-def slow_tier(items):
-    """Tests marked `slow`, and of those marked `sample` all cases but a few."""
-    slow, sampled = set(), {}
+def tier(item, sampled):
+    if item.get_closest_marker("exhaustive"):
+        return "exhaustive"
+    slow = item.get_closest_marker("slow") or (item.get_closest_marker("sample") and item not in sampled)
+    return "slow" if slow else "fast"
+
+
+def sample(items):
+    """The cases that the fast tier runs of the tests marked `sample`; a test without parameters is one case."""
+    tests = {}
     for item in items:
-        if item.get_closest_marker("slow"):
-            slow.add(item)
-        elif (mark := item.get_closest_marker("sample")) and hasattr(item, "callspec"):
-            sampled.setdefault((item.parent.nodeid, item.originalname, *mark.args), []).append(item)
-    for (*_, count), cases in sampled.items():
-        slow.update(set(cases) - set(spread(cases, count)))
-    return slow
+        mark = item.get_closest_marker("sample")
+        if mark and not item.get_closest_marker("slow"):
+            tests.setdefault((item.parent.nodeid, item.originalname, *mark.args), []).append(item)
+    return {case for (*_, count), cases in tests.items() for case in spread(cases, count)}
 
 
 def spread(cases, count):
     """A few cases with many different values of their parameters: one that depends on the test's name, so that tests
     with the same parameters share them out; then each time the one with the most new values, far from those chosen.
     """
-    values = [set(case.callspec.indices.items()) for case in cases]
+    values = [set(case.callspec.indices.items()) if hasattr(case, "callspec") else set() for case in cases]
     chosen = [zlib.crc32(cases[0].originalname.encode()) % len(cases)]
     while len(chosen) < min(count, len(cases)):
         seen = set().union(*(values[index] for index in chosen))

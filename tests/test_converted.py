@@ -115,6 +115,7 @@ class TestByName:
         assert done.returncode == code, done.stderr
         return done.stderr if code else done.stdout
 
+    @pytest.mark.slow
     def test_from_the_hub(self, tmp_path):
         """As Hugging Face keeps what was downloaded; a model that is not there is one line."""
         kept = tmp_path / "hf" / "hub" / "models--someone--words"

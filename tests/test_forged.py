@@ -15,7 +15,7 @@ from remanence.runtime.errors import DivergedError
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_any_forgery(tmp_path, monkeypatch, variant, count):
     monkeypatch.setattr("remanence.io.files.flush", lambda path: None)  # the disk's part takes the most time
     subject, path = saved(tmp_path, variant)

@@ -33,7 +33,7 @@ def test_some_of_the_writes_of_every_command(tmp_path):
         check(result)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ptrace is Linux's")
 @pytest.mark.parametrize("command", ["train", "read", "prepare", "eval"])
 def test_all_writes(tmp_path, command):

@@ -161,7 +161,7 @@ class TestDamage:
             with pytest.raises(ValueError, match=r"a\.mem: (damaged, or not a safetensors file|altered)"):
                 Session(subject.model).load(path)
 
-    @pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.exhaustive)])
     def test_any_damage(self, tmp_path, count):
         """Also the memory of another model in its place."""
         subject, path = saved(tmp_path, "lmm")

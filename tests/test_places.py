@@ -21,7 +21,7 @@ from remanence.train import DataConfig, fit
 from remanence.train.checkpoint import checkpoints
 
 pytestmark = [
-    pytest.mark.sample(3),
+    pytest.mark.sample(1),
     pytest.mark.skipif(os.environ.get("REMANENCE_TEST_DEVICE", "cpu") != "cpu", reason="of a CPU's memory"),
 ]
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "

@@ -164,17 +164,17 @@ def fuzz(folder, to, count, break_it, *, changes=False):
     assert refused > count / 4
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_damage_to_any_file_is_refused_or_changes_nothing(folder, tmp_path, count):
     fuzz(folder, tmp_path, count, broken_bytes)
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_an_odd_value_is_refused_or_changes_nothing(folder, tmp_path, count):
     fuzz(folder, tmp_path, count, broken_values)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_an_odd_value_without_a_digest_works_or_is_refused(folder, tmp_path, count):
     (tmp_path / "broken").mkdir()
     plain = unsealed_copy(folder, tmp_path / "plain")

@@ -80,7 +80,7 @@ def damage(folder, chance):
     return f"{kind} {path.name} {other.name}"
 
 
-@pytest.mark.parametrize("cases", [50, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [50, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_damage_is_told_in_a_line_or_changes_nothing(out, tmp_path, cases):
     wanted, chance, told = read_all(out), random.Random(cases), 0
     for _ in range(cases):

@@ -57,12 +57,13 @@ def check(arch, case):
     assert reason is None or (dtype == "fp32" and "of shared memory" in reason), reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "case"), QUICK, ids=str)
 def test_the_kernels_fit(arch, case):
     check(arch, case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("arch", "case"), ALL, ids=str)
 def test_the_kernels_fit_everywhere(arch, case):
     check(arch, case)
@@ -85,7 +86,7 @@ def test_the_search_fits(case):
     check_search(*case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [case for case in SEARCHES if case not in QUICK_SEARCHES], ids=str)
 def test_the_search_fits_everywhere(case):
     check_search(*case)
@@ -123,7 +124,7 @@ def test_features_fit(case):
     check_key_features(*case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [case for case in LIFTS if case not in QUICK_LIFTS], ids=str)
 def test_features_fit_everywhere(case):
     check_key_features(*case)

@@ -153,6 +153,7 @@ def test_carried_rows_go_on_and_begin_elsewhere_only_with_a_document(shards):
     assert met > 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "begin"), list(itertools.product(KINDS, ("passed", "noise"))))
 def test_resuming_is_not_stopping(tmp_path, shards, kind, begin):
     whole, part = tmp_path / "whole", tmp_path / "part"
@@ -170,6 +171,7 @@ def test_resuming_is_not_stopping(tmp_path, shards, kind, begin):
     assert_close(weights(part), weights(whole), 0.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("begin", ["passed", "noise"])
 def test_a_skipped_step_leaves_nothing(tmp_path, shards, begin, monkeypatch):
     """Neither to pass nor to be as large as; and a run that goes on after it goes on as it would have."""

@@ -62,6 +62,7 @@ def test_what_it_says_to_type_works(exported, command):
 STORY = "1 Mary moved to the office.\n2 John went to the garden.\n3 Where is Mary? \toffice\t1\n"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "data",
     [

@@ -49,7 +49,7 @@ def same(found, wanted):
     return found[0] == wanted[0] and all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_damage_to_any_file_is_refused_or_changes_nothing(run, tmp_path, count):
     last, whole, wanted = run / "checkpoints" / "00000004", tmp_path / "whole", state(run)
     shutil.copytree(last, whole)

@@ -22,8 +22,14 @@ def text(step, length=4096):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("variant", "depth", "precision"), SETTINGS)
+def cases():
+    """Every variant, depth and precision in the slow tier; all of their combinations in the exhaustive one."""
+    few = {("mac", 2, "bfloat16"), ("mag", 4, "float32"), ("mal", 3, "bfloat16"), ("lmm", 1, "float32")}
+    for setting in SETTINGS:
+        yield pytest.param(*setting, marks=pytest.mark.slow if setting in few else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("variant", "depth", "precision"), cases())
 def test_no_step_is_lost(variant, depth, precision):
     memory = {"depth": depth, "heads": 1, "expansion": 2.0, "chunk": 64}
     sizes = {
