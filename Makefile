@@ -39,7 +39,7 @@ test: lint
 test-all: test
 	$(TEST) --tier slow
 
-# All kills, thousands of damaged files, every kernel for every chip: about an hour.
+# All kills, thousands of damaged files, every kernel for every chip: hours.
 test-exhaustive: setup
 	$(TEST) --tier exhaustive
 

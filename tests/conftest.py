@@ -102,7 +102,7 @@ def sample(items):
     tests = {}
     for item in items:
         mark = item.get_closest_marker("sample")
-        if mark and not item.get_closest_marker("slow"):
+        if mark and not (item.get_closest_marker("slow") or item.get_closest_marker("exhaustive")):
             tests.setdefault((item.parent.nodeid, item.originalname, *mark.args), []).append(item)
     return {case for (*_, count), cases in tests.items() for case in spread(cases, count)}
 

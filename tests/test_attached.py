@@ -43,7 +43,7 @@ from remanence.testing import assert_close
 from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, export, fit
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,

@@ -247,7 +247,7 @@ def test_every_row_is_checked():
 
 def cases():
     for feature in CHECKS:
-        slow = pytest.mark.slow if feature in ("torch.compile", "torch.export") else ()
+        slow = pytest.mark.slow if feature in ("torch.compile", "torch.export", "DDP", "FSDP2") else ()
         yield pytest.param(feature, layer, id=f"{feature}-layer", marks=slow)
         yield pytest.param(feature, model, id=f"{feature}-model", marks=slow)
 

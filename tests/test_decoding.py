@@ -19,7 +19,7 @@ from remanence.ops.triton import decode as decode_kernels
 from remanence.ops.triton import dispatch
 from remanence.testing import assert_close
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 DEVICE = os.environ.get("REMANENCE_TEST_DEVICE", "cpu")
 READ = [[3], [13], [8]]  # inside a chunk of 4, inside a segment of 8 and past a window of 5, and at a border

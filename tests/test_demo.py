@@ -183,6 +183,7 @@ class TestTheFolder:
         assert os.listdir(tmp_path) == ["mine.txt"]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_trained_ends_the_others(tmp_path):
     configs = {name: demo_models.recipe_config(name, "cpu", 0, None) for name in ("window", "mac")}
     (tmp_path / "window").write_text("in the way")
@@ -191,6 +192,7 @@ def test_a_model_that_cannot_be_trained_ends_the_others(tmp_path):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -14,6 +14,7 @@ from remanence.io.tensors import describe, read_tensors
 from remanence.runtime.errors import DivergedError
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_any_forgery(tmp_path, monkeypatch, variant, count):

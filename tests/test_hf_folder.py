@@ -55,6 +55,7 @@ def folder(tmp_path):
 
 
 class TestWithoutAnImport:
+    @pytest.mark.slow
     def test_in_a_process_of_its_own(self, folder, alone, tmp_path):
         """And what is saved there is such a folder again, without a copy of our source in it."""
         native, place = folder
@@ -79,6 +80,7 @@ for folder in ({str(place)!r}, {str(tmp_path / "again")!r}):
         refused = f"import transformers; transformers.AutoConfig.from_pretrained({given})"
         assert "trust_remote_code=True" in alone("-c", refused, code=1)
 
+    @pytest.mark.slow
     @torch.no_grad()
     def test_lm_eval_at_its_own_command_line(self, folder, alone, tmp_path):
         """``lm_eval --model hf`` finds the log-likelihood that the native model gives."""

@@ -329,6 +329,7 @@ class TestLargeStores:
             memfile.load(path, other)
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_time_leaves_the_old_store_or_the_new(tmp_path):
     path = tmp_path / "a.mem"
     code = """

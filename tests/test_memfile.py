@@ -22,7 +22,7 @@ from remanence.inference import memfile
 from remanence.io.tensors import Stored, describe, read_header, read_tensors
 from remanence.testing import assert_close
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 
@@ -397,6 +397,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_kill_9_never_leaves_a_broken_file(tmp_path):
     """Killed at random moments of an endless save loop, the file is always one that loads."""
     path = tmp_path / "a.mem"

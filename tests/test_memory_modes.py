@@ -60,6 +60,7 @@ def often():
     sys.setswitchinterval(before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [native, attached])
 def test_threads_with_sessions_of_other_modes_over_one_model_do_not_interfere(make, often):
     from remanence.tokenizers.tokens import ByteTokenizer

@@ -13,7 +13,7 @@ from remanence.model import memories
 from remanence.testing import assert_close
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(1)
 
 TEXT = "Call me Ishmael. Some years ago - never mind how long précisément - having little or no money in my purse. "
 

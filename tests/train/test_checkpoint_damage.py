@@ -122,6 +122,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_of_two_runs_begun_together_one_is_refused(tmp_path):
     out, here = tmp_path / "run", __file__.rpartition("/")[0]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

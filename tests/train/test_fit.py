@@ -49,6 +49,7 @@ def test_it_learns(tmp_path):
     assert (tmp_path / "run" / "metrics.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["recall", "packed", "documents"])
 def test_resuming_from_any_checkpoint_is_not_stopping(tmp_path, shards, kind):
     data = DataConfig(kind=kind, length=24, **({"pairs": 4} if kind == "recall" else {"path": shards}))
@@ -126,6 +127,7 @@ def start(run):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heard)
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments_changes_nothing(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait(120) == 0
@@ -150,6 +152,7 @@ def test_kill_9_at_random_moments_changes_nothing(tmp_path):
     assert_close(weights(killed), weights(whole), 0.0)
 
 
+@pytest.mark.slow
 def test_killed_inside_a_save_the_last_checkpoint_stands(tmp_path, monkeypatch):
     """Every write of a save is made the last one in turn; what is left behind is taken up, or cleared away."""
     whole = tmp_path / "whole"
@@ -178,6 +181,7 @@ def test_killed_inside_a_save_the_last_checkpoint_stands(tmp_path, monkeypatch):
         assert not any(path.name.startswith(".") for path in (run / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "well"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_asked_to_end_it_saves_first(tmp_path, sent, well):
     process = start(tmp_path / "run")

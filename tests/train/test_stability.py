@@ -29,7 +29,7 @@ def cases():
         yield pytest.param(*setting, marks=pytest.mark.slow if setting in few else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(("variant", "depth", "precision"), cases())
+@pytest.mark.parametrize(("variant", "depth", "precision"), list(cases()))
 def test_no_step_is_lost(variant, depth, precision):
     memory = {"depth": depth, "heads": 1, "expansion": 2.0, "chunk": 64}
     sizes = {
