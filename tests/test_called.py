@@ -445,6 +445,49 @@ def test_captured_steps_are_dropped_when_a_hook_comes():
     assert not graphed.held and not graphed.watch.changed()
 
 
+class TestAttentionOfKnn:
+    """A kNN layer needs the queries, keys and values of its attention, and still calls it."""
+
+    def test_hooks_run(self):
+        subject, tokens, calls = model("knn"), text(), []
+        expected = subject(tokens)[0]
+        attention = subject.blocks[1].mixer.attention
+        attention.register_forward_pre_hook(lambda *_: calls.append("before"))
+        handle = attention.register_forward_hook(lambda *_: calls.append("after"))
+        assert_close(subject(tokens)[0], expected, 0.0)
+        assert calls == ["before", "after"]
+        handle.remove()
+        attention.register_forward_hook(lambda module, inputs, output: (0 * output[0], output[1]))
+        changed = subject(tokens)[0]
+        assert float((changed - expected).abs().max()) > 1e-3
+        assert_close(decoded(subject, tokens)[0], changed[:, -3:], 1e-9)
+
+    def test_an_override_is_what_runs(self):
+        subject, tokens = model("knn"), text()
+        attention = subject.blocks[1].mixer.attention
+        expected = subject(tokens)[0]
+
+        class Halved(type(attention)):
+            def forward(self, *inputs, **named):
+                y, state = super().forward(*inputs, **named)
+                return 0.5 * y, state
+
+        with_class(attention, Halved)
+        halved = subject(tokens)[0]
+        assert float((halved - expected).abs().max()) > 1e-3
+        with torch.no_grad():
+            attention.o_proj.weight.mul_(2)
+        assert_close(subject(tokens)[0], expected, 1e-9)
+
+    def test_an_override_without_the_store_is_refused(self):
+        subject = model("knn")
+        kind = type(subject.blocks[0].mixer.attention)
+        window = lambda self, x, state, offsets, **_: kind.forward(self, x, state, offsets)
+        with_class(subject.blocks[0].mixer.attention, type("Window", (kind,), {"forward": window}))
+        with pytest.raises(ValueError, match=r"attention: expected Window.forward to call fuse"):
+            subject(text())
+
+
 def test_what_is_watched():
     subject = model()
     watch = Watch(subject)

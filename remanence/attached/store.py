@@ -6,6 +6,7 @@ by a gate for each head that is shut at first: tanh of nothing, where the paper 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,23 +20,26 @@ from remanence.memory.search import SEARCHES
 from remanence.memory.store import Store
 from remanence.mixers.base import Context
 from remanence.mixers.knn import Knn, KnnState
-from remanence.ops.layout import to_rows
+from remanence.ops.layout import from_rows, to_rows
 from remanence.runtime.choices import check_choice
 
 POLICIES = ("all", "random")
 """What may be written. Others ask for frequencies of tokens, or for what all layers have made of them."""
 
 
-class _Outside:
-    """Attention that was done elsewhere."""
+class PrecomputedAttention:
+    """In the place of an attention module: attention that the pretrained model has computed."""
 
-    @staticmethod
-    def attend(local: Attended, *_: Any, **__: Any) -> Attended:
-        return local
-
-    @staticmethod
-    def out(y: Tensor) -> Tensor:
-        return y
+    def __call__(
+        self,
+        local: Attended,
+        state: AttentionState | None,
+        offsets: list[int] | None,
+        *,
+        fuse: Callable[[Attended], Tensor],
+        lse: bool,
+    ) -> tuple[Tensor, AttentionState]:
+        return from_rows(fuse(local), local.back), local.state
 
 
 class StoreBeside(Knn):
@@ -51,7 +55,7 @@ class StoreBeside(Knn):
         assert config.window is not None
         self.config, self.window, self.segment = c, config.window, config.segment
         self.dim, self.persistent, self.hidden = config.dim, 0, 0
-        self.attention: Any = _Outside()
+        self.attention: Any = PrecomputedAttention()
         self.shares_store = self.owns_store = False
         self.store = Store(c.size, heads, width, c.evict, half_life=c.half_life)
         self.search = SEARCHES[c.search]()
@@ -80,14 +84,14 @@ class StoreBeside(Knn):
         assert ctx.text is not None
         return super().importance(ctx.text.tokens, ctx)
 
-    def joined(self, y: Tensor, met: tuple[Tensor, Tensor] | None) -> Tensor:
+    def combine(self, y: Tensor, retrieved: tuple[Tensor, Tensor] | None) -> Tensor:
         """The window's attention, and the gate's share of what was found, where anything was."""
-        if met is None:
+        if retrieved is None:
             return y
         assert self.gate is not None
-        found = met[0].to(y.dtype)
+        found = retrieved[0].to(y.dtype)
         gate = torch.tanh(self.gate).to(y.dtype).unsqueeze(-1)
-        return y + gate * torch.where(met[1].unsqueeze(-1) > -torch.inf, found - y, torch.zeros_like(y))
+        return y + gate * torch.where(retrieved[1].unsqueeze(-1) > -torch.inf, found - y, torch.zeros_like(y))
 
     def read(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -165,10 +165,20 @@ class Attention(Heads):
         return AttentionState(none, none, nothing, nothing)
 
     def forward(
-        self, x: Float[Tensor, "b t d"], state: AttentionState | None = None, offsets: list[int] | None = None
+        self,
+        x: Float[Tensor, "b t d"],
+        state: AttentionState | None = None,
+        offsets: list[int] | None = None,
+        *,
+        fuse: Callable[[Attended], Tensor] | None = None,
+        lse: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], AttentionState]:
-        seen = self.attend(x, state, offsets)
-        return self.out(from_rows(seen.y, seen.back)), seen.state
+        """`fuse`, if given, replaces the attention of each head ``[r t h e]`` before `out` projects it. With `lse`, it
+        gets a window's log-sum-exp appended to the attention.
+        """
+        seen = self.attend(x, state, offsets, lse=lse)
+        y = seen.y if fuse is None else fuse(seen)
+        return self.out(from_rows(y, seen.back)), seen.state
 
     def attend(
         self, x: Tensor, state: AttentionState | None, offsets: list[int] | None, *, lse: bool = False

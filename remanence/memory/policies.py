@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -103,6 +104,14 @@ def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Ten
     marked = torch.zeros(parts.shape, dtype=torch.bool, device=score.device).scatter_(-1, best, True)
     marked = (marked & (parts > -torch.inf)).flatten(1)
     return torch.cat([marked, marked.new_zeros(rows, tokens - whole * segment)], 1)
+
+
+def dilate(mask: Bool[Tensor, "r t"], distance: int) -> Bool[Tensor, "r t"]:
+    """The marked tokens of a segment, and those within `distance` of one."""
+    distance = min(distance, mask.shape[1])
+    if not distance:
+        return mask
+    return F.max_pool1d(mask.float().unsqueeze(1), 2 * distance + 1, 1, distance).squeeze(1) > 0
 
 
 def unigrams(corpus: Tensor | Iterable[Tensor], vocabulary: int) -> Float[Tensor, " v"]:

@@ -1,88 +1,43 @@
 """The kNN memory in a layer (Memorizing Transformers): sliding attention, and top-k attention over stored pairs of
 older tokens.
 
-A document is cut into segments of one window, counted from its start. A segment's pairs are written to the store when
-the next one begins, and a query finds only entries a whole window behind it: every token is met once, by the window or
-in the store, and nothing depends on how a text is cut into calls. Keys and queries of the store are of unit length and
-not rotated; each head has its own temperature.
+A document is split into segments of one window, counted from its start. The keys and values of a segment are written to
+the store when the next segment begins, and a query retrieves only entries at least one window behind it. So every token
+is seen once, in the window or in the store, and results do not depend on how a text is split into calls. Keys and
+queries of the store have unit length and no rotary positions; each head has its own temperature.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remanence.config import Mode, ModelConfig
-from remanence.layers.attention import Attended, AttentionState
+from remanence.layers.attention import Attended
 from remanence.layers.decoding import StepContext, WindowDecoder
-from remanence.memory.policies import POLICIES, Tokens, keep
-from remanence.memory.search import CAPTURED, SEARCHES, attend, combine, unit
+from remanence.memory.policies import POLICIES, Tokens, dilate, keep
+from remanence.memory.search import CAPTURED, SEARCHES, attend, unit
+from remanence.memory.search import combine as combine_attention
 from remanence.memory.store import Store, StoreState
 from remanence.mixers.attention import keys_seen, sliding_window
 from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerDecoder, MixerOutput, Shared, Text
 from remanence.mixers.columns import SegmentColumns
+from remanence.mixers.knn_state import KnnState, open_tokens
 from remanence.ops import decode
 from remanence.ops.layout import from_rows, to_rows
 from remanence.runtime.choices import check_choice
-from remanence.runtime.state import TensorTuple
 
 SCALE = 10.0
 """The store's softmax begins with scores of unit vectors times this: enough to prefer one entry among thousands."""
 
 
-class _KnnState(NamedTuple):
-    attention: AttentionState
-    k: Tensor
-    v: Tensor
-    token_importance: Tensor
-    last: Tensor
-    store: StoreState
-
-
-class KnnState(_KnnState, TensorTuple):
-    """The attention window; keys and values of the open segment ``[r w h e]``, from the left, not yet in the store, and
-    the importance of each token ``[r w]`` (-inf: not to be written); the model's last output ``[r d]``, from which the
-    next token's surprise is computed; the store.
-    """
-
-    __slots__ = ()
-    minus_infinity = ("token_importance",)
-
-    @property
-    def opened(self) -> Tensor:
-        """Tokens of the open segment ``[r]``. A whole one stays open until the next token comes."""
-        return opened(self.attention.position, self.token_importance.shape[1])
-
-    def crop(self, tokens: int) -> KnnState:
-        room = torch.where(self.attention.position == self.opened, self.opened, self.opened - 1)
-        if bool((room < tokens).any()):
-            raise ValueError(
-                f"tokens: expected at most {int(room.min())}, as earlier ones are in the store, got {tokens}"
-            )
-        if tokens and self.last.shape[1]:
-            raise ValueError(
-                "tokens: expected 0, as a store that is written by surprise goes by the last token read, got more"
-            )
-        kept = torch.arange(self.token_importance.shape[1], device=self.token_importance.device) < (
-            self.opened - tokens
-        ).unsqueeze(-1)
-        k, v = (x * kept[..., None, None] for x in (self.k, self.v))
-        return KnnState(
-            self.attention.crop(tokens), k, v, self.token_importance.where(kept, 0.0), self.last, self.store
-        )
-
-
-def opened(position: Tensor, window: int) -> Tensor:
-    return torch.where(position > 0, (position - 1) % window + 1, 0)
-
-
 class Knn(Mixer):
-    """Attention over a window and over a store, joined by a gate for each head, or under one softmax."""
+    """Attention over a window and over a store, combined by a gate for each head or by one softmax."""
 
     State: ClassVar[type] = KnnState
 
@@ -120,14 +75,12 @@ class Knn(Mixer):
 
     @property
     def stride(self) -> int | None:
-        # What a store is to hold is known only when all layers have read a window, or is another layer's to say.
-        return (
-            self.window if self.config.write == "surprise" or self.owns_store or self.shares_store else None
-        )
+        # What is written depends on all layers' outputs, or on the layer that owns the store.
+        waits = self.config.write == "surprise" or self.owns_store or self.shares_store
+        return self.window if waits else None
 
     @property
     def needs_unigrams(self) -> bool:
-        """Whether the model is to have log-frequencies of its tokens."""
         return self.config.write == "rare"
 
     @property
@@ -142,15 +95,16 @@ class Knn(Mixer):
         return self._start(rows, self.store)
 
     def _start(self, rows: int, store: Store) -> KnnState:
-        attention = self.attention.start(rows)
-        like = self.attention.k_proj.weight
-        k, v = (
-            like.new_zeros(rows, self.window, self.attention.heads, self.attention.width) for _ in range(2)
+        like, shape = (
+            self.attention.k_proj.weight,
+            (rows, self.window, self.attention.heads, self.attention.width),
         )
-        importance = torch.zeros(rows, self.window, device=like.device)
-        return KnnState(
-            attention, k, v, importance, like.new_zeros(rows, self.hidden), store.start(rows, like)
+        k, v = like.new_zeros(shape), like.new_zeros(shape)
+        importance, last = (
+            torch.zeros(rows, self.window, device=like.device),
+            like.new_zeros(rows, self.hidden),
         )
+        return KnnState(self.attention.start(rows), k, v, importance, last, store.start(rows, like))
 
     def check(self, state: KnnState) -> None:
         """Refuse the state of a layer with another window, store or width."""
@@ -169,31 +123,48 @@ class Knn(Mixer):
                 )
 
     def forward(self, x: Tensor, state: KnnState | None, ctx: Context) -> MixerOutput:
-        offsets, mode = ctx.offsets, ctx.mode
         fresh = state is None
+        before = None if state is None else state.attention
         if state is None:
-            # Stores come to have the slots that the call can fill, and the others at its end if they are kept: many
-            # short documents then need no more memory, nor time to search it, than their tokens.
-            state = self._start(x.shape[0] if offsets is None else len(offsets) - 1, self.store.resized(0))
-        local = self.attention.attend(x, None if fresh else state.attention, offsets, lse=self.gate is None)
+            # Stores get the slots that the call can fill, and the others at its end if the state is kept: many short
+            # documents then need no more memory, nor time to search it, than their tokens.
+            rows = x.shape[0] if ctx.offsets is None else len(ctx.offsets) - 1
+            state = self._start(rows, self.store.resized(0))
+        after: KnnState | None = None
+
+        def fuse(local: Attended) -> Tensor:
+            nonlocal after
+            y, after = self._fuse(local, self._importance(x, ctx), state, ctx, fresh)
+            return y
+
+        y, window = self.attention(x, before, ctx.offsets, fuse=fuse, lse=self.gate is None)
+        if after is None:
+            raise ValueError(
+                f"attention: expected {type(self.attention).__name__}.forward to call fuse, got no call"
+            )
+        return MixerOutput(y, after._replace(attention=window))
+
+    def _importance(self, x: Tensor, ctx: Context) -> Tensor:
         importance = ctx.shared.once("importance", lambda: self.importance(x, ctx))
-        if mode not in ("on", "fresh"):
-            importance = torch.full_like(importance, -torch.inf)
-        columns = SegmentColumns(
-            local, [0] * len(state.k) if fresh else state.opened.tolist(), offsets, self.window
-        )
+        return importance if ctx.mode in ("on", "fresh") else torch.full_like(importance, -torch.inf)
+
+    def _fuse(
+        self, local: Attended, importance: Tensor, state: KnnState, ctx: Context, fresh: bool
+    ) -> tuple[Tensor, KnnState]:
+        """The window's attention combined with what the store returns ``[r t h e]``, and the state after the call."""
+        lead = [0] * len(state.k) if fresh else state.opened.tolist()
+        columns = SegmentColumns(local, lead, ctx.offsets, self.window)
         k, v = (
             columns.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v))
         )
-        importance = columns.columns(state.token_importance, to_rows(importance, offsets)[0])
+        importance = columns.columns(state.token_importance, to_rows(importance, ctx.offsets)[0])
         shared_store = ctx.shared.entries["store"] if self.shares_store else None
-        y, store = self._read(local, columns, k, v, importance, state, shared_store, mode, fresh)
+        y, store = self._read(local, columns, k, v, importance, state, shared_store, ctx.mode, fresh)
         if self.owns_store:
             ctx.shared.entries["store"] = store
-        y = self.attention.out(from_rows(y.to(local.v.dtype), local.back))
         left = (columns.left(k), columns.left(v), columns.left(importance))
         store = store.widened(self.store.size) if ctx.keep else store
-        return MixerOutput(y, KnnState(local.state, *left, state.last, store))
+        return y.to(local.v.dtype), KnnState(local.state, *left, state.last, store)
 
     @torch.no_grad()
     def importance(self, x: Tensor, ctx: Context) -> Tensor:
@@ -253,15 +224,15 @@ class Knn(Mixer):
         return KnnDecoder(self, state, mode)
 
     def decode_unsupported_reason(self, mode: Mode) -> str | None:
-        return None  # though it may have a stride: what a store is to hold of a token is known when the next one comes
+        return None  # despite its stride: a token's importance is needed only when its segment is written
 
     def flops(self, length: int) -> float:
-        # Scores of the whole store, values of what was found, and no way back through either.
+        # Scores of the whole store and values of the retrieved entries; backward passes through neither.
         seen = keys_seen(self.attention, length, self.persistent) + self.config.size / 6 + self.config.k
         return super().flops(length) + 12.0 * self.dim * seen
 
     def activation_bytes(self, dim: int) -> float:
-        """The window's, and the pairs that were found."""
+        """Those of the window, and the retrieved keys and values."""
         return (ACTIVATIONS["window"] + 4.0 * self.config.k) * dim
 
     def _read(
@@ -274,17 +245,18 @@ class Knn(Mixer):
         state: KnnState,
         shared_store: StoreState | None,
         mode: Mode,
-        ours: bool,
+        reuse: bool,
     ) -> tuple[Tensor, StoreState]:
-        """Segment by segment: what the one before left is written, then the store is asked. The local attention, joined
-        by what was found, and the store; its tensors may be written to if they are `ours`.
+        """Segment by segment: write the previous segment to the store, then query the store. Returns the window's
+        attention combined with what was retrieved, and the store. With `reuse`, the tensors of the store are written in
+        place.
         """
-        # Room for all that can be written; and a slot, if an empty one, so that gate and temperature get gradients.
+        # A slot for each token that can be written, and at least one, so that gate and temperature get gradients.
         slots = max(1, state.store.size + (columns.segments - 1) * self.window)
         store = state.store.widened(min(self.store.size, slots))
-        ours = ours or store is not state.store
+        reuse = reuse or store is not state.store
         if (store if shared_store is None else shared_store).size == 0:
-            return self.joined(local.y, None), store
+            return self.combine(local.y, None), store
         q = columns.queries(unit(local.q))
         base = state.attention.position - state.opened
         found, lengths = [], []
@@ -293,26 +265,26 @@ class Knn(Mixer):
             if part.ended is not None and shared_store is None:
                 before = slice((part.segment - 1) * self.window, part.segment * self.window)
                 segment = (k[:, before], v[:, before], importance[:, before], begin - self.window)
-                store = self.write(store, *segment, part.ended, ours)
-                ours = True
+                store = self.write(store, *segment, part.ended, reuse)
+                reuse = True
             if mode == "off":
                 continue
             column = torch.arange(part.first, part.last, device=base.device)
             live = columns.live(column)
-            if mode == "fresh":  # no entries from before the segment of the model's that this one begins in
+            if mode == "fresh":  # remove entries from before the model's current segment
                 old = (store.position < begin // self.segment * self.segment) & live.any(1, keepdim=True)
                 store = store._replace(position=store.position.masked_fill(old, -1))
             here = store if shared_store is None else shared_store
             limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
-            met = self.query_store(q[:, part.first : part.last], here, limit)
-            # What autograd holds must not be written to: of what `dense` has read, it holds the store itself.
-            ours = ours and not (torch.is_grad_enabled() and self.config.search == "dense")
-            found.append(torch.cat([met[0].to(met[1].dtype), met[1].unsqueeze(-1)], -1))
+            retrieved = self.query_store(q[:, part.first : part.last], here, limit)
+            # `dense` search saves the store itself for backward, so that it must not be written in place.
+            reuse = reuse and not (torch.is_grad_enabled() and self.config.search == "dense")
+            found.append(torch.cat([retrieved[0].to(retrieved[1].dtype), retrieved[1].unsqueeze(-1)], -1))
             lengths.append((part.first, part.last))
         if not found:
-            return self.joined(local.y, None), store
+            return self.combine(local.y, None), store
         far = columns.back(found, lengths)
-        return self.joined(local.y, (far[..., :-1], far[..., -1])), store
+        return self.combine(local.y, (far[..., :-1], far[..., -1])), store
 
     def write(
         self,
@@ -322,10 +294,10 @@ class Knn(Mixer):
         importance: Tensor,
         begin: Tensor,
         rows: Tensor,
-        ours: bool,
+        reuse: bool,
     ) -> StoreState:
-        """The best of a whole segment ``[r w ...]``, which begins at ``[r 1]``, into the store, in the rows that have
-        come to its end. The store's tensors may be written to if they are `ours`.
+        """Write the most important tokens of a segment ``[r w ...]``, which begins at ``[r 1]``, in the rows that have
+        completed it. With `reuse`, the tensors of the store are written in place.
         """
         c = self.config
         mask = importance > -torch.inf
@@ -334,22 +306,20 @@ class Knn(Mixer):
         place = begin + torch.arange(self.window, device=begin.device)
         scored = None if c.write == "all" else importance.masked_fill(~mask, 0.0)
         return self.store.resized(store.size).add(
-            store, k, v, place, scored, mask & rows.unsqueeze(-1), reuse=ours
+            store, k, v, place, scored, mask & rows.unsqueeze(-1), reuse=reuse
         )
 
     def query_store(self, q: Tensor, store: StoreState, limit: Tensor) -> tuple[Tensor, Tensor]:
-        """What unit queries find in a store, and its log-sum-exp."""
+        """Attention of unit queries over the nearest entries of a store, and its log-sum-exp."""
         found = self.search(q.detach(), store, min(self.config.k, store.size), limit)
         return attend(q, found, store, self.log_scale.exp())
 
-    def joined(self, y: Tensor, met: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The window's attention, with its log-sum-exp behind it if there is no gate, and what the store was found to
-        say.
-        """
+    def combine(self, y: Tensor, retrieved: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Attention over the window (without a gate, its log-sum-exp is appended) and over the store, combined."""
         near, near_lse = (y, None) if self.gate is not None else (y[..., :-1], y[..., -1])
-        if met is None:
+        if retrieved is None:
             return near
-        return combine(near, near_lse, met[0].to(near.dtype), met[1], self.gate)
+        return combine_attention(near, near_lse, retrieved[0].to(near.dtype), retrieved[1], self.gate)
 
 
 class KnnDecoder(MixerDecoder):
@@ -360,13 +330,7 @@ class KnnDecoder(MixerDecoder):
         self.mixer, self.mode, self.size = mixer, mode, mixer.window
         self.window = WindowDecoder(mixer.attention, state.attention)
         own = state.detach().clone()
-        self.k, self.v, self.token_importance, self.last, self.store = (
-            own.k,
-            own.v,
-            own.token_importance,
-            own.last,
-            own.store,
-        )
+        _, self.k, self.v, self.token_importance, self.last, self.store = own
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         mixer = self.mixer
@@ -379,21 +343,21 @@ class KnnDecoder(MixerDecoder):
         if mixer.owns_store:
             now.shared["store"] = self.store
         store = now.shared["store"] if mixer.shares_store else self.store
-        met = None
+        retrieved = None
         if store.size and self.mode != "off":
-            met = mixer.query_store(unit(q), store, (now.position - self.size).unsqueeze(-1))
-        return mixer.attention.out(mixer.joined(y, met).to(v.dtype))
+            retrieved = mixer.query_store(unit(q), store, (now.position - self.size).unsqueeze(-1))
+        return mixer.attention.out(mixer.combine(y, retrieved).to(v.dtype))
 
     def _end_segment(self, now: StepContext) -> None:
         """Write the open segment of the rows whose next one begins."""
         if not self.store.size:
             return
         ended = now.active & (now.position > 0) & (now.position % self.size == 0)
-        # On a GPU to ask would be to wait for it.
+        # On a GPU, this check would wait for the device.
         if not ended.is_cuda and not bool(ended.any()):
             return
         begin = (now.position - self.size).unsqueeze(-1)
-        store = self.mixer.write(self.store, self.k, self.v, self.token_importance, begin, ended, ours=True)
+        store = self.mixer.write(self.store, self.k, self.v, self.token_importance, begin, ended, reuse=True)
         for buffer, new in zip(self.store, store, strict=True):
             if new is not buffer:
                 buffer.copy_(new)
@@ -411,27 +375,21 @@ class KnnDecoder(MixerDecoder):
             decode.keep((self.last,), (hidden[:, 0].to(self.last.dtype),), now.active)
 
     def state(self, position: Tensor) -> KnnState:
-        held = torch.arange(self.size, device=position.device) < opened(position, self.size).unsqueeze(-1)
+        held = torch.arange(self.size, device=position.device) < open_tokens(position, self.size).unsqueeze(
+            -1
+        )
         k, v = (torch.where(held[..., None, None], x, 0.0) for x in (self.k, self.v))
         attention, importance = self.window.state(position), torch.where(held, self.token_importance, 0.0)
         return KnnState(attention, k, v, importance, self.last.clone(), self.store.clone())
 
 
 def token_surprise(text: Text, predicted: Tensor, tokens: Tensor, position: Tensor) -> Tensor:
-    """How little a model expected tokens ``[r t]``: -log p by what the outputs before them ``[r t d]`` predicted. Of a
-    document's first token nothing is expected.
+    """The negative log-likelihood of tokens ``[r t]`` given the outputs before them ``[r t d]``. A document's first
+    token gets that of a uniform distribution.
     """
     logits = text.logits(predicted).float()
     surprise = F.cross_entropy(logits.flatten(0, 1), tokens.flatten().long(), reduction="none")
     surprise = surprise.view_as(tokens)
-    nothing = torch.full_like(surprise[:, 0], log(logits.shape[-1]))
-    first = torch.where(position == 0, nothing, surprise[:, 0])
+    uniform = torch.full_like(surprise[:, 0], log(logits.shape[-1]))
+    first = torch.where(position == 0, uniform, surprise[:, 0])
     return torch.cat([first.unsqueeze(-1), surprise[:, 1:]], 1)
-
-
-def dilate(mask: Tensor, reach: int) -> Tensor:
-    """Marked tokens, and those at most so far from one in the same segment."""
-    reach = min(reach, mask.shape[1])
-    if not reach:
-        return mask
-    return F.max_pool1d(mask.float().unsqueeze(1), 2 * reach + 1, 1, reach).squeeze(1) > 0
