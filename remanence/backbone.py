@@ -25,8 +25,9 @@ from remanence.runtime.choices import check_choice
 from remanence.runtime.keywords import show_fields
 from remanence.runtime.mode import RenamedMode, renamed_mode
 from remanence.runtime.module import ours
+from remanence.runtime.positions import advance_position, positions_of, with_host_copy
 from remanence.runtime.ragged import SegmentSplit
-from remanence.runtime.state import TensorTuple, advanced, note_positions, positions_of
+from remanence.runtime.state import TensorTuple
 
 Schedule = Literal["wavefront", "layers"]
 
@@ -205,7 +206,7 @@ class Backbone(Module):
         return State(tuple(block.start(rows) for block in self.blocks), self._nothing(rows, self.device))  # type: ignore[operator]
 
     def _nothing(self, rows: int, device: torch.device) -> Tensor:
-        return note_positions(torch.zeros(rows, dtype=torch.int64, device=device), [0] * rows)
+        return with_host_copy(torch.zeros(rows, dtype=torch.int64, device=device), [0] * rows)
 
     def forward(
         self,
@@ -312,7 +313,10 @@ class Backbone(Module):
             tokens if ctx.offsets is None else torch.tensor(ctx.offsets, device=ctx.position.device).diff()
         )
         return Trace(
-            self.norm(x), State(tuple(ends), advanced(ctx.position, counts)), tuple(traces), tuple(layers)
+            self.norm(x),
+            State(tuple(ends), advance_position(ctx.position, counts)),
+            tuple(traces),
+            tuple(layers),
         )
 
     def _call(self, block: nn.Module, x: Tensor, state: Any, ctx: Context) -> MixerOutput:
@@ -351,7 +355,7 @@ class Backbone(Module):
     def _read_wavefront(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
         begun = (state or self.start(x.shape[0])).blocks
         passage = wavefront.read(list(self.blocks), x, begun, checkpointing=self._checkpoints)
-        after = State(passage.states, advanced(ctx.position, x.shape[1]))
+        after = State(passage.states, advance_position(ctx.position, x.shape[1]))
         return Trace(self.norm(passage.x), after, passage.traces, passage.layers)
 
     def _read_lanes(self, x: Tensor, ctx: Context, borders: list[int]) -> Trace:

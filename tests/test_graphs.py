@@ -2,7 +2,9 @@
 captured.
 """
 
+import copy
 import os
+import pickle
 import re
 
 import pytest
@@ -12,9 +14,18 @@ import torch.nn.functional as F
 from remanence import Model, preset
 from remanence.inference import reader
 from remanence.inference.graphs import border_of, longest_window, unsupported
+from remanence.layers.linear import Linear, StackedWeight
 from remanence.model import memories
 from remanence.ops.triton import dispatch
-from remanence.runtime.state import advanced, aligned, note_positions, noted_positions, positions_of, where
+from remanence.runtime.positions import (
+    Position,
+    advance_position,
+    host_copy,
+    is_aligned,
+    positions_of,
+    with_host_copy,
+)
+from remanence.runtime.state import where
 from remanence.train.graphed import Graphed
 
 on_gpu = pytest.mark.skipif(
@@ -62,24 +73,52 @@ def test_where_everything_ends_together():
 def test_a_state_that_is_said_to_stand_somewhere():
     """Every position in it; a segment's counts from its own start."""
     state = model("mac").start(2).to("meta").at([256, 300])
-    assert noted_positions(state.position) == [256, 300]
-    assert [noted_positions(memory.position) for memory in memories(state)] == [[256, 300]] * 3
-    assert [noted_positions(block.segment.position) for block in state.blocks] == [[0, 44]] * 3
+    assert host_copy(state.position) == [256, 300]
+    assert [host_copy(memory.position) for memory in memories(state)] == [[256, 300]] * 3
+    assert [host_copy(block.segment.position) for block in state.blocks] == [[0, 44]] * 3
+
+
+def test_a_position_is_a_type_and_nothing_else_carries_it():
+    position = with_host_copy(torch.zeros(2, dtype=torch.int64, device="meta"), [0, 64])
+    assert type(position) is Position and position.host == [0, 64]
+    assert type(copy.deepcopy(position)) is Position and copy.deepcopy(position).host == [0, 64]
+    for other in (position + 0, position.clone(), position.detach(), position[:1], torch.stack([position])):
+        assert type(other) is torch.Tensor
+    assert type(pickle.loads(pickle.dumps(position))) is torch.Tensor, "files hold plain tensors"
+    assert torch.utils._pytree.tree_leaves({"a": position})[0] is position
+    here = torch.zeros(2, dtype=torch.int64, device="cpu")
+    assert with_host_copy(here, [0, 0]) is here, "on a CPU there is nothing to remember"
+
+
+def test_gradients_of_a_stacked_weight_go_to_its_sum():
+    torch.manual_seed(0)
+    layer, x = Linear(3, 2).double(), torch.randn(2, 4, 3, dtype=torch.float64)
+    plain = torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True)
+    total = torch.zeros_like(plain)
+    weight = StackedWeight.of(plain, lambda: total)
+    assert type(weight.mT) is torch.Tensor
+    y = torch.func.functional_call(layer, {"weight": weight}, x)
+    expected = torch.bmm(x, plain.mT)
+    torch.testing.assert_close(y, expected)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), plain)
+    y.square().sum().backward()
+    assert plain.grad is None
+    torch.testing.assert_close(total, wanted)
 
 
 def test_what_the_host_knows_of_positions():
-    """Notes go on with what all rows read, with copies and with a choice of rows; not with what the device alone
-    decides.
-    """
-    position = note_positions(torch.zeros(2, dtype=torch.int64, device="meta"), [0, 64])
-    assert noted_positions(advanced(position, 64)) == [64, 128] and aligned(advanced(position, 64), 64)
-    assert noted_positions(advanced(position, torch.ones(2, dtype=torch.int64, device="meta"))) is None
-    assert noted_positions(position + 1) is None and not aligned(position + 1, 1)
-    later = advanced(position, 64)
-    assert noted_positions(where([True, False], position, later)) == [0, 128]
-    assert noted_positions(where(torch.tensor([True, False], device="meta"), position, later)) is None
+    """The host follows what all rows read, copies and a choice of rows; not what the device alone decides."""
+    position = with_host_copy(torch.zeros(2, dtype=torch.int64, device="meta"), [0, 64])
+    assert host_copy(advance_position(position, 64)) == [64, 128] and is_aligned(
+        advance_position(position, 64), 64
+    )
+    assert host_copy(advance_position(position, torch.ones(2, dtype=torch.int64, device="meta"))) is None
+    assert host_copy(position + 1) is None and not is_aligned(position + 1, 1)
+    later = advance_position(position, 64)
+    assert host_copy(where([True, False], position, later)) == [0, 128]
+    assert host_copy(where(torch.tensor([True, False], device="meta"), position, later)) is None
     here = torch.tensor([3, 5], device="cpu")
-    assert noted_positions(here) == positions_of(here) == [3, 5]
+    assert host_copy(here) == positions_of(here) == [3, 5]
 
 
 def test_reading_in_pieces_is_reading():

@@ -15,9 +15,9 @@ from remanence.inference.decoder import Decoder
 
 def native():
     torch.manual_seed(0)
-    sizes = {"dim": 16, "heads": 2, "window": 8, "segment": 8, "vocabulary": 257, "ffn": 16}
+    sizes = {"dim": 16, "heads": 2, "window": 8, "segment": 8, "vocab_size": 257, "ffn": 16}
     memory = {"heads": 2, "chunk": 4}
-    return Model(preset("tiny", ("mag", "mac", "lmm"), depth=3, memory=memory, **sizes)).eval()
+    return Model(preset("tiny", ("mag", "mac", "lmm"), num_layers=3, memory=memory, **sizes)).eval()
 
 
 def attached():

@@ -32,7 +32,7 @@ from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad, to_rows
 from remanence.runtime.choices import check_choice
 from remanence.runtime.mode import RenamedMode, renamed_mode
-from remanence.runtime.state import advanced, note_positions, positions_of
+from remanence.runtime.positions import advance_position, positions_of, with_host_copy
 from remanence.tokenizers.tokens import Tokenizer
 
 ATTENTION = "remanence"
@@ -266,7 +266,7 @@ class Attached(nn.Module):
     # Reading.
 
     def start(self, rows: int) -> State:
-        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
+        nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
         return State(tuple(site.start(rows) for site in self.sites), nothing)
 
     def start_attention(self, rows: int, site: Site) -> Any:
@@ -276,7 +276,7 @@ class Attached(nn.Module):
         if self._window is not None:
             return site.reach.start(rows, heads, like.detach(), width)
         none = like.new_zeros(rows, 0, heads, width, requires_grad=False)
-        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
+        nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         return AttentionState(none, none, nothing, nothing)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -459,7 +459,7 @@ class Attached(nn.Module):
     def _position(self, rows: int, state: State | None) -> Tensor:
         if state is not None:
             return state.position
-        return note_positions(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
+        return with_host_copy(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
 
     def _cache(self, state: State | None, longest: int) -> Any:
         """What transformers keeps of earlier calls: keys and values ``[r h s e]``."""
@@ -498,7 +498,7 @@ class Attached(nn.Module):
         self, call: Call, hidden: Tensor, inner: tuple[Tensor, ...], borders: list[int] | None, tokens: int
     ) -> Trace:
         counts: Any = tokens if borders is None else torch.tensor(borders, device=hidden.device).diff()
-        position = advanced(call.position, counts)
+        position = advance_position(call.position, counts)
         blocks: tuple[Any, ...] = ()
         if call.keep:
             blocks = tuple(SiteState(call.ends[n], call.memories.get(n)) for n in range(len(self.sites)))

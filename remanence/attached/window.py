@@ -17,7 +17,8 @@ from remanence.layers.attention import AttentionState, carried
 from remanence.layers.masks import causal_mask
 from remanence.layers.softmax import sliding_attention
 from remanence.ops.layout import from_rows, to_rows
-from remanence.runtime.state import TensorTuple, note_positions, noted_positions
+from remanence.runtime.positions import host_copy, with_host_copy
+from remanence.runtime.state import TensorTuple
 
 UNSEEN = -1e30
 """The score of a first token that the window itself still sees. Finite, so that where all are, gradients are too."""
@@ -77,7 +78,7 @@ class Reach(NamedTuple):
 
     def start(self, rows: int, heads: int, like: Tensor, width: int) -> WindowState:
         none = lambda length: like.new_zeros(rows, length, heads, width, requires_grad=False)
-        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
+        nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         window = AttentionState(none(self.history), none(self.history), nothing, nothing)
         return WindowState(none(self.sinks), none(self.sinks), window)
 
@@ -140,7 +141,7 @@ def attend(
     wide = lambda x: x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x
     asked = q * (scaling * width**0.5)  # softmax divides by the root of the width
     none = (k.new_zeros(0, heads, width),) * 2
-    known = [0] * rows if fresh else noted_positions(position)
+    known = [0] * rows if fresh else host_copy(position)
     inside = known is not None and max(known) + tokens <= reach.window
     both = inside or not reach.sinks or not reach.narrowed
     near: Tensor

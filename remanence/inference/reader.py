@@ -19,7 +19,7 @@ from remanence.inference.threads import threads_for
 from remanence.model import CausalModel, Model, State, Trace
 from remanence.runtime.graphs import capture, copy_all
 from remanence.runtime.module import modules_of
-from remanence.runtime.state import positions_of
+from remanence.runtime.positions import positions_of
 
 PIECE = 2048
 """Tokens of one call when a long text is read. Cut where the document's position is a multiple of it, so that a text

@@ -16,7 +16,7 @@ from remanence.inference.reader import Read, piece_of, read
 from remanence.model import CausalModel, State
 from remanence.runtime.errors import DivergedError
 from remanence.runtime.keywords import show_fields
-from remanence.runtime.state import positions_of
+from remanence.runtime.positions import positions_of
 from remanence.tokenizers.tokens import Tokenizer
 
 Source = str | bytes | Path | Iterable[str | bytes]

@@ -23,7 +23,8 @@ from remanence.layers.softmax import (
 )
 from remanence.ops.layout import from_rows, pick, to_rows
 from remanence.runtime.module import Module
-from remanence.runtime.state import TensorTuple, advanced, note_positions, rewind, roll_history
+from remanence.runtime.positions import advance_position, with_host_copy
+from remanence.runtime.state import TensorTuple, rewind, roll_history
 
 
 class Heads(Module):
@@ -161,7 +162,7 @@ class Attention(Heads):
 
     def start(self, rows: int) -> AttentionState:
         none = self.k_proj.weight.new_zeros(rows, self.history, self.heads, self.width)
-        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=none.device), [0] * rows)
+        nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=none.device), [0] * rows)
         return AttentionState(none, none, nothing, nothing)
 
     def forward(
@@ -217,7 +218,7 @@ def carried(
 ) -> AttentionState:
     """The state after new keys and values, a row for each document; of a window, with the last `history` of them."""
     counts: Any = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()
-    position = advanced(state.position, counts)
+    position = advance_position(state.position, counts)
     back = position if history is None else (state.slack + counts).clamp(max=slack)
     if history is not None and offsets is None:
         return AttentionState(roll_history(state.k, k), roll_history(state.v, v), position, back)
@@ -253,7 +254,7 @@ class SegmentState(_SegmentState, TensorTuple):
 
     def at(self, position: list[int]) -> SegmentState:
         return self._replace(
-            position=note_positions(self.position.detach(), [place % self.size for place in position])
+            position=with_host_copy(self.position.detach(), [place % self.size for place in position])
         )
 
     def crop(self, tokens: int) -> SegmentState:
@@ -279,7 +280,7 @@ class SegmentAttention(Heads):
         like, shape = self.k_proj.weight, (rows, self.segment - 1, self.heads, self.width)
         # Each its own: files refuse shared tensors.
         none = lambda: torch.zeros(shape, dtype=like.dtype, device=like.device)
-        nothing = note_positions(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
+        nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         return SegmentState((none(), none()), (none(), none()), nothing)
 
     def forward(
@@ -324,7 +325,7 @@ class SegmentAttention(Heads):
             tuple(pick(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part) for part in joined
         ]
         after = [(a + n) % self.segment for a, n in zip(opened, counts, strict=True)]
-        position = note_positions(torch.tensor(after, device=x.device), after)
+        position = with_host_copy(torch.tensor(after, device=x.device), after)
         return y, SegmentState((ends[0][0], ends[0][1]), (ends[1][0], ends[1][1]), position)
 
     def whole(

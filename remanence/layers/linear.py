@@ -25,6 +25,21 @@ def operand(x: Tensor) -> torch.dtype:
     )
 
 
+class StackedWeight(Tensor):
+    """Several layers' weights ``[n outputs inputs]`` whose gradients are added to the tensor that `gradient_sum` gives;
+    autograd gets none. Whatever is computed from it is a plain tensor.
+    """
+
+    gradient_sum: Callable[[], Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, weight: Tensor, gradient_sum: Callable[[], Tensor]) -> StackedWeight:
+        made = weight.as_subclass(cls)
+        made.gradient_sum = gradient_sum
+        return made
+
+
 class Linear(nn.Linear):
     """A projection without a bias."""
 
@@ -34,7 +49,7 @@ class Linear(nn.Linear):
     def forward(self, x: Float[Tensor, "b t inputs"]) -> Float[Tensor, "b t outputs"]:
         if self.weight.dim() == 2:
             return F.linear(x, self.weight)
-        if hasattr(self.weight, "gradient_sum") and torch.is_grad_enabled():
+        if isinstance(self.weight, StackedWeight) and torch.is_grad_enabled():
             return _projected(x, self)[0]
         stacked = x.reshape(len(self.weight), -1, x.shape[-1])
         return torch.bmm(stacked, self.weight.mT).view(*x.shape[:-1], self.out_features)
@@ -53,14 +68,14 @@ def project(x: Float[Tensor, "b t d"], *projections: Linear) -> tuple[Tensor, ..
 
 def _projected(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
     dtype = operand(x)
-    sums = tuple(getattr(projection.weight, "gradient_sum", None) for projection in projections)
-    return _Projected.apply(x.to(dtype), sums, *[projection.weight.to(dtype) for projection in projections])
+    weights = [projection.weight for projection in projections]
+    sums = tuple(weight.gradient_sum if isinstance(weight, StackedWeight) else None for weight in weights)
+    return _Projected.apply(x.to(dtype), sums, *[weight.to(dtype) for weight in weights])
 
 
 class _Projected(torch.autograd.Function):
-    """A weight may say where its gradients are added up (`gradient_sum`, which gives the tensor): there they are, and
-    autograd gets none. On a GPU that is part of the product, so that each step's gradient is neither rounded nor
-    written and read again.
+    """The gradients of a `StackedWeight` are added to its sum, and autograd gets none. On a GPU that is part of the
+    product, so that each step's gradient is neither rounded nor written and read again.
     """
 
     @staticmethod

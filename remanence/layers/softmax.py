@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from remanence.layers.masks import band_mask, causal_mask, whole_mask
-from remanence.runtime.state import noted_positions
+from remanence.runtime.positions import host_copy
 
 
 def masked_softmax(
@@ -123,7 +123,7 @@ def flexible_attention(
         cached = reached
     keys, values = (prepend(p, x).transpose(1, 2) for p, x in zip(prefix, (k, v), strict=True))
     mask = _flexible_mask(q.shape[1], cached, window, prefix[0].shape[0], q.device)
-    known = None if position is None else noted_positions(position)
+    known = None if position is None else host_copy(position)
     score = None
     if position is not None and (known is None or min(known) < min(cached, window - 1)):
         # Rows that have not read a whole window yet: what stands before their start is nothing.

@@ -45,8 +45,8 @@ from remanence.runtime.choices import check_choice
 from remanence.runtime.deprecation import renamed_method
 from remanence.runtime.keywords import MemoryFields, show_fields
 from remanence.runtime.module import check_transforms
+from remanence.runtime.positions import is_aligned
 from remanence.runtime.state import TensorTuple, rewind
-from remanence.runtime.state import aligned as stands_aligned
 
 SHUT = -200.0
 """The log of a gate that is shut: its exponential is 0 in float32, and the log is still a number to compute with."""
@@ -307,7 +307,7 @@ class NeuralMemory(Module):
             rule=self.rule,
             chunk=self.config.chunk,
             offsets=borders,
-            aligned=aligned or not carried or stands_aligned(state.memory.position, self.config.chunk),
+            aligned=aligned or not carried or is_aligned(state.memory.position, self.config.chunk),
             check=False,
         )
         if self.watch is not None:

@@ -25,16 +25,9 @@ from remanence.mixers.window_and_memory import Join
 from remanence.ops import decode
 from remanence.ops.state import Weights
 from remanence.runtime.module import plain
+from remanence.runtime.positions import host_copy, is_aligned, positions_of, with_host_copy
 from remanence.runtime.ragged import SegmentSplit
-from remanence.runtime.state import (
-    TensorTuple,
-    aligned,
-    note_positions,
-    noted_positions,
-    positions_of,
-    rewind,
-    where,
-)
+from remanence.runtime.state import TensorTuple, rewind, where
 
 
 class _MACState(NamedTuple):
@@ -121,7 +114,7 @@ class MAC(MemoryMixer):
 
     def begins(self, state: MACState) -> bool:
         """Whether every row is known to stand where a segment begins, and a chunk with it."""
-        return aligned(state.segment.position, self.size) and aligned(
+        return is_aligned(state.segment.position, self.size) and is_aligned(
             state.memory.memory.position, self.memory.chunk
         )
 
@@ -166,7 +159,7 @@ class MAC(MemoryMixer):
             starts = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
             if any(starts):
                 state = self._renewed(state, starts) if mode == "fresh" else state
-                known = begins or aligned(state.memory.memory.position, self.memory.chunk)
+                known = begins or is_aligned(state.memory.memory.position, self.memory.chunk)
                 current = (
                     state.memory.memory.weights if known else self.memory.layer.current_weights(state.memory)
                 )
@@ -242,10 +235,10 @@ class MAC(MemoryMixer):
 
     def after_segments(self, carry: SegmentCarry, weights: Weights, begun: MACState, tokens: int) -> MACState:
         """The state after whole segments of so many tokens, the last of which began with `weights`."""
-        memory, known = carry.memory.memory, noted_positions(begun.memory.memory.position)
+        memory, known = carry.memory.memory, host_copy(begun.memory.memory.position)
         if known is not None:
             memory = memory._replace(
-                position=note_positions(memory.position, [place + tokens for place in known])
+                position=with_host_copy(memory.position, [place + tokens for place in known])
             )
         rows = len(memory.position)
         return MACState(

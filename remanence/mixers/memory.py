@@ -19,8 +19,9 @@ from remanence.ops import decode, query
 from remanence.ops.state import Weights
 from remanence.runtime.keywords import MemoryFields
 from remanence.runtime.module import plain
+from remanence.runtime.positions import positions_of
 from remanence.runtime.ragged import SegmentSplit
-from remanence.runtime.state import positions_of, where
+from remanence.runtime.state import where
 
 
 class Memory(Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv
 from remanence.layers.attention import Persistent
+from remanence.layers.linear import StackedWeight
 from remanence.memory.neural import InitialMemory
 from remanence.runtime.state import needs_grad
 
@@ -37,6 +38,8 @@ class StackedParameters:
         kinds = {f"{path}.{name}": isinstance(module, AUTOCAST_MODULES) for path, module in first.named_modules()
                  for name, _ in module.named_parameters(recurse=False)}  # fmt: skip
         self.names = list(found[0])
+        projections = {path for path, module in first.named_modules() if isinstance(module, Linear)}
+        self.projects = [name.rpartition(".")[0] in projections for name in self.names]
         self.groups = [[each[name] for each in found] for name in self.names]
         self.dtypes = [narrow if narrow is not None and kinds[name] else group[0].dtype
                        for name, group in zip(self.names, self.groups, strict=True)]  # fmt: skip
@@ -64,8 +67,10 @@ class StackedParameters:
             else [each[first:last] for each in self.stacked]
         )
         if self.needs_grad:
-            for index, each in enumerate(taken):
-                each.gradient_sum = partial(self.sums.at, index, first, last)  # which projections ask for
+            taken = [
+                StackedWeight.of(each, partial(self.sums.at, index, first, last)) if projects else each
+                for index, (each, projects) in enumerate(zip(taken, self.projects, strict=True))
+            ]
         return {f"block.{name}": each for name, each in zip(self.names, taken, strict=True)}
 
 

@@ -20,7 +20,8 @@ from remanence.ops.nets import Net
 from remanence.ops.rules import Rule, is_linear
 from remanence.ops.scans import ChunkBlock, ChunkScan, Grad, scan_for
 from remanence.ops.state import Gates, MemoryState, Weights
-from remanence.runtime.state import needs_grad, positions_of
+from remanence.runtime.positions import positions_of
+from remanence.runtime.state import needs_grad
 
 INFERENCE_BLOCK = 16
 """Chunks whose answers are computed together when nothing is saved for backward: enough to fill a machine."""

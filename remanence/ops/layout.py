@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.ops.state import LARGEST, Gates, MemoryState, Weights, within
-from remanence.runtime.state import advanced, positions_of
+from remanence.runtime.positions import advance_position, positions_of
 
 
 class Layout:
@@ -150,7 +150,7 @@ class Layout:
             bad = bad | self._any(~within(tensor, bound).flatten(2).all(2))
         for tensor in (*layers, *buffers) if self.folds else ():
             bad = bad | ~within(tensor).flatten(1).all(1)
-        position = advanced(
+        position = advance_position(
             state.position, self.tokens if self.equal else torch.tensor(self.counts, device=self.device)
         )
         return MemoryState(layers, self.tail(k), self.tail(v), gates.map(self.tail), position, bad, buffers)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.runtime.state import TensorTuple, note_positions
+from remanence.runtime.positions import with_host_copy
+from remanence.runtime.state import TensorTuple
 
 Weights = tuple[Tensor, ...]
 """A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a
@@ -163,7 +164,7 @@ def fresh(
         k=tail(keys),
         v=tail(values),
         gates=Gates(gate, gate if momentum else None, gate if forget else None),
-        position=note_positions(torch.zeros(rows, dtype=torch.int64, device=first.device), [0] * rows),
+        position=with_host_copy(torch.zeros(rows, dtype=torch.int64, device=first.device), [0] * rows),
         diverged=torch.zeros(rows, dtype=torch.bool, device=first.device),
         buffers=buffers,
     )

@@ -1,4 +1,4 @@
-"""Typed tuples of tensors, one row per document: what is carried between two calls, and where rows stand."""
+"""States: typed tuples of tensors with one row per document, which one call returns and the next one takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from remanence.runtime.positions import copy_host, host_copy, positions_of, with_host_copy
 
 
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -19,47 +20,6 @@ def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
-
-
-def note_positions(position: Tensor, places: list[int]) -> Tensor:
-    """A position ``[r]`` with its numbers noted beside it: who knows them on the host need not ask the device, and wait
-    for it. What is made of the tensor does not have the note, and nothing noted is ever changed in place.
-    """
-    if not torch.compiler.is_compiling() and position.device.type != "cpu":
-        position._places = places  # type: ignore[attr-defined]
-    return position
-
-
-def noted_positions(position: Tensor) -> list[int] | None:
-    """The numbers of a position, if they are known on the host: noted, or there already. (So what runs on a CPU does
-    not depend on how a state came to be, and a run that goes on is the run that was not stopped, to the bit.)
-    """
-    if torch.compiler.is_compiling() or isinstance(position, FakeTensor):
-        return None
-    return position.tolist() if position.device.type == "cpu" else getattr(position, "_places", None)
-
-
-def positions_of(position: Tensor) -> list[int]:
-    """The numbers of a position, asked of the device if they must be."""
-    known = noted_positions(position)
-    return position.tolist() if known is None else known
-
-
-def advanced(position: Tensor, counts: Tensor | int) -> Tensor:
-    """A position after more was read; its note goes on if all rows read as many."""
-    known = noted_positions(position)
-    after = position + counts
-    return (
-        note_positions(after, [place + counts for place in known])
-        if known is not None and isinstance(counts, int)
-        else after
-    )
-
-
-def aligned(position: Tensor, size: int) -> bool:
-    """Whether all rows are known to stand at a multiple of so many tokens."""
-    known = noted_positions(position)
-    return known is not None and all(place % size == 0 for place in known)
 
 
 def _map(function: Callable[[Tensor], Tensor], node: Any) -> Any:
@@ -98,14 +58,6 @@ def _concat(nodes: Sequence[Any]) -> Any:
     if isinstance(first, TensorTuple):
         return type(first).concat(nodes)
     return None if first is None else tuple(_concat(children) for children in zip(*nodes, strict=True))
-
-
-def _with_note(copy: Tensor, tensor: Tensor) -> Tensor:
-    """A copy of a position knows what the position knew; one that comes from the CPU can be asked for nothing."""
-    if tensor.dtype != torch.int64 or tensor.dim() != 1 or copy is tensor:
-        return copy
-    known = noted_positions(tensor)
-    return copy if known is None else note_positions(copy, known)
 
 
 def _at(node: Any, position: list[int]) -> Any:
@@ -171,7 +123,7 @@ class TensorTuple:
         node: Any = self
         made = type(node)(*[_at(child, position) for child in node])
         return (
-            made._replace(position=note_positions(made.position.detach(), position))
+            made._replace(position=with_host_copy(made.position.detach(), position))
             if "position" in node._fields
             else made
         )
@@ -186,7 +138,7 @@ class TensorTuple:
         return self.map(lambda tensor: tensor.detach() if tensor.is_floating_point() else tensor)
 
     def clone(self) -> Self:
-        return self.map(lambda tensor: _with_note(tensor.clone(), tensor))
+        return self.map(lambda tensor: copy_host(tensor.clone(), tensor))
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """To a device, a floating-point dtype, or both, with the arguments of ``torch.nn.Module.to``:
@@ -199,7 +151,7 @@ class TensorTuple:
 
         def moved(tensor: Tensor) -> Tensor:
             own = dtype if tensor.is_floating_point() else None
-            return _with_note(tensor.to(device, own or tensor.dtype, non_blocking), tensor)
+            return copy_host(tensor.to(device, own or tensor.dtype, non_blocking), tensor)
 
         return self.map(moved)
 
@@ -244,9 +196,9 @@ def where(rows: list[bool] | Tensor, new: Any, old: Any) -> Any:
     if isinstance(new, Tensor):
         chosen = torch.as_tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1))
         result = torch.where(chosen, new, old)
-        if isinstance(rows, Tensor) or noted_positions(new) is None or noted_positions(old) is None:
+        if isinstance(rows, Tensor) or host_copy(new) is None or host_copy(old) is None:
             return result
-        return note_positions(
+        return with_host_copy(
             result,
             [a if anew else b for anew, a, b in zip(rows, positions_of(new), positions_of(old), strict=True)],
         )

@@ -6,7 +6,8 @@ import torch
 
 from remanence.data import Batch
 from remanence.model import Model, State
-from remanence.runtime.state import note_positions, positions_of, where
+from remanence.runtime.positions import positions_of, with_host_copy
+from remanence.runtime.state import where
 from remanence.train.begin import Begin
 
 
@@ -41,6 +42,6 @@ def carry_out(model: Model, state: State, batch: Batch, captured: bool) -> State
         ended = (~batch.mask.all(1)).tolist()
         known = [0 if over else at for over, at in zip(ended, positions_of(state.position), strict=True)]
         state = state._replace(
-            position=note_positions(torch.tensor(known, device=state.position.device), known)
+            position=with_host_copy(torch.tensor(known, device=state.position.device), known)
         )
     return state.detach()

@@ -9,7 +9,7 @@ from remanence.inference import memfile
 from remanence.io.files import read_json, replacing_folder, sealed, write_json
 from remanence.io.outputs import make_folder
 from remanence.model import State
-from remanence.runtime.state import positions_of
+from remanence.runtime.positions import positions_of
 from remanence.tokenizers.tokens import REACH, TOKENIZER, TRAINED, load_tokenizer
 from remanence.train import checkpoint
 from remanence.train.card import write_card

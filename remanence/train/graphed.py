@@ -16,7 +16,8 @@ from remanence.inference.graphs import border_of, longest_window, uncaptured_cod
 from remanence.model import Model, State, Trace
 from remanence.runtime.graphs import capture, copy_all
 from remanence.runtime.module import Watch
-from remanence.runtime.state import positions_of, where
+from remanence.runtime.positions import positions_of
+from remanence.runtime.state import where
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
 from remanence.train.loss import summed_loss

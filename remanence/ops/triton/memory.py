@@ -10,7 +10,8 @@ from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
 from remanence.ops.state import LARGEST, Gates, MemoryState
 from remanence.ops.triton import linear, mlp
-from remanence.runtime.state import advanced, needs_grad
+from remanence.runtime.positions import advance_position
+from remanence.runtime.state import needs_grad
 
 PIECE = 256
 """Chunks that are computed at once in a call without gradients."""
@@ -59,7 +60,7 @@ def memorize(
     sizes = [largest(surprise) / LARGEST, *(largest(layer) for layer in layers if layout.folds)]
     diverged = state.diverged | bad.view(rows, -1).any(1) | ~(torch.stack(sizes) <= LARGEST).all(0)
     tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
-    position = advanced(state.position, layout.counts)
+    position = advance_position(state.position, layout.counts)
     new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), position, diverged)
     return layout.back(y), new, layout.back(surprise)
 
