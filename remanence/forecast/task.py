@@ -22,7 +22,7 @@ from remanence.runtime.graphs import capture
 from remanence.tasks.draw import step_rng
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World
+from remanence.train.distributed import World, average_gradients
 from remanence.train.sources import Source, make_source
 from remanence.train.task import Gradients
 
@@ -33,10 +33,12 @@ VALIDATED = 2048
 class Forecasting:
     """A source of windows in a shuffled order, anew for every epoch, all of them on the device that trains."""
 
-    def __init__(self, config: TrainConfig, batch: int, series: Series | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, batch: int, series: Series | None = None, rank: int = 0, world: int = 1
+    ) -> None:
         data: Any = config.data
         own: ForecastConfig = config.forecast  # type: ignore[attr-defined]  # a field of this vertical
-        self.config, self.batch = config, batch
+        self.config, self.batch, self.rank, self.world = config, batch, rank, world
         if series is None:
             if data.path is None:
                 raise ValueError(
@@ -69,8 +71,9 @@ class Forecasting:
         return torch.from_numpy(order).to(self.train.values.device)
 
     def step(self, number: int) -> WindowBatch:
-        """Epochs follow one another without a gap, so that every step has as many windows."""
-        pieces, at, end = [], number * self.batch, (number + 1) * self.batch
+        """This process's windows of a step. Epochs follow one another without a gap, so that every step has as many."""
+        first = (number * self.world + self.rank) * self.batch
+        pieces, at, end = [], first, first + self.batch
         while at < end:
             epoch, inside = divmod(at, self.train.number)
             pieces.append(self._order(epoch)[inside : inside + end - at])
@@ -98,9 +101,7 @@ class Forecasting:
 
 def window_source(config: TrainConfig, batch: int, rank: int, world: int) -> Forecasting:
     """The source of the kind "forecast"."""
-    if world > 1:
-        raise ValueError(f"torchrun: expected one process for data.kind='forecast', got {world}")
-    return Forecasting(config, batch)
+    return Forecasting(config, batch, None, rank, world)
 
 
 class ForecastTask:
@@ -117,6 +118,7 @@ class ForecastTask:
         return self.source.network()
 
     def shard(self, model: Network) -> Network:
+        """Every process has all weights; `gradients` averages over processes."""
         return model
 
     def stored_config(self, folder: Path, model: Network) -> Shape:
@@ -138,8 +140,8 @@ class ForecastTask:
         graph: Captured | None,
         carried: State | None,
     ) -> Gradients:
-        """Dropout is a function of the step, so that a run that goes on draws what it would have drawn."""
-        torch.manual_seed((self.config.seed * 1_000_003 + number) % 2**63)
+        """Dropout is a function of the step and the process, so that a resumed run draws the same."""
+        torch.manual_seed((self.config.seed * 1_000_003 + number + self.world.rank * 2**32) % 2**63)
         (batch,) = batches
         if graph is not None:
             loss, trace = graph(batch)
@@ -148,10 +150,13 @@ class ForecastTask:
             with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
                 loss, trace = model.loss(batch)
             loss.backward()
-        return Gradients(loss.detach(), batch.x.numel(), trace)
+        average_gradients(model, self.world)
+        # All processes have as many windows, so that the mean of their losses is the loss of the step.
+        return Gradients(loss.detach() / self.world.size, batch.x.numel() * self.world.size, trace)
 
     def validate(self, model: Network) -> float:
-        return self.source.validate(model)
+        """Every process validates all windows. They agree on the mean, as rounding may differ between devices."""
+        return self.world.total(self.source.validate(model))[0] / self.world.size
 
 
 class Captured:

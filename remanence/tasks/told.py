@@ -229,12 +229,12 @@ class Told:
 
     def __init__(
         self, data: Tokens, lengths: Sequence[int], tokens: int, steps: int, *, facts: int, share: float,
-        weight: float, ramp: int = 0, seed: int = 0, rank: int = 0,
+        weight: float, ramp: int = 0, seed: int = 0, rank: int = 0, world: int = 1,
     ) -> None:  # fmt: skip
         self.data, self.tokenizer, self.turns = data, data.tokenizer, Turns(data.tokenizer)
         self.lengths, self.tokens, self.steps = tuple(lengths), tokens, steps
         self.facts, self.share, self.weight, self.ramp = facts, share, weight, ramp
-        self.seed, self.rank = seed, rank
+        self.seed, self.rank, self.world = seed, rank, world
         longest = max(self.lengths)
         if tokens % longest:
             raise ValueError(
@@ -330,12 +330,12 @@ class Told:
     def step(self, number: int) -> Batch:
         length, first = self.stage(number)
         rows = self.tokens // length
-        growth = grown(number, self.ramp)
-        talks = rows if growth < 1 else max(round(self.share * rows), self.share > 0)
+        growth, total = grown(number, self.ramp), rows * self.world
+        talks = total if growth < 1 else max(round(self.share * total), self.share > 0)
         read, answers, begins = [], [], []
         for row in range(rows):
             own = self.rank * rows + row
-            if row < talks:
+            if own < talks:
                 tokens, marks = self._told(number, own, length)
                 begin = True
             else:

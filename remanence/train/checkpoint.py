@@ -31,7 +31,7 @@ from remanence.runtime.errors import OtherConfigError, first_line
 from remanence.runtime.overrides import differences
 from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World, spread
+from remanence.train.distributed import World, is_sharded, spread
 from remanence.verticals import model_loader
 
 PARTS = "parts"
@@ -101,9 +101,10 @@ def _write(
     world: World,
     begin: Begin | None,
 ) -> None:
-    if world.size == 1:
-        model.save(temporary)
-        write_tensors(temporary / "optimizer.safetensors", _moments(model, optimizer), {})
+    if not is_sharded(model):
+        if world.first:
+            model.save(temporary)
+            write_tensors(temporary / "optimizer.safetensors", _moments(model, optimizer), {})
     else:
         import torch.distributed.checkpoint as dcp
 

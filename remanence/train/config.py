@@ -236,6 +236,12 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
     if changes.get("model.memory.net", config.model.memory.net) != config.model.memory.net:
         given = {dotted.removeprefix("model.memory.") for dotted in changes}
         data["model"]["memory"].update(dict.fromkeys(name for name in FOLLOWS if name not in given))
+    for name in changes:
+        if name.startswith("model.") and data["init_from"] is not None:
+            raise ValueError(
+                f"{name}: expected no change of the model beside init_from={data['init_from']}, whose configuration "
+                "is used; --init_from=none trains a new model"
+            )
     return TrainConfig.from_dict(data)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from remanence.model import Model
 from remanence.runtime.device import resolve
@@ -101,6 +101,34 @@ def shard(model: Any, world: World) -> Any:
     return model
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model's weights are distributed over processes; else every process has all of them."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+@torch.no_grad()
+def average_gradients(model: nn.Module, world: World) -> None:
+    """Replace gradients by their mean over all processes, for a model that every process holds in full.
+
+    A parameter without a gradient in every process keeps none, so that the optimizer passes over it as in one process.
+    """
+    if world.size == 1:
+        return
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    present = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.float32)
+    present = present.to(world.device)
+    dist.all_reduce(present)
+    used = [parameter for parameter, count in zip(trained, present.tolist(), strict=True) if count]
+    for dtype in sorted({parameter.dtype for parameter in used}, key=str):
+        group = [parameter for parameter in used if parameter.dtype == dtype]
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in group]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        flat /= world.size
+        for parameter, mean in zip(group, flat.split([each.numel() for each in group]), strict=True):
+            parameter.grad = mean.view_as(parameter)
+
+
 def reshard(model: Any) -> None:
     """Free the gathered weights of a forward pass that no backward pass follows, which would free them."""
     for module in model.modules():
@@ -112,8 +140,8 @@ def gather_model(model: Any, world: World) -> Any:
     """The model with all its weights on the CPU, in the first process. The others must call this, too: they get
     None.
     """
-    if world.size == 1:
-        return model
+    if not is_sharded(model):
+        return model if world.first else None
     gathered = {name: full(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
     if not world.first:
         return None

@@ -127,11 +127,22 @@ class AttachedModeling(LanguageModeling):
         return attached.load(self.config.init_from, dtype=narrow, trained=True)
 
     def shard(self, model: Any) -> Any:
-        if self.world.size > 1:
-            raise ValueError(
-                f"torchrun: expected one process for a model that is attached to another, got {self.world.size}"
-            )
+        """Every process has the frozen base and the new parameters in full; `gradients` averages over processes."""
         return model
+
+    def gradients(
+        self,
+        model: Any,
+        batches: Sequence[Batch],
+        state: State | None,
+        number: int,
+        begin: Begin | None,
+        graph: Graphed | None,
+        carried: State | None,
+    ) -> Gradients:
+        found = super().gradients(model, batches, state, number, begin, graph, carried)
+        distributed.average_gradients(model, self.world)
+        return found
 
     def stored_config(self, folder: Path, model: Any) -> Any:
         config = attached.read_config(folder)[0]

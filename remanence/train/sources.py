@@ -139,7 +139,7 @@ def _fact_dialogues(config: TrainConfig, batch: int, rank: int, world: int) -> S
     about: Any = {"facts": data.pairs, "share": data.share, "weight": data.weight, "ramp": ramp}
     return Told(
         _shards(config), lengths, batch * data.length, config.steps * config.accumulate, **about,
-        seed=config.seed, rank=rank,
+        seed=config.seed, rank=rank, world=world,
     )  # fmt: skip
 
 

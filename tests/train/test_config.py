@@ -13,6 +13,7 @@ from runs import config
 
 from remanence.data import Batch
 from remanence.io.migrations import first_fields
+from remanence.recipes import load_recipe
 from remanence.tasks import facts
 from remanence.train import (
     DATA_KINDS,
@@ -198,3 +199,12 @@ def test_start_is_still_a_name_for_init_from():
     assert TrainConfig.from_dict(saved) == now
     assert override(config(), {"start": "model"}) == override(config(), {"init_from": "model"}) == now
     assert replace(now, steps=3).init_from == "model" and replace(now, start="other").init_from == "other"
+
+
+def test_a_change_of_a_model_whose_configuration_is_not_used_is_refused():
+    """The recipe `text` begins from a model: a change of its fields had no effect."""
+    message = r"model.memory.rule: expected no change of the model beside init_from=remanence-small"
+    with pytest.raises(ValueError, match=message):
+        override(load_recipe("text"), {"model.memory.rule": "delta"})
+    changed = override(load_recipe("text"), {"model.memory.rule": "delta", "init_from": "none"})
+    assert changed.model.memory.rule == "delta" and changed.init_from is None
