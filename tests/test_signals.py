@@ -75,6 +75,7 @@ def ended(process, sent):
     return process.returncode, errors.decode()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_read_saves_what_it_has_read(folder, capsys, sent, code):
     process = started(folder, "read", "m", "book.txt", "--save", "a.mem")
@@ -88,6 +89,7 @@ def test_read_saves_what_it_has_read(folder, capsys, sent, code):
     assert session.load(folder / "a.mem").tokens == len(TEXT)
 
 
+@pytest.mark.slow
 def test_chat_saves_what_was_said(folder):
     process = started(folder, "chat", "m", "--memory-file", "a.mem", "--max-tokens", "50", lines=b"hello\n")
     found, errors = ended(process, signal.SIGTERM)
@@ -102,6 +104,7 @@ def test_the_handler_is_there_for_a_command_alone(folder):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [
     ["read", "m", "book.txt", "--save", "a.mem"],
     ["read", "m", "book.txt", "--save", "a.mem", "--resume"],

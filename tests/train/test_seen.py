@@ -119,6 +119,7 @@ def test_a_sample_is_written_when_asked(tmp_path, shards):
     assert losses(run) == losses(tmp_path / "other"), "looking changes nothing"
 
 
+@pytest.mark.slow
 def test_compiled_parts_train_alike(tmp_path):
     fit(config("lmm", steps=3), tmp_path / "plain")
     fit(config("lmm", steps=3, compile=True), tmp_path / "compiled")

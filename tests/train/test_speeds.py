@@ -47,6 +47,7 @@ def made_up(monkeypatch):
     monkeypatch.setattr("remanence.train.plan.table", speeds.table)
 
 
+@pytest.mark.slow
 def test_the_table_is_what_its_speeds_come_to():
     """By the operations that are counted today: whoever counts others makes the table again."""
     table = speeds.table()
@@ -60,6 +61,7 @@ def test_the_table_is_what_its_speeds_come_to():
         assert row["share"] == pytest.approx(share, rel=0.02) and 0.001 < share < 0.8 and row["from"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("variant", ["attention", "lmm", "mag", "mal", "mac", "gated_delta", "window", "knn"])
 def test_a_plan_says_what_it_comes_from(variant):
     one = plan(run(variant), 1)

@@ -30,6 +30,7 @@ def setting(shards, **knn):
     return replace(made, model=change(made.model, changes))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("write", ["all", "rare", "surprise"])
 def test_resuming_is_not_stopping(tmp_path, shards, write):
     whole, part = tmp_path / "whole", tmp_path / "part"

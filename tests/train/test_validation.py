@@ -58,6 +58,7 @@ def test_the_loss_is_that_of_the_held_out_tokens(shards, tmp_path):
     assert min(found.values()) == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["packed", "documents"])
 def test_validation_does_not_change_training(kind, shards, tmp_path):
     """Nor does an interruption change the validation; with documents, memories are carried."""

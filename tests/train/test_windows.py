@@ -81,6 +81,7 @@ def test_training_never_sees_what_comes_after_its_part(tmp_path):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fields", [{}, {"forecast": ForecastConfig(patch=8, stride=4, history=1, cycle=5, linear=False)}]
 )
@@ -98,6 +99,7 @@ def test_a_run_that_is_left_goes_on_to_the_bit(path, tmp_path, fields):
     same(tmp_path / "fit", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on_with_the_same_losses(path, tmp_path):
     made = {"steps": "400", "save_every": "5", "log_every": "1", "batch": "4", "validate_every": "10"}
     made |= {
