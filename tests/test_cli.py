@@ -72,7 +72,7 @@ def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
     run("read", "m", "t.txt", "--save", first)
     run("read", "m", "t.txt", "--memory-file", first, "--save", both)
     assert memfile.peek(both)[0]["tokens"] == [2 * len(TEXT)]
-    assert "exists; --resume reads on" in run("read", "m", "t.txt", "--save", first, code=2)
+    assert "exists; --resume continues it" in run("read", "m", "t.txt", "--save", first, code=2)
     # Interrupted after the first piece of the second text, then resumed: the same to the last bit.
     monkeypatch.setattr(sessions, "AUTOSAVE", -1.0)
     monkeypatch.setattr(progress.Bar, "update", interrupt)

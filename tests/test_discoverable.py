@@ -12,7 +12,7 @@ import pytest
 
 import remanence
 from remanence import Model, ModelConfig, NeuralMemory, Rule, Session, preset
-from remanence.cli.fields import Field, all_fields, described, shown
+from remanence.cli.fields import Field, all_fields, format_fields, format_value
 from remanence.config import KnnConfig, MemoryConfig, ModelFields
 from remanence.evaluate import TASKS
 from remanence.inference.generate import Sampling, SamplingFields
@@ -27,33 +27,39 @@ LISTS = {"train": [TrainConfig()], **{name: [task.Settings()] for name, task in 
 class TestHelp:
     def test_train_lists_every_field_with_its_default_and_its_meaning(self, command):
         lines = command("train", "--help").splitlines()
-        for name, value, meaning in all_fields(TrainConfig()):
-            assert f"  --{name}={shown(value)}".rstrip() in [line.rstrip() for line in lines]
-            assert meaning.split()[0] in " ".join(lines)
+        for name, value, description in all_fields(TrainConfig()):
+            assert f"  --{name}={format_value(value)}".rstrip() in [line.rstrip() for line in lines]
+            assert description.split()[0] in " ".join(lines)
 
     def test_eval_lists_every_setting_of_every_task(self, command):
         said = command("eval", "--help")
         for task in TASKS.values():
             for name, value, _ in all_fields(task.Settings(), f"{task.name}."):
-                assert f"  --{name}={shown(value)}\n" in said
+                assert f"  --{name}={format_value(value)}\n" in said
 
     @pytest.mark.parametrize("name", LISTS)
     def test_every_field_has_a_meaning(self, name):
         for config in LISTS[name]:
-            assert [each.name for each in all_fields(config) if not each.meaning] == []
+            assert [each.name for each in all_fields(config) if not each.description] == []
 
     def test_names_on_one_line_share_its_meaning(self):
         found = [Field("a", 1, "both"), Field("b", None, "both"), Field("c", (1, 2), "alone")]
-        assert list(described(found)) == ["  --a=1", "  --b=none", "      both", "  --c=1,2", "      alone"]
+        assert list(format_fields(found)) == [
+            "  --a=1",
+            "  --b=none",
+            "      both",
+            "  --c=1,2",
+            "      alone",
+        ]
 
     def test_what_is_shown_can_be_given(self):
         listed = {each.name: each for each in all_fields(TrainConfig())}
-        same = {name: shown(each.value) for name, each in listed.items() if name != "model.memory.dim"}
+        same = {name: format_value(each.value) for name, each in listed.items() if name != "model.memory.dim"}
         assert override(TrainConfig(), same) == TrainConfig()
         for task in TASKS.values():
             hints = typing.get_type_hints(task.Settings)
             for name, value, _ in all_fields(task.Settings()):
-                assert parse_value(hints[name], shown(value), name) == value
+                assert parse_value(hints[name], format_value(value), name) == value
 
 
 def parameters(function):

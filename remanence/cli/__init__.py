@@ -1,7 +1,6 @@
-"""The command line. It parses before torch is imported, so that --help and a wrong argument answer at once.
+"""The command line. Arguments are parsed before torch is imported, so that --help and errors are quick.
 
-Each module has the commands of one kind: a dataclass holds a command's arguments, and its `run` does the work, with
-whatever needs torch imported inside.
+Each command is a dataclass of its arguments with a method `run`, which imports torch and the rest of the package.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ COMMANDS: dict[str, Any] = {each.__metadata__[0].name: each.__origin__ for each 
 """Each command's class by its name."""
 DESCRIPTION = "Sequence models that keep learning after training ends."
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-"""What tyro colours its messages with on a terminal."""
+"""Color codes in the messages of tyro."""
 OVERRIDABLE: dict[str, type[New] | type[Train] | type[Eval]] = {"new": New, "train": Train, "eval": Eval}
-"""Commands that take --field=value for fields which only a preset, a recipe or a task knows."""
+"""Commands that take --field=value for fields of a preset, recipe or task."""
 
 _MEMORY_FILE = {"--memory": "--memory-file"}
 RENAMED_OPTIONS: dict[str, dict[str, str]] = {
@@ -90,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         # Bars of these libraries would be shown as the control characters that they are made of.
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        with guarded(), terminable():
+        with guarded(), sigterm_raises():
             command.run()
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,9 +107,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Meanwhile, SIGTERM interrupts as Ctrl-C does, once: it may be sent several times, and what is being saved then is
-    to be saved. One that is ignored, as a parent can have it, stays ignored.
+def sigterm_raises() -> Iterator[None]:
+    """In this context, the first SIGTERM raises `Terminated`, as Ctrl-C raises KeyboardInterrupt; later ones are
+    ignored, so that files can be saved. A SIGTERM that the parent process has set to be ignored stays ignored.
     """
 
     def stop(number: int, _: object) -> NoReturn:
@@ -129,7 +128,7 @@ def terminable() -> Iterator[None]:
 
 
 def _parse(arguments: list[str]) -> Command:
-    """The command with its arguments. A wrong argument is one line, like every other error, not a box of several."""
+    """The command with its arguments. A wrong argument is an error of one line, not a box of several lines."""
     if arguments and not arguments[0].startswith("-"):
         check_choice("command", arguments[0], COMMANDS)
         arguments = _current_options(arguments)
@@ -182,7 +181,7 @@ def _warn_renamed(old: str, new: str) -> None:
 
 
 def _options_hint(arguments: list[str]) -> str:
-    """Names each argument that is no option of its command but looks like one of them."""
+    """For each unknown option, the option of the command that it resembles."""
     if not arguments or arguments[0] not in COMMANDS:
         return ""
     kinds = {each.name: str(each.type) for each in dataclasses.fields(COMMANDS[arguments[0]])}

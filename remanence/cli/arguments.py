@@ -15,8 +15,8 @@ Folder = tyro.conf.Positional[Path]
 
 
 @contextmanager
-def naming(field: str, option: str) -> Iterator[None]:
-    """Inside, an error about a config's field names the option that it was given by."""
+def errors_name_option(field: str, option: str) -> Iterator[None]:
+    """In this context, an error about a field of a config names the command-line option instead."""
     try:
         yield
     except ValueError as error:

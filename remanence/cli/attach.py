@@ -13,31 +13,31 @@ from remanence.runtime.terminal import echo
 
 @dataclass(frozen=True)
 class Attach:
-    """Give a pretrained Hugging Face model a memory: a folder with what is new, its weights and its configuration.
+    """Add a memory to a pretrained Hugging Face model: writes a folder with the new weights and the configuration.
 
-    The memory's output is initialised to zero: `remanence train attach --init_from=OUT` trains it. Extra `hf`.
+    The output of the memory is initialised to zero; `remanence train attach --init_from=OUT` trains it. Extra `hf`.
     """
 
     base: tyro.conf.Positional[str]
     """Folder, name or GGUF file of a causal language model."""
     out: Folder
-    """New folder to write."""
+    """Folder to create."""
     kind: Literal["neural", "knn"] = "neural"
     """A neural memory, or a store of past keys and values in one layer."""
     place: Literal["beside", "front"] = "beside"
-    """Of a neural memory: beside attention (MAG) or in front of it (MAL)."""
+    """Position of a neural memory: beside attention (MAG) or in front of it (MAL)."""
     every: int | None = None
-    """A memory in every so many layers. None: in every eighth."""
+    """Distance between layers with a memory. None: 8."""
     window: int | None = 512
-    """Tokens that attention is narrowed to. None: all, as the model was made; its state then grows with the text."""
+    """Sliding window of attention, in tokens. None: full attention, as in the pretrained model."""
     sinks: int = 4
-    """The first tokens of a text, which a narrowed attention sees as well."""
+    """Attention sinks: first tokens of a text that stay visible to windowed attention."""
     attention: str | None = None
-    """What the attention modules are called, for models without an adapter."""
+    """Name of the attention modules, for models without an adapter."""
     lora: int = 0
-    """The rank of trained changes to the attention's projections (extra `lora`). 0: none."""
+    """Rank of LoRA on the attention projections (extra `lora`). 0: none."""
     seed: int = 0
-    """Of the new weights."""
+    """Random seed of the new weights."""
 
     def run(self) -> None:
         import torch
@@ -53,7 +53,9 @@ class Attach:
             )
             raise ValueError(f"out: expected a new or empty folder, got {out}, an attached model; {hint}")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"out: expected a new or empty folder, got {out}; nothing is ever overwritten")
+            raise ValueError(
+                f"out: expected a new or empty folder, got {out}; existing files are not overwritten"
+            )
         check_unattached(self.base)
         from remanence.hf import attach  # slow to import
 

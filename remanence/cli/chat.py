@@ -1,4 +1,4 @@
-"""The command that talks: lines in, answers out, and a few commands of its own between them."""
+"""The chat command: reads lines, prints answers, and knows a few slash commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remanence.cli.arguments import Folder
-from remanence.cli.sessions import Sampled, check_target, open_session, saving
+from remanence.cli.sessions import SamplingOptions, check_target, open_session, saving
 from remanence.runtime.errors import Terminated
 from remanence.runtime.terminal import echo, echo_generated
 
@@ -22,17 +22,17 @@ COMMANDS = "/quit, /save [FILE], /forget"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(Sampled):
-    """Talk with a model line by line. With --memory-file it remembers from one conversation to the next.
+class Chat(SamplingOptions):
+    """Chat with a model. With --memory-file, its memory persists from one chat to the next.
 
-    /quit ends, /save [FILE] writes the memory, /forget begins anew. A model whose tokenizer has a chat template is
-    spoken to by it.
+    /quit ends the chat, /save [FILE] saves the memory, /forget resets it. The chat template of the tokenizer is used if
+    it has one.
     """
 
     model: Folder
-    """The model's folder."""
+    """Model folder, or the name of a packaged model (remanence-small)."""
     memory_file: Path | None = None
-    """Memory file to take up if it exists, and to write after every answer."""
+    """Memory file: loaded if it exists, and saved after every answer."""
 
     def run(self) -> None:
         with saving("--memory-file", self.memory_file):
@@ -50,7 +50,7 @@ class Chat(Sampled):
         for line in lines(interactive):
             if line.startswith("/"):
                 try:
-                    if not self.obey(line, session, turns):
+                    if not self.run_command(line, session, turns):
                         return
                 except (ValueError, OSError) as error:
                     if not interactive:
@@ -71,8 +71,8 @@ class Chat(Sampled):
             if self.memory_file is not None:
                 session.save(self.memory_file)
 
-    def obey(self, line: str, session: Session, turns: Turns) -> bool:
-        """Do what a line asks for that begins with a slash; false if it ends the chat."""
+    def run_command(self, line: str, session: Session, turns: Turns) -> bool:
+        """Run a slash command; false if it ends the chat."""
         command, _, rest = line.partition(" ")
         if command == "/save":
             path = Path(rest.strip()) if rest.strip() else self.memory_file
@@ -93,13 +93,13 @@ class Chat(Sampled):
             echo(f"{session.tokens:,} tokens forgotten{kept}")
             session.state, turns.begun = session.model.start(1), False
         elif line.strip() != "/quit":
-            hint = "to say it to the model, begin with a space"
+            hint = "to send it to the model, begin with a space"
             raise ValueError(f"{command}: expected one of {COMMANDS}; {hint}")
         return line.strip() != "/quit"
 
 
 def lines(interactive: bool) -> Iterator[str]:
-    """What is typed or piped in, without empty lines; bytes that are no UTF-8 are read as they are."""
+    """Lines of stdin, without empty ones. Bytes that are not UTF-8 are kept as surrogates."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:

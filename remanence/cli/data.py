@@ -1,4 +1,4 @@
-"""The command that prepares training data, and checks what it has prepared."""
+"""The command that prepares training data and verifies it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Literal
 import tyro
 
 from remanence.cli.progress import Progress
-from remanence.cli.train import warn_of_binary
+from remanence.cli.train import warn_if_binary
 from remanence.runtime.terminal import echo
 
 
 @dataclass(frozen=True)
 class Data:
-    """Turn texts (plain, jsonl or parquet, folders of them, datasets of the hub) into token shards, or check those.
+    """Tokenize texts (plain text, jsonl, parquet, folders, Hugging Face datasets) into token shards, or verify shards.
 
-    An interrupted command goes on when started again.
+    An interrupted command continues when it is started again.
     """
 
     action: tyro.conf.Positional[Literal["prepare", "verify"]]
-    """What to do: prepare sources, or verify that every token in prepared folders is as it was written."""
+    """prepare: tokenize sources. verify: check the digests of prepared folders."""
     sources: tyro.conf.Positional[tuple[str, ...]]
     """Files and folders (also .xz .gz .bz2 .zst), and hf:NAME[@REVISION][:CONFIG[:SPLIT]], streamed (extra `data`).
     To verify: prepared folders."""
@@ -32,15 +32,15 @@ class Data:
     Default: bytes.
     """
     field: str = "text"
-    """Where a line of jsonl, or a row of a table, has its text."""
+    """Name of the field or column that has the text."""
     workers: int = 1
-    """Processes. The shards do not depend on it."""
+    """Number of processes. The shards do not depend on it."""
     max_tokens: int | None = None
-    """Take only the first documents that have this many tokens together, with the marks of their ends."""
+    """Take only the first documents that have this many tokens together, end-of-text tokens included."""
     max_documents: int | None = None
-    """Take only the first documents."""
+    """Take only this many documents, from the first."""
     overwrite: bool = False
-    """Replace the corpus that --out holds, if it is another one: other sources, or changed ones, tokenizer or field."""
+    """Replace the shards in --out if they were made from other sources, or with another tokenizer or field."""
 
     def run(self) -> None:
         if self.action == "verify":
@@ -70,7 +70,7 @@ class Data:
             raise ValueError("sources: expected at least one file or folder, or hf:NAME, got none")
         if self.out is None:
             raise ValueError("--out: expected a folder for the shards, got none")
-        warn_of_binary(self.sources)
+        warn_if_binary(self.sources)
         with Progress(every=30) as progress:
             bar = progress.add("preparing")
 
@@ -93,6 +93,6 @@ class Data:
                 overwrite=self.overwrite,
                 done=show,
             )
-        skipped = f"; {counts['nulls']:,} without a text passed over" if counts["nulls"] else ""
+        skipped = f"; {counts['nulls']:,} without a text skipped" if counts["nulls"] else ""
         texts = f"{counts['documents']:,} documents from {counts['files']:,} files"
         echo(f"{self.out}: {counts['tokens']:,} tokens in {texts}{skipped}")

@@ -1,9 +1,9 @@
-"""The demo: a model that comes with the package reads a book and is asked for facts in it. Then three tiny models learn
-to recall pairs and are asked from further and further away.
+"""The demo: the packaged model reads a book and answers questions about facts in it. Then three tiny models are trained
+to recall pairs and are tested at increasing distances.
 
-A window forgets what has left it; a memory that was trained for 64 tokens still answers after 2,000. Then a memory is
-saved and restored. Everything is made in a folder beside `out`, which takes its place when it is complete.
-`demo_book.py` reads the book, `demo_models.py` trains the models and asks them.
+A sliding window loses what has left it; a memory trained on 64 tokens still answers after 2,000. Then a memory is saved
+and restored. Everything is written to a temporary folder, which replaces `out` when it is complete. `demo_book.py`
+reads the book, `demo_models.py` trains and tests the models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MARK = {"made_by": "remanence demo"}
 
 
 class Recipe(NamedTuple):
-    """How one of the models is trained: enough, when measured with several seeds, and no more."""
+    """How one of the models is trained. The steps suffice for several seeds."""
 
     title: str
     mixer: str
@@ -52,22 +52,22 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Demo:
-    """Read a book with the model that comes with the package, and ask it for facts in it; then train a sliding-window
-    Transformer, an LMM and a MAC to recall pairs, and ask them from afar. About a minute on two idle cores.
+    """Read a book with the packaged model and query it for facts in it; then train a sliding-window Transformer, an LMM
+    and a MAC to recall pairs over long distances. About a minute on two idle cores.
 
-    Prints and plots right answers against distance; then a memory is saved, restored in a fresh model, and asked.
+    Prints and plots accuracy by distance; then saves a memory, loads it into a new model and queries it.
     """
 
     out: Path = Path("out/demo")
     """Folder for the plot, the numbers, the trained models and the memory file. An earlier demo there is replaced."""
     device: Device = "cpu"
-    """Where to run. README's figures are a CPU's."""
+    """Device to run on. The figures in README were measured on a CPU."""
     seed: int = 2
-    """Of the models and of the texts."""
+    """Random seed of the models and texts."""
     steps: int | None = None
-    """Training steps of each model, for a quick look. Default: as many as each needs."""
+    """Training steps of each model. Default: enough for each."""
     tokens: int = 32_768
-    """Bytes of the book between the facts and their questions, up to about 430,000."""
+    """Bytes of the book between the facts and the questions, at most about 430,000."""
 
     def run(self) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""The demo's first part: the model that comes with the package reads a book with facts in it and is asked for them."""
+"""First part of the demo: the packaged model reads a book with facts inserted and answers questions about them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MODEL, BOOK = "remanence-small", FOLDER / "frankenstein.txt.xz"
 TITLE = "Mary Shelley's Frankenstein"
 FACTS = 4
 TOLD = 512
-"""Bytes of the book from one fact to the next; all that follows lies between the last one and the questions."""
+"""Bytes of the book between two facts; the rest of the book is between the last fact and the questions."""
 REACH = 8
-"""Windows per layer that a model without a memory is given: what it sees through windows alone ends after one."""
+"""Windows per layer that a model without a memory reads: its receptive field is one per layer."""
 
 
 def draw_facts(book: str, seed: int) -> list[tuple[str, str, str]]:
-    """What is stated, how it is asked, and the answer, which the book does not have."""
+    """Statement, question and answer of each fact; no answer occurs in the book."""
     rng = np.random.default_rng(seed)
     names, values = (unused(book, rng, what, FACTS, []) for what in ("key", "number"))
     facts = []
@@ -50,8 +50,8 @@ def with_facts(book: str, told: list[str]) -> tuple[str, str]:
 
 
 def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dict[str, Any]:
-    """Read so many bytes of the book, save the memory, and ask a model loaded anew; then those whose memory is never
-    written (frozen) or absent (off).
+    """Read `tokens` bytes of the book, save the memory, and query a newly loaded model; then models with frozen memory
+    and without memory.
     """
     began, book = time.monotonic(), lzma.decompress(BOOK.read_bytes()).decode()
     facts = draw_facts(book, seed)
@@ -94,5 +94,5 @@ def _session(device: torch.device, memory_mode: Mode = "on") -> Session:
 
 
 def _answer(session: Session, question: str) -> str:
-    """What follows a question, each asked by itself from the same memory."""
+    """The answer to a question, each from the same memory."""
     return session.fork().generate(question, max_tokens=12, temperature=0, stop=(".", "\n")).strip()

@@ -1,4 +1,4 @@
-"""The demo's models: how they are trained, each in a process of its own, and asked."""
+"""Second part of the demo: models are trained, each in its own process, and tested."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _train(config: TrainConfig, folder: Path, line: Any) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C for good: the process that started them ends them."""
+    """Processes started in this context ignore Ctrl-C; the parent process ends them."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
@@ -137,7 +137,7 @@ def task(length: int, seed: int) -> Recall:
 
 
 def accuracies(model: Model, distances: Sequence[int], seed: int) -> list[float]:
-    """The share of right answers so many tokens after each pair: 32 texts, 8 questions each."""
+    """Accuracy at each distance in tokens from a pair to its question: 32 texts, 8 questions each."""
     return [_accuracy(model, distance, seed) for distance in distances]
 
 
@@ -151,7 +151,7 @@ def _accuracy(model: Model, distance: int, seed: int) -> float:
 
 
 def remember(folder: Path, device: torch.device, seed: int) -> dict[str, Any]:
-    """Read pairs and noise, save the memory; then ask a model loaded anew, with the file and without it."""
+    """Read pairs and noise and save the memory; then query a newly loaded model with and without the file."""
     text = task(READ + SILENCE + READ, seed).step(1).tokens[:1]
     pairs, questions = text[:, :READ], text[:, READ + SILENCE :: 2]
     path = folder / "pairs.mem"

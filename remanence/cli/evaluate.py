@@ -1,4 +1,4 @@
-"""The command that evaluates a model or a recipe: parses the tasks' settings, prints tables, writes files."""
+"""The command that evaluates a model or a recipe."""
 
 from __future__ import annotations
 
@@ -40,45 +40,45 @@ LENGTHS = ("length", "window", "from", "before", "max_tokens")
 
 @dataclass(frozen=True)
 class Eval:
-    """Measure a model: {tasks}.
+    """Evaluate a model on tasks: {tasks}.
 
-    Of a recipe instead: ablate, depth.
+    The tasks ablate and depth train models from a recipe instead.
 
-    --task.setting=value changes a task's setting, --setting=value that of every named task that has it, and
-    --recipe.field=value the recipe. All settings are listed below. With --json, an evaluation that was interrupted goes
-    on when started again.
+    --task.setting=value changes a setting of one task, --setting=value that of every task that has it, and
+    --recipe.field=value a field of the recipe. The settings are listed below. With --json, an interrupted evaluation
+    continues when it is started again.
     """
 
     OPTIONS: ClassVar = ("memory-mode", "memory_mode", "json", "device", "seed", "full", "help")
     OWNER: ClassVar = "a task"
 
     model: Folder
-    """The model's folder; for ablate and depth a recipe, by name or path."""
+    """Model folder; for ablate and depth the name or path of a recipe."""
     tasks: tyro.conf.Positional[tuple[str, ...]]
-    """What to measure."""
+    """Tasks to evaluate."""
     memory_mode: tuple[Mode, ...] = ("on",)
-    """Modes of the neural memory; with `off` among several, the differences to it are shown."""
+    """Modes of the neural memory: on, off, frozen, fresh. With off and others, the differences to off are shown."""
     json: Path | None = None
-    """File for the rows. Results of single units, plots and runs are kept beside it."""
+    """File for the results. Plots, training runs and partial results are written beside it."""
     device: Device = "auto"
-    """Where to run."""
+    """Device to run on."""
     seed: int = 0
-    """Of all that is drawn."""
+    """Random seed of the evaluation data."""
     full: bool = False
-    """Measure lm and niah in full. Without it, and without settings that say how much to measure, lm reads the first
-    32K tokens of each file, and niah asks for 18 needles in up to 4K tokens.
+    """Run lm and niah in full. Without it, and unless settings limit them, lm reads the first 32K tokens of each file
+    and niah has 18 needles in at most 4K tokens.
     """
     overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
 
     @staticmethod
     def list_fields() -> Iterator[str]:
-        """Every setting of every task, for --help."""
-        from remanence.cli.fields import all_fields, described
+        """The lines of --help that list the settings of all tasks."""
+        from remanence.cli.fields import all_fields, format_fields
         from remanence.evaluate import TASKS
 
         for name, task in TASKS.items():
             yield f"settings of {name}:"
-            yield from described(all_fields(task.Settings(), f"{name}."))
+            yield from format_fields(all_fields(task.Settings(), f"{name}."))
 
     def run(self) -> None:
         """Measure, print the tables, write rows and plots."""
@@ -99,7 +99,7 @@ class Eval:
         for name, own in limits.items():
             if own:
                 said = ", ".join(f"{setting}={value}" for setting, value in own.items())
-                echo(f"{name}: a quick look with {said}; --full measures all", error=True)
+                echo(f"{name}: limited to {said}; --full runs all", error=True)
         if self.json is not None:
             write_rows(self.json, rows, origin)
             plots = _plots(tasks, rows, self.memory_mode, self.json)
@@ -177,7 +177,7 @@ class Eval:
             except KeyboardInterrupt:
                 if journal is not None:
                     echo(
-                        f"{journal}: what was measured is kept; the same command goes on from there",
+                        f"{journal}: partial results are saved; the same command continues",
                         error=True,
                     )
                 raise

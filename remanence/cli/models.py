@@ -1,4 +1,4 @@
-"""The commands about models: make one, inspect one or its memory file, list presets, print versions."""
+"""Commands about models: new, inspect, presets, info."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import tyro
 
-from remanence.cli.arguments import Device, Folder, naming
+from remanence.cli.arguments import Device, Folder, errors_name_option
 from remanence.io.shipped import resolve_model_path
 from remanence.runtime.choices import did_you_mean
 from remanence.runtime.terminal import echo, echo_json
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from remanence.config import ModelConfig
 
 VOCABULARY = 32_000
-"""The vocabulary that presets are compared at."""
+"""The vocabulary size at which presets are compared."""
 
 
 @dataclass(frozen=True)
 class New:
-    """Make an untrained model: a folder with its configuration, weights and tokenizer.
+    """Create an untrained model: a folder with configuration, weights and tokenizer.
 
-    --model.field=value changes a field of the preset's config. All of them are listed below, with their defaults.
+    --model.field=value changes a field of the preset's configuration. The fields and their defaults are listed below.
     """
 
     OPTIONS: ClassVar = ("variant", "match", "no-match", "seed", "tokenizer", "help")
     OWNER: ClassVar = "the model, such as --model.memory.rule=titans"
 
     preset: tyro.conf.Positional[str]
-    """tiny, small, 170m, 340m, 760m or 1.3b."""
+    """Size: tiny, small, 170m, 340m, 760m or 1.3b."""
     out: Folder
-    """New folder to write."""
+    """Folder to create."""
     variant: str = "mac"
-    """A block, or several joined by + that repeat from layer to layer: mac, mag, mal, lmm, attention, lmm+window, ...;
-    or memorizing: windows, and a kNN store at three quarters of the depth.
+    """Layer type, or several joined by + that repeat from layer to layer: mac, mag, mal, lmm, attention, lmm+window,
+    ...; or memorizing: sliding windows, and a kNN layer at three quarters of the layers.
     """
     match: bool = False
-    """Narrow the feed-forward until the model has as many parameters as the Transformer of its preset."""
+    """Reduce the feed-forward width until the model has as many parameters as the Transformer of its preset."""
     seed: int = 0
-    """Of the initial weights."""
+    """Random seed of the initial weights."""
     tokenizer: Path | None = None
     """A tokenizer.json, .tiktoken or SentencePiece .model, or a model's name on Hugging Face's hub (extra `hf`).
     Default: bytes.
@@ -55,16 +55,16 @@ class New:
 
     @staticmethod
     def list_fields() -> Iterator[str]:
-        """Every field of a model's config, for --help."""
-        from remanence.cli.fields import all_fields, described
+        """The lines of --help that list the fields of the model."""
+        from remanence.cli.fields import all_fields, format_fields
         from remanence.train import TrainConfig
 
-        yield "fields of the model:"
+        yield "model fields:"
         fields = (each for each in all_fields(TrainConfig()) if each.name.startswith("model."))
-        yield from described(each for each in fields if each.name != "model.vocab_size")
+        yield from format_fields(each for each in fields if each.name != "model.vocab_size")
 
     def _changed(self, config: ModelConfig) -> ModelConfig:
-        """A preset's config with the fields that were given."""
+        """The preset's configuration with the given fields changed."""
         from remanence.train.config import TrainConfig, override
 
         for name, _ in self.overrides:
@@ -84,12 +84,12 @@ class New:
 
         out = self.out
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            hint = "nothing is ever overwritten"
+            hint = "existing files are not overwritten"
             raise ValueError(f"out: expected a new or empty folder, got {out}, which is not; {hint}")
         own = None if self.tokenizer is None else read_tokenizer(tokenizer_file(self.tokenizer))
         tokenizer = own or ByteTokenizer()
         torch.manual_seed(self.seed)
-        with naming("pattern", "--variant"):
+        with errors_name_option("pattern", "--variant"):
             config = self._changed(preset(self.preset, self.variant, vocab_size=tokenizer.vocabulary))
             model = Model(matched(config) if self.match else config)
         is_new = not out.exists()
@@ -107,12 +107,12 @@ class New:
 
 @dataclass(frozen=True)
 class Inspect:
-    """What a memory file or a model's folder holds."""
+    """Print the contents of a memory file or a model folder."""
 
     file: Folder
-    """A memory file, or a model's folder."""
+    """Memory file or model folder."""
     json: bool = False
-    """As JSON."""
+    """Print JSON."""
 
     def run(self) -> None:
         inspect(self.file, self.json)
@@ -120,12 +120,12 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Presets:
-    """Every preset and variant: its parameters, and the size of its state."""
+    """List presets and variants with their parameters and the size of their states."""
 
     json: bool = False
-    """As JSON."""
+    """Print JSON."""
     match: bool = False
-    """With the feed-forward narrowed until every variant has the Transformer's number of parameters."""
+    """Reduce the feed-forward width until every variant has as many parameters as the Transformer."""
 
     def run(self) -> None:
         print_presets(self.json, self.match)
@@ -133,10 +133,10 @@ class Presets:
 
 @dataclass(frozen=True)
 class Info:
-    """Versions, device and operator backends: what a bug report needs."""
+    """Print versions, device and operator backends, for bug reports."""
 
     device: Device = "auto"
-    """Device to look for."""
+    """Device to check."""
 
     def run(self) -> None:
         import platform
@@ -153,7 +153,7 @@ class Info:
 
 
 def inspect(path: Path, as_json: bool) -> None:
-    """Print what a memory file or a model's folder holds."""
+    """Print the contents of a memory file or a model folder."""
     from rich.table import Table
 
     from remanence.cli.console import Console

@@ -1,4 +1,4 @@
-"""The commands that run a model on text, with or without a memory file: read, generate, lens."""
+"""Commands that run a model on text, with or without a memory file: read, generate, lens."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ if TYPE_CHECKING:
     from remanence.inference.session import Session
 
 AUTOSAVE = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
-"""Seconds between two saves while reading: what a kill can cost."""
+"""Seconds between two saves while reading: the most work that a kill can lose."""
 Write = Literal["all", "prompt", "none"]
 
 
 @dataclass(frozen=True)
 class Read:
-    """Read files of any size into a memory, in constant space, and save it. Interrupted (Ctrl-C, SIGTERM), it saves
-    what it has read.
+    """Read text files of any size into a memory, in constant space, and save the memory to a file. If interrupted
+    (Ctrl-C, SIGTERM), the command saves what it has read so far.
 
-    Surprise is the memory's loss on a token before it is written: half of the squared error between its answer to the
-    token's key and the token's value, summed over the value's dimensions, as a mean over heads, layers and tokens.
+    Surprise is the memory's loss on a token before the token is written: half of the squared error between the
+    memory's prediction for the token's key and the token's value, summed over the dimensions of the value and averaged
+    over heads, layers and tokens.
     """
 
     model: Folder
-    """The model's folder."""
+    """Model folder, or the name of a packaged model (remanence-small)."""
     files: tyro.conf.Positional[tuple[Path, ...]]
-    """Texts, read one after the other as one document."""
+    """Text files, read one after the other as one document."""
     save: Path
     """Memory file to write."""
     memory_file: Path | None = None
     """Memory file to start from."""
     resume: bool = False
-    """Go on where --save ended: the same files, without what has been read of them."""
+    """Continue the reading that --save holds: the same files, from where it stopped."""
     force: bool = False
-    """Accept a memory made with other weights of the same configuration."""
+    """Load a memory file of a model with the same configuration and other weights."""
     device: Device = "auto"
-    """Where to run."""
+    """Device to run on."""
 
     def run(self) -> None:
         with saving("--save", self.save):
@@ -69,7 +70,7 @@ class Read:
             check_text("files", path)
         if not any(path.stat().st_size for path in self.files):
             raise ValueError(f"files: expected a text, got {self.files[0]}, which is empty")
-        hint = "--resume reads on where it ended, --memory-file adds to it"
+        hint = "--resume continues it, --memory-file adds to it"
         check_target("--save", save, unless=save if self.resume else self.memory_file, hint=hint)
         continued = self.resume and save.exists()
         memory = save if continued else self.memory_file
@@ -81,9 +82,9 @@ class Read:
             if notes.get("source") != source.fingerprint() or type(notes.get("begun")) is not int:
                 raise ValueError(f"--resume: expected the files that {save} was reading, got others")
         before = session.tokens
-        warn_of_reach(self.model, session, source.size)
+        warn_beyond_trained_length(self.model, session, source.size)
         for path in self.files:
-            warn_of_binary(path)
+            warn_if_binary(path)
         surprise = self._read(session, source, notes)
         try:
             memfile.save(save, session.model, session.state, notes)
@@ -113,37 +114,37 @@ class Read:
             except KeyboardInterrupt:
                 memfile.save(self.save, session.model, session.state, notes)
                 tokens = f"{session.tokens:,} tokens"
-                echo(f"interrupted after {tokens}, saved in {self.save}; --resume reads on", error=True)
+                echo(f"interrupted after {tokens}, saved in {self.save}; --resume continues", error=True)
                 raise
         return surprise / count if count else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """Options of sampling, which `generate` and `chat` share."""
+class SamplingOptions:
+    """Sampling options of `generate` and `chat`."""
 
     max_tokens: int = MAX_TOKENS
-    """How many tokens at most."""
+    """Largest number of tokens to generate."""
     temperature: float = TEMPERATURE
-    """0 takes the most likely token every time."""
+    """Sampling temperature; 0 takes the most likely token."""
     top_k: int | None = None
-    """Only among so many of the most likely."""
+    """Sample from this many most likely tokens."""
     top_p: float | None = None
-    """Only among the most likely whose probabilities add up to this."""
+    """Sample from the most likely tokens whose probabilities add up to this (nucleus sampling)."""
     no_repeat: int | None = None
-    """No phrase of so many tokens occurs twice in one answer; 0 allows it. Default: 16 bytes, or 6 tokens of another
-    tokenizer; 0 at temperature 0.
+    """Size of n-grams that may not repeat in one answer, in tokens; 0: no limit. Default: 16 for bytes, 6 for other
+    tokenizers, 0 at temperature 0.
     """
     stop: tuple[str, ...] = ()
-    """Texts that end the output."""
+    """Strings that end the output."""
     seed: int | None = None
-    """Of the random choice. Default: another one each time."""
+    """Random seed for sampling. Default: a new one each time."""
     write: Write = "all"
-    """What is written to the neural memory: the prompt and the model's own words, the prompt, or none of it."""
+    """What is written to the neural memory: all (prompt and generated text), the prompt only, or none."""
     force: bool = False
-    """Accept a memory made with other weights of the same configuration."""
+    """Load a memory file of a model with the same configuration and other weights."""
     device: Device = "auto"
-    """Where to run."""
+    """Device to run on."""
 
     def sampling(self) -> Sampling:
         from remanence.inference.generate import Sampling
@@ -160,19 +161,21 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(Sampled):
-    """Go on from a prompt, with or without a memory. Several prompts are answered side by side, as lines of JSON."""
+class Generate(SamplingOptions):
+    """Generate text from a prompt, with or without a memory file. Several prompts are generated as one batch and
+    printed as lines of JSON.
+    """
 
     model: Folder
-    """The model's folder."""
+    """Model folder, or the name of a packaged model (remanence-small)."""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT")]
-    """One or more texts to go on from."""
+    """One or more prompts."""
     memory_file: Path | None = None
-    """Memory file to answer from."""
+    """Memory file to start from."""
     save: Path | None = None
-    """Memory file to write afterwards."""
+    """Memory file to write after generation."""
     memory_mode: Mode = "on"
-    """What becomes of the neural memory: read and written, absent, only read, begun anew at every segment."""
+    """Neural memory: on (read and written), off (not used), frozen (read only), fresh (reset at every segment)."""
 
     def run(self) -> None:
         """Print the answer to one prompt as it is generated, or to several when all are done."""
@@ -215,28 +218,28 @@ class Generate(Sampled):
 
 @dataclass(frozen=True)
 class Lens:
-    """Show a text as the model's memories saw it, as one HTML page.
+    """Write an HTML page that shows how the model's memories process a text.
 
-    The page has surprise (the memory's loss on a token before it is written: half of the squared error, summed over
-    the dimensions of a value), gates and norms, and for each token what the memories answer.
+    For each token, the page has the surprise (the memory's loss before the token is written: half of the squared error,
+    summed over the dimensions of the value), the gates, the norms of the memory and its prediction.
     """
 
     model: Folder
-    """The model's folder."""
+    """Model folder, or the name of a packaged model (remanence-small)."""
     text: Path
-    """The text to read."""
+    """Text file to read."""
     out: Path = Path("lens.html")
-    """Page to write; one that is there is replaced."""
+    """HTML page to write; an existing file is replaced."""
     memory_file: Path | None = None
     """Memory file to start from."""
     layers: tuple[int, ...] = ()
-    """Show only the memories of these layers, from 1 on. Default: all."""
+    """Layers whose memories are shown, counted from 1. Default: all."""
     tokens: int = 20_000
-    """Show so many tokens from the beginning; 0 shows all."""
+    """Number of tokens to show, from the start; 0: all."""
     reach: int = 8_192
-    """How many tokens back to look for what an answer resembles, at most 65,535."""
+    """How many tokens back to search for values similar to a prediction, at most 65,535."""
     device: Device = "auto"
-    """Where to run."""
+    """Device to run on."""
 
     def run(self) -> None:
         """Write the page while the text is read."""
@@ -247,7 +250,7 @@ class Lens:
         text, out = self.text, self.out
         check_text("--text", text)
         if not text.stat().st_size:
-            raise ValueError(f"--text: expected a text, got {text}, which is empty")
+            raise ValueError(f"--text: expected a non-empty file, got {text}, which is empty")
         if out.resolve() == text.resolve():
             raise ValueError(f"--out: expected another file than --text, got {out}")
         if self.tokens < 0:
@@ -289,7 +292,7 @@ class Lens:
                 f"weights {memfile.fingerprint(model).weights[:12]}",
             ]
             page.finish(" · ".join(facts), names, start, self.reach, model.config.memory.conv)
-        warn_of_binary(text)
+        warn_if_binary(text)
         echo(f"{out}: {session.tokens - before:,} tokens, {out.stat().st_size:,} bytes")
 
 
@@ -311,8 +314,8 @@ def open_session(
     return session if memory is None else session.load(memory, force=force)
 
 
-def warn_of_reach(folder: Path, session: Session, size: int) -> None:
-    """Say, before so many bytes are read, if the model's memory was never trained over as many tokens."""
+def warn_beyond_trained_length(folder: Path, session: Session, size: int) -> None:
+    """Warn, before `size` bytes are read, if the model was trained on shorter texts than that."""
     from remanence.io.files import read_json
     from remanence.io.shipped import resolve_model_path
     from remanence.tokenizers.tokens import REACH, TRAINED
@@ -321,8 +324,8 @@ def warn_of_reach(folder: Path, session: Session, size: int) -> None:
         return
     path = resolve_model_path(folder) / TRAINED
     if not path.is_file():
-        hint = "if it is untrained, its memory keeps nothing of use"
-        echo(f"{folder}: there is no {TRAINED} that says how it was trained; {hint}", error=True)
+        hint = "an untrained model's memory is of no use"
+        echo(f"{folder}: no {TRAINED}, so it may be untrained; {hint}", error=True)
         return
     reach, apiece = read_json(path).get(REACH), 1 if session.tokenizer.vocabulary < 1024 else 4
     tokens = session.tokens + size // apiece
@@ -331,13 +334,13 @@ def warn_of_reach(folder: Path, session: Session, size: int) -> None:
         told = (
             f"{about}{tokens:,} tokens will have been read, and its memory was trained over {reach:,} at most"
         )
-        echo(f"{folder}: {told}; what it keeps beyond that was not learned", error=True)
+        echo(f"{folder}: {told}; recall beyond that length was not trained", error=True)
 
 
 @contextmanager
 def saving(what: str, path: Path | None) -> Iterator[None]:
-    """Lock the memory file that a command will save, and make its folder: of two commands that save the same file, the
-    second is refused. `what` is the argument that an error names.
+    """Create the folder of a memory file and lock the file while a command runs: a second command that saves the same
+    file is refused. `what` is the argument that an error names.
     """
     if path is None:
         yield
@@ -348,15 +351,15 @@ def saving(what: str, path: Path | None) -> Iterator[None]:
 
 
 def check_text(what: str, path: Path) -> None:
-    """Refuse what is no file to read."""
+    """Check that a path is a file."""
     if path.is_dir():
         raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
     if not path.is_file():
         raise ValueError(f"{what}: {path}: no such file")
 
 
-def warn_of_binary(path: Path) -> None:
-    """Print a line about a file that does not look like text."""
+def warn_if_binary(path: Path) -> None:
+    """Warn about a file that does not look like text."""
     from remanence.data.sources import binary_warning
 
     if warning := binary_warning(path, unpack=False):
@@ -364,13 +367,13 @@ def warn_of_binary(path: Path) -> None:
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:
-    """Check, before any work, that a memory overwrites none but `unless`."""
+    """Check, before any work, that no existing file but `unless` would be overwritten."""
     if path.exists() and (unless is None or path.resolve() != unless.resolve()):
         raise ValueError(f"{what}: {path} exists; {hint}")
 
 
 def show_tokens(bar: Bar, position: int, tokens: int, surprise: float | None) -> None:
-    """Show how far a text has been read, how fast, and how surprising it was."""
+    """Update the progress bar with the position, the speed and the mean surprise."""
     note = f"{tokens:,} tokens, {tokens / max(bar.elapsed, 1e-9):,.0f}/s"
     note += f", surprise {surprise:.3f}" if surprise is not None else ""
     bar.update(position, note)
@@ -384,7 +387,7 @@ class ByteStream:
         self.size = sum(path.stat().st_size for path in files)
 
     def fingerprint(self) -> str:
-        """A digest of the files' sizes and beginnings: enough to notice that a reading goes on with other files."""
+        """A digest of the files' sizes and beginnings: enough to notice that other files are given to --resume."""
         digest = hashlib.sha256()
         for path in self.files:
             with open(path, "rb") as file:

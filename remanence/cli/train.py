@@ -1,4 +1,4 @@
-"""The commands that train a model and export it."""
+"""Commands that train a model and export it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from remanence.cli.arguments import Folder, naming
+from remanence.cli.arguments import Folder, errors_name_option
 from remanence.cli.progress import Progress
 from remanence.recipes import NAMES
 from remanence.runtime.terminal import echo
@@ -25,45 +25,45 @@ RECIPE = f"{PACKAGED}, or a Python file with a function recipe() that returns a 
 
 @dataclass(frozen=True)
 class Train:
-    """Train a model by a recipe, in a new folder or, with --resume, from the last checkpoint of one.
+    """Train a model from a recipe, in a new folder or, with --resume, from the last checkpoint of a run.
 
-    --any.field=value changes a field of the recipe's config. All of them are listed below, with what they are unless a
-    recipe says otherwise.
+    --field=value changes a field of the recipe's configuration. The fields are listed below with the defaults that
+    hold unless the recipe sets them.
     """
 
     OPTIONS: ClassVar = ("text", "out", "resume", "dry-run", "gpus", "gpu", "help")
-    OWNER: ClassVar = "the config"
+    OWNER: ClassVar = "the configuration"
 
     recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE", help=RECIPE)] = Path("text")
     text: str | None = None
-    """A text of your own to train on: a file, a folder or hf:NAME. What --data.path is to the recipe `text`."""
+    """Text to train on: a file, a folder or hf:NAME; the same as --data.path of the recipe `text`."""
     out: Path | None = None
-    """The run's folder."""
+    """Folder of the run."""
     resume: bool = False
-    """Go on with the run in --out, from its last checkpoint."""
+    """Continue the run in --out from its last checkpoint."""
     dry_run: bool = False
-    """Only print what it would cost: parameters, memory, tokens, hours. Refuses what cannot fit."""
+    """Print the estimated cost (parameters, memory, tokens, hours) and stop. A run that does not fit is an error."""
     gpus: int | None = None
-    """For --dry-run: plan for so many GPUs instead of this machine."""
+    """For --dry-run: number of GPUs to plan for, instead of this machine."""
     gpu: str = "H100"
-    """For --dry-run: of which kind."""
+    """For --dry-run: type of GPU."""
     overrides: tyro.conf.Suppress[tuple[tuple[str, str], ...]] = ()
 
     @staticmethod
     def list_fields() -> Iterator[str]:
-        """Every field of a run's config, for --help."""
-        from remanence.cli.fields import all_fields, described
+        """The lines of --help that list the fields of the configuration."""
+        from remanence.cli.fields import all_fields, format_fields
         from remanence.train import DATA_KINDS, DataConfig, TrainConfig
 
-        yield "fields of the config:"
+        yield "configuration fields:"
         shared = {f"data.{name}" for name in DataConfig.field_names()}
         everywhere = all_fields(TrainConfig())
-        yield from described(
+        yield from format_fields(
             each for each in everywhere if not each.name.startswith("data.") or each.name in shared
         )
         for kind, data in DATA_KINDS.items():
             yield f"fields with --data.kind={kind}:"
-            yield from described(each for each in all_fields(data(), "data.") if each.name not in shared)
+            yield from format_fields(each for each in all_fields(data(), "data.") if each.name not in shared)
 
     def run(self) -> None:
         overrides = dict(self.overrides)
@@ -71,7 +71,7 @@ class Train:
             if self.recipe != Path("text"):
                 raise ValueError(f"--text: expected the recipe text, or none, got {self.recipe}")
             overrides["data.path"] = self.text
-        with naming("data.path", "--text") if self.text is not None else nullcontext():
+        with errors_name_option("data.path", "--text") if self.text is not None else nullcontext():
             if self.dry_run:
                 print_plan(self.recipe, overrides, self.gpus, self.gpu)
             elif self.out is None:
@@ -82,22 +82,26 @@ class Train:
 
 @dataclass(frozen=True)
 class Export:
-    """Write a run's model as a folder of its own, for remanence and Hugging Face."""
+    """Export the model of a training run as a folder for remanence and Hugging Face."""
 
     run_folder: tyro.conf.Positional[Path]
-    """The run."""
+    """Folder of the run."""
     out: Folder
-    """New folder to write."""
+    """Folder to create."""
     memory_file: Path | None = None
-    """A memory file to write: what one row of the batch remembered at the end, of a run with --carry=true."""
+    """Memory file to write: the memory of one batch row at the end of a run with --carry=true."""
     row: int = 0
-    """Which row."""
+    """Batch row for --memory-file."""
 
     def run(self) -> None:
         from remanence.train import export
         from remanence.verticals import model_loader
 
-        with naming("out", "run") if not (self.run_folder / "config.json").is_file() else nullcontext():
+        with (
+            errors_name_option("out", "run")
+            if not (self.run_folder / "config.json").is_file()
+            else nullcontext()
+        ):
             checkpoint = export(self.run_folder, self.out, self.memory_file, self.row)
         others = "" if model_loader(self.out) else " and Hugging Face"
         echo(f"{self.out}: the model of {checkpoint}, for remanence{others}")
@@ -106,14 +110,14 @@ class Export:
 
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
-    """Train by a recipe and show progress. Of several processes, only the first prints."""
+    """Train from a recipe and show progress. Of several processes, only rank 0 prints."""
     from remanence.train import TextData, fit, run_config
     from remanence.train.text import choose_threads
 
     if resume and overrides:
         name = next(iter(overrides))
         raise ValueError(f"--{name}: expected no changes beside --resume, as the run's own config counts")
-    config = run_config(out) if resume else made_config(recipe, overrides)
+    config = run_config(out) if resume else load_config(recipe, overrides)
     if config.data.kind == "text" and (resume or "steps" in overrides):  # else `sized` has done it
         choose_threads(config)
     first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started, if it did
@@ -132,7 +136,7 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
             model = fit(None if resume else config, out, resume=resume, log=show)
         except KeyboardInterrupt:
             if (out / "checkpoints").is_dir() and first:
-                echo(f"{out}: --resume goes on from the last checkpoint", error=True)
+                echo(f"{out}: --resume continues from the last checkpoint", error=True)
             raise
     if not first:
         return
@@ -143,10 +147,10 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
             measure_held_out(out, config.data.path)
     else:
         last = sorted((out / "checkpoints").glob("[0-9]*"))[-1]
-        echo(f"{out}: stopped and saved after step {int(last.name)}; --resume goes on")
+        echo(f"{out}: stopped and saved after step {int(last.name)}; --resume continues")
 
 
-def made_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
+def load_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
     """A recipe's config with fields changed. One on a text takes as many steps as this machine has time for."""
     from remanence.recipes import load_recipe
     from remanence.train import TextData, override, resolve_config
@@ -156,12 +160,12 @@ def made_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
     if not isinstance(config.data, TextData):
         return config
     if config.data.path is not None:
-        warn_of_binary([config.data.path])
+        warn_if_binary([config.data.path])
     return config if "steps" in overrides else sized(config)
 
 
-def warn_of_binary(sources: Sequence[str]) -> None:
-    """Say which local files do not look like text. Those that are missing are refused elsewhere, by name."""
+def warn_if_binary(sources: Sequence[str]) -> None:
+    """Warn about local files that do not look like text. Missing files are reported elsewhere."""
     from remanence.data.sources import binary_warning, files
 
     here = [Path(source) for source in sources if Path(source).exists()]
@@ -210,7 +214,7 @@ def print_plan(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: s
     from remanence.train.metrics import check_trackers
     from remanence.train.plan import plan
 
-    config = made_config(recipe, overrides)
+    config = load_config(recipe, overrides)
     check_choice("data.kind", config.data.kind, SOURCES)
     check_trackers(config.trackers)
     if gpus is not None and gpus < 1:

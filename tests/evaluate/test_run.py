@@ -487,8 +487,8 @@ class TestQuickLook:
         assert found["lm"].max_tokens == 32 * 1024
         units = len(found["niah"].kinds) * len(found["niah"].lengths) * len(found["niah"].depths)
         assert units * found["niah"].samples == 18 and max(found["niah"].lengths) == 4096
-        assert "lm: a quick look with max_tokens=32K; --full measures all" in said
-        assert "niah: a quick look with lengths=1K,4K" in said
+        assert "lm: limited to max_tokens=32K; --full runs all" in said
+        assert "niah: limited to lengths=1K,4K" in said
 
     def test_full_is_what_the_settings_are_by_themselves(self, asked):
         found, said = asked("lm", "niah", "--full")
