@@ -96,12 +96,12 @@ class TestReadme:
         for name in (re.match(r"[\w-]+", package).group() for package in extras["docs"]):
             assert re.search(rf"^{name}==", pinned, re.M), name
 
-    def test_its_map_has_every_room(self):
-        rooms = README.split("## Package layout")[1].split("\n## ")[0]
+    def test_package_layout_lists_every_package(self):
+        layout = README.split("## Package layout")[1].split("\n## ")[0]
         for path in sorted(PACKAGE.iterdir()):
-            room = path.suffix == ".py" or (path / "__init__.py").is_file()
-            if room and not path.name.startswith("__"):
-                assert f"`{path.name}`" in rooms, f"README.md: the map lacks {relative(path)}"
+            package = path.suffix == ".py" or (path / "__init__.py").is_file()
+            if package and not path.name.startswith("__"):
+                assert f"`{path.name}`" in layout, f"README.md: the package layout lacks {relative(path)}"
 
 
 @pytest.mark.slow
@@ -311,24 +311,26 @@ def shapes(path):
 
 class TestAxes:
     def used(self):
-        """(room, letter, where) of every letter in use."""
+        """(package, letter, where) of every letter in use."""
         for path in sorted(PACKAGE.rglob("*.py")):
-            room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+            package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
             for line, shape in shapes(path):
                 for letter in axes(shape.replace("r or 1", "r")):
                     if not (letter.isupper() and "kernels" in path.parts):
-                        yield room, letter, f"{relative(path)}:{line}: [{shape.strip()}]"
+                        yield package, letter, f"{relative(path)}:{line}: [{shape.strip()}]"
 
     def test_every_letter_is_in_the_legend(self):
         used = list(self.used())
         assert len(used) > 500
-        known = {room: AXES | ROOM_AXES.get(room, {}) for room, _, _ in used}
-        wrong = [f"{where}: {letter!r}" for room, letter, where in used if letter not in known[room]]
+        known = {package: AXES | ROOM_AXES.get(package, {}) for package, _, _ in used}
+        wrong = [f"{where}: {letter!r}" for package, letter, where in used if letter not in known[package]]
         assert not wrong, "not in remanence/runtime/shapes.py:\n" + "\n".join(wrong)
 
     def test_the_legend_has_no_more(self):
-        used = {(room, letter) for room, letter, _ in self.used()}
+        used = {(package, letter) for package, letter, _ in self.used()}
         assert set(AXES) == {letter for _, letter in used} & set(AXES), "a letter that no shape uses"
-        for room, letters in ROOM_AXES.items():
-            assert not set(letters) & set(AXES), f"{room}: a letter has one meaning in a room"
-            assert set(letters) == {letter for place, letter in used if place == room} & set(letters), room
+        for package, letters in ROOM_AXES.items():
+            assert not set(letters) & set(AXES), f"{package}: a letter has one meaning in a package"
+            assert set(letters) == {letter for place, letter in used if place == package} & set(letters), (
+                package
+            )

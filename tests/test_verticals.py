@@ -41,9 +41,9 @@ def names_in(path):
 
 
 @pytest.mark.parametrize(
-    "room", ["train", "inference", "evaluate", "tasks", "data", "tokenizers", "cli", "report"]
+    "package", ["train", "inference", "evaluate", "tasks", "data", "tokenizers", "cli", "report"]
 )
-def test_no_package_of_the_trunk_names_a_vertical(room):
+def test_no_package_of_the_trunk_names_a_vertical(package):
     words = {
         *NAMES,
         *verticals.data_configs(),
@@ -54,8 +54,8 @@ def test_no_package_of_the_trunk_names_a_vertical(room):
         "horizon",
         "forecaster",
     }
-    words -= {"network"} if room == "evaluate" else set()  # the model of a `Subject`
-    for path in sorted((PACKAGE / room).rglob("*.py")):
+    words -= {"network"} if package == "evaluate" else set()  # the model of a `Subject`
+    for path in sorted((PACKAGE / package).rglob("*.py")):
         for attribute, node in names_in(path):
             found = str(getattr(node, attribute) or "").lower()
             parts = set(found.replace(".", "_").split("_")) | {found}
