@@ -296,7 +296,7 @@ def test_a_wrong_config_is_refused_in_one_line():
         ({"kind": "knn"}, "window: expected a number of tokens with kind='knn'"),
         (
             {"memory": "knn"},
-            "memory_mode: expected a MemoryConfig or its fields as a dict, got 'knn'; kind= chooses",
+            "memory: expected a MemoryConfig or its fields as a dict, got 'knn'; kind= chooses",
         ),
         ({"window": 1}, "window: expected an integer of at least 2, got 1"),
     ):

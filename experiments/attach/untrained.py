@@ -24,7 +24,7 @@ from torch import Tensor
 from experiments.shared import load, table_row, table_rule
 from remanence import attach
 from remanence.attached.base import Source
-from remanence.attached.site import begin
+from remanence.attached.site import zero_output
 from remanence.memory.neural import SHUT, NeuralMemory
 from remanence.ops import Gates, memorize
 from remanence.tasks.told import Turns, draw_facts
@@ -122,7 +122,7 @@ def main() -> None:
             for conv in args.convs:
                 torch.manual_seed(0)
                 layer = NeuralMemory(replace(config, conv=conv)).eval()
-                begin(layer)
+                zero_output(layer)
                 for written in WRITTEN:
                     share = share_found(layer, x.float(), text, written, 0.5)
                     found.setdefault((index, conv, written), []).append(share)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from remanence.attached.store import StoreBeside
-from remanence.attached.window import Reach, WindowState, attend, to_base
+from remanence.attached.window import WindowSpec, WindowState, attend, to_transformers
 from remanence.layers.attention import AttentionState
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers.memory import Memory
@@ -53,10 +53,10 @@ class Site:
             return
         if config.kind == "knn":
             owner.memories[str(index)] = StoreBeside(config)
-            self.hook = module.register_forward_pre_hook(self._note, with_kwargs=True)
+            self.hook = module.register_forward_pre_hook(self._record_input, with_kwargs=True)
             return
         memory = Memory(config)
-        begin(memory.layer)
+        zero_output(memory.layer)
         owner.memories[str(index)] = memory
         if config.place == "front":
             self.hook = module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -74,11 +74,11 @@ class Site:
         return self.owner.memories[str(self.index)] if self.has_memory else None
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> WindowSpec:
         """What a narrowed layer sees: the smaller of the model's window and its own."""
         window, config = self.owner.window, self.owner.config
         assert window is not None
-        return Reach.of(window, self.own_window, config.sinks, config.memory.chunk - 1)
+        return WindowSpec.of(window, self.own_window, config.sinks, config.memory.chunk - 1)
 
     def start(self, rows: int) -> SiteState:
         return SiteState(
@@ -110,11 +110,11 @@ class Site:
         assert call is not None
         state = None if call.state is None else call.state.blocks[self.index].attention
         key, reach = self.owner.family.rotation_key(module), self.reach
-        turn = None if key is None or not reach.narrowed else call.turns.get(key)
-        seen = attend(q, k, v, state, reach, scaling, turn, call.offsets, cap)
-        call.ends[self.index] = seen.state
+        rotation = None if key is None or not reach.narrowed else call.rotations.get(key)
+        seen = attend(q, k, v, state, reach, scaling, rotation, call.offsets, cap)
+        call.attention_states[self.index] = seen.state
         if not isinstance(self.memory, StoreBeside):
-            return to_base(seen)
+            return to_transformers(seen)
         old = None if call.state is None else call.state.blocks[self.index].memory
         plain = self.owner.family.queries_keys(module, call.inputs.pop(self.index), self.owner.config.heads)
         y, call.memories[self.index] = self.memory.read(seen, plain, old, call, call.mode)
@@ -133,7 +133,7 @@ class Site:
         m, call.memories[self.index], call.traces[self.index] = memory(inner, state, call.offsets, call.mode)
         return (m if call.mask is None else repad(m, call.mask)).to(x.dtype)
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep a layer's input for the store, which is asked when attention is done."""
         call = self.owner.current_call()
         if call is not None:
@@ -152,8 +152,8 @@ class Site:
 
 
 @torch.no_grad()
-def begin(layer: NeuralMemory) -> None:
-    """Say nothing at first, and write of each token itself: a mixture with those before it cannot be taken apart."""
+def zero_output(layer: NeuralMemory) -> None:
+    """Initialise the output to zero, and values to the token alone, without a convolution over the tokens before it."""
     layer.o_proj.weight.zero_()
     if layer.v_conv.weight is not None:
         layer.v_conv.weight.zero_()

@@ -54,7 +54,7 @@ class WindowState(_WindowState, TensorTuple):
         return self._replace(window=AttentionState(k[:, cut:], v[:, cut:], position, slack.clamp(max=0)))
 
 
-class Reach(NamedTuple):
+class WindowSpec(NamedTuple):
     """What a layer's attention sees: tokens of the window, first tokens, and how many more are kept to be taken back.
     `narrowed` is false where the window is the model's own: such a layer sees no first tokens outside of it, as the
     model was made.
@@ -66,7 +66,7 @@ class Reach(NamedTuple):
     narrowed: bool = True
 
     @classmethod
-    def of(cls, window: int, own: int | None, sinks: int, slack: int) -> Reach:
+    def of(cls, window: int, own: int | None, sinks: int, slack: int) -> WindowSpec:
         """The smaller of a window and the layer's own."""
         if own is not None and own <= window:
             return cls(own, sinks, slack, False)
@@ -83,8 +83,8 @@ class Reach(NamedTuple):
         return WindowState(none(self.sinks), none(self.sinks), window)
 
 
-def relative_turn(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The cosines and sines that turn what stands at one position to another. Both come from the model's own rotary
+def relative_rotation(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The cosines and sines that rotation what stands at one position to another. Both come from the model's own rotary
     embedding, scaled as it may be.
     """
     (cos, sin), (c, s) = ([x.double() for x in pair] for pair in (now, wanted))
@@ -92,11 +92,11 @@ def relative_turn(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> 
     return ((c * cos + s * sin) / size).float(), ((s * cos - c * sin) / size).float()
 
 
-def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """``[r t h e]`` by cosines and sines ``[r t e]``, halves of a head being pairs; with fewer of them than a head is
     wide, only its first numbers.
     """
-    cos, sin = (each.unsqueeze(-2) for each in turn)
+    cos, sin = (each.unsqueeze(-2) for each in rotation)
     x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     a, b = x.chunk(2, -1)
     return torch.cat([x * cos + torch.cat([-b, a], -1) * sin, rest], -1)
@@ -118,15 +118,15 @@ def attend(
     k: Tensor,
     v: Tensor,
     state: WindowState | None,
-    reach: Reach,
+    reach: WindowSpec,
     scaling: float,
-    turn: tuple[Tensor, Tensor] | None,
+    rotation: tuple[Tensor, Tensor] | None,
     offsets: list[int] | None,
     cap: float | None = None,
 ) -> Attended:
     """Queries over keys and values ``[b t h e]`` of their own call and of the state, all rotated; several heads of
-    queries may share one of keys. `turn` brings queries to where they meet the first tokens; None where keys have no
-    positions. `cap` is the soft cap of the scores (Gemma 2).
+    queries may share one of keys. `rotation` moves queries to the position from which they see the first tokens; None
+    where keys have no positions. `cap` is the soft cap of the scores (Gemma 2).
     """
     (q, back), (k, _), (v, _) = (to_rows(x, offsets) for x in (q, k, v))
     rows, tokens, heads, width = q.shape
@@ -153,9 +153,11 @@ def attend(
         near = _capped_attention(asked, wide(keys), wide(values), reach.window, position, cap)
     y = near[..., :width].to(q.dtype)
     if not both:
-        turn = None if turn is None else (to_rows(turn[0], offsets)[0], to_rows(turn[1], offsets)[0])
+        rotation = (
+            None if rotation is None else (to_rows(rotation[0], offsets)[0], to_rows(rotation[1], offsets)[0])
+        )
         place = position.unsqueeze(-1) + torch.arange(tokens, device=q.device)
-        y = _with_firsts(near, asked, wide(firsts[0]), wide(firsts[1]), place, turn, reach.window, cap)
+        y = _with_firsts(near, asked, wide(firsts[0]), wide(firsts[1]), place, rotation, reach.window, cap)
         y = y.to(q.dtype)
     window = carried(old, k, v, offsets, reach.history, reach.slack)
     return Attended(y, wide(v), WindowState(firsts[0], firsts[1], window), back)
@@ -206,7 +208,7 @@ def _with_firsts(
     k: Tensor,
     v: Tensor,
     place: Tensor,
-    turn: tuple[Tensor, Tensor] | None,
+    rotation: tuple[Tensor, Tensor] | None,
     window: int,
     cap: float | None,
 ) -> Tensor:
@@ -216,7 +218,7 @@ def _with_firsts(
     y, total = near[..., :-1], near[..., -1:]
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        q = q.to(wide) if turn is None else _turned(q.to(wide), turn)
+        q = q.to(wide) if rotation is None else _rotate(q.to(wide), rotation)
         score = _capped(torch.einsum("rthe,rshe->rths", q, k.to(wide)) * q.shape[-1] ** -0.5, cap)
         left = place.unsqueeze(-1) - torch.arange(k.shape[1], device=place.device) >= window
         score = score.masked_fill(~left.unsqueeze(2), UNSEEN)
@@ -224,6 +226,6 @@ def _with_firsts(
         return y * (total - both).exp() + torch.einsum("rths,rshe->rthe", (score - both).exp(), v.to(wide))
 
 
-def to_base(seen: Attended, y: Tensor | None = None) -> Tensor:
+def to_transformers(seen: Attended, y: Tensor | None = None) -> Tensor:
     """What transformers expects of attention: ``[b t h e]``, as its queries came."""
     return from_rows(seen.y if y is None else y, seen.back)

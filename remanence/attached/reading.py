@@ -1,0 +1,238 @@
+"""One call of a pretrained model with memories: with its own attention and cache, or with attention over a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from remanence.attached.site import SiteState
+from remanence.attached.window import relative_rotation
+from remanence.backbone import State, Trace
+from remanence.config import Mode
+from remanence.layers.attention import AttentionState
+from remanence.mixers import MemoryTrace, Shared, Text
+from remanence.ops.layout import repad, to_rows
+from remanence.runtime.positions import advance_position, positions_of, with_host_copy
+
+if TYPE_CHECKING:
+    from remanence.attached.model import Attached
+
+
+class Call:
+    """One call of the pretrained model: what its attention modules need to know, and what they leave behind."""
+
+    def __init__(
+        self,
+        model: Attached,
+        mode: Mode,
+        state: State | None,
+        position: Tensor,
+        offsets: list[int] | None,
+        mask: Tensor | None,
+    ) -> None:
+        self.model, self.mode, self.state, self.position = model, mode, state, position
+        self.offsets, self.mask = offsets, mask
+        self.rotations: dict[str, tuple[Tensor, Tensor]] = {}
+        self.text: Text | None = None
+        self.shared = Shared()
+        self.keep = True
+        self.attention_states: dict[int, Any] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self.memories: dict[int, Any] = {}
+        self.traces: dict[int, MemoryTrace | None] = {}
+
+
+CALL: ContextVar[Call | None] = ContextVar("call", default=None)
+"""The call in progress, of each thread its own: the hooks get the arguments that the pretrained model's code gives its
+attention modules, which cannot carry it for every model family.
+"""
+
+
+@contextmanager
+def during(call: Call | None) -> Iterator[None]:
+    token = CALL.set(call)
+    try:
+        yield
+    finally:
+        CALL.reset(token)
+
+
+def read_window(
+    model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
+    keep: bool, layers: bool,
+) -> Trace:  # fmt: skip
+    """Narrowed: only the tokens that count, packed behind one another, as our own models read them."""
+    if mask is not None:
+        borders = [0, *mask.sum(1).cumsum(0).tolist()]
+        inside = read_window(model, tokens[mask].unsqueeze(0), state, None, borders, mode, keep, layers)
+        traces = tuple(MemoryTrace.mapped(trace, lambda x: repad(x, mask)) for trace in inside.traces)
+        return Trace(
+            repad(inside.hidden, mask), inside.state, traces, tuple(repad(x, mask) for x in inside.layers)
+        )
+    rows = len(tokens) if borders is None else len(borders) - 1
+    position = start_position(model, rows, state)
+    place = position.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)
+    if borders is not None:
+        counts = torch.tensor(borders, device=tokens.device).diff()
+        begin = position - torch.tensor(borders[:-1], device=tokens.device)
+        place = (
+            begin.repeat_interleave(counts) + torch.arange(tokens.shape[1], device=tokens.device)
+        ).unsqueeze(0)
+    call = Call(model, mode, state, position, borders, None)
+    call.keep = keep
+    call.text = Text(tokens, None, model.logits)
+    if model.config.sinks:
+        # The position from which on a query meets the first tokens as if it stood there.
+        like, farthest = model.embed.weight[:1].float(), model._window + model.config.sinks - 1
+        now, then = (
+            model.family.rotations(model.base, like, at) for at in (place, place.clamp(max=farthest))
+        )
+        call.rotations = {name: relative_rotation(now[name], then[name]) for name in now}
+    hidden, inner = run_base(model, call, layers, input_ids=tokens, position_ids=place, use_cache=False)
+    return make_trace(model, call, hidden, inner, borders, tokens.shape[1])
+
+
+def read_whole(
+    model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
+    keep: bool, layers: bool,
+) -> Trace:  # fmt: skip
+    """As the model was made: its attention, its masks, its cache."""
+    if borders is not None:  # a row for each document
+        rows, back = to_rows(tokens, borders)
+        counts = torch.tensor(borders, device=tokens.device).diff()
+        inner_mask = torch.arange(rows.shape[1], device=tokens.device) < counts.unsqueeze(-1)
+        inside = model.trace(rows, state, mask=inner_mask, memory_mode=mode, keep=keep, layers=layers)
+        packed = lambda x: x.flatten(0, 1).index_select(0, back).unsqueeze(0)
+        traces = tuple(MemoryTrace.mapped(trace, packed) for trace in inside.traces)
+        return Trace(packed(inside.hidden), inside.state, traces, tuple(packed(x) for x in inside.layers))
+    if model._checkpointing and model.training and torch.is_grad_enabled():
+        # transformers keeps nothing that is to be computed again
+        if state is not None:
+            raise ValueError(
+                "state: expected None while checkpointing, with attention that is not narrowed, got one"
+            )
+        keep = False
+    if mask is not None and model.has_windows and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        # transformers counts a sliding window in columns: padding between tokens would take up places in it.
+        order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+        inside = read_whole(
+            model, tokens.gather(1, order), state, mask.gather(1, order), None, mode, keep, layers
+        )
+        return _reordered(inside, order.argsort(dim=1))
+    position = start_position(model, len(tokens), state)
+    offsets = None if mask is None else [0, *mask.sum(1).cumsum(0).tolist()]
+    call = Call(model, mode, state, position, offsets, mask)
+    call.keep = keep
+    given: dict[str, Any] = {"input_ids": tokens, "use_cache": keep or state is not None}
+    known = positions_of(position)
+    longest = max(known)
+    old = torch.arange(-longest, 0, device=tokens.device) >= -position.unsqueeze(-1)
+    here = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    read = torch.cat([old, here], 1)
+    if given["use_cache"]:
+        given["past_key_values"] = fill_cache(model, state, longest)
+    if mask is not None or min(known) < longest:
+        given |= {
+            "attention_mask": read.long(),
+            "position_ids": (read.cumsum(1) - 1).clamp(min=0)[:, longest:],
+        }
+    hidden, inner = run_base(model, call, layers, **given)
+    if keep:
+        keep_cache(model, call, given["past_key_values"], read, position + here.sum(1))
+    trace = make_trace(model, call, hidden, inner, None, tokens.shape[1])
+    if mask is None:
+        return trace
+    traces = tuple(MemoryTrace.mapped(each, lambda x: repad(x, mask)) for each in trace.traces)
+    # What the model makes of padding is left as it is: nobody asks for it.
+    return trace._replace(traces=traces, state=trace.state._replace(position=position + mask.sum(1)))
+
+
+def start_position(model: Attached, rows: int, state: State | None) -> Tensor:
+    if state is not None:
+        return state.position
+    return with_host_copy(torch.zeros(rows, dtype=torch.int64, device=model.device), [0] * rows)
+
+
+def fill_cache(model: Attached, state: State | None, longest: int) -> Any:
+    """What transformers keeps of earlier calls: keys and values ``[r h s e]``."""
+    cache = model.family.cache(model.base)
+    for layer in cache.layers:
+        if getattr(layer, "is_sliding", False):
+            layer.update = _keep_all_keys(layer)
+    if longest:
+        assert state is not None
+        for index, block in enumerate(state.blocks):
+            k, v = (
+                x[:, x.shape[1] - longest :].transpose(1, 2) for x in (block.attention.k, block.attention.v)
+            )
+            cache.update(k, v, index)
+    return cache
+
+
+def keep_cache(model: Attached, call: Call, cache: Any, read: Tensor, position: Tensor) -> None:
+    """Each layer's keys and values from a cache, a row's newest last."""
+    order = None
+    if not bool((read[:, 1:] >= read[:, :-1]).all()):  # padding between or behind tokens
+        order = read.to(torch.uint8).argsort(dim=1, stable=True)
+    for index, layer in enumerate(cache.layers):
+        k, v = (x.transpose(1, 2) for x in getattr(layer, "whole", (layer.keys, layer.values)))
+        if order is not None:
+            place = order[..., None, None].expand(-1, -1, *k.shape[2:])
+            k, v = k.gather(1, place), v.gather(1, place)
+        call.attention_states[index] = AttentionState(k, v, position, position)
+
+
+def run_base(model: Attached, call: Call, layers: bool, **given: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    with during(call):
+        out = model.base.base_model(**given, output_hidden_states=layers or None)
+    return out.last_hidden_state, out.hidden_states[:-1] if layers else ()
+
+
+def make_trace(
+    model: Attached,
+    call: Call,
+    hidden: Tensor,
+    inner: tuple[Tensor, ...],
+    borders: list[int] | None,
+    tokens: int,
+) -> Trace:
+    counts: Any = tokens if borders is None else torch.tensor(borders, device=hidden.device).diff()
+    position = advance_position(call.position, counts)
+    blocks: tuple[Any, ...] = ()
+    if call.keep:
+        blocks = tuple(
+            SiteState(call.attention_states[n], call.memories.get(n)) for n in range(len(model.sites))
+        )
+    traces = tuple(call.traces.get(n) for n in range(len(model.sites)))
+    return Trace(hidden, State(blocks, position), traces, inner)
+
+
+def _keep_all_keys(layer: Any) -> Any:
+    """A sliding cache layer's `update` that keeps all keys and values as ``layer.whole``: a state is never cut short,
+    so that tokens can be taken back, while attention gets what it would get of the model's own cache.
+    """
+    plain = layer.update
+
+    def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        old = getattr(layer, "whole", None)
+        new = keys, values
+        layer.whole = new if old is None else tuple(torch.cat(x, 2) for x in zip(old, new, strict=True))
+        return plain(keys, values, *args, **kwargs)
+
+    return update
+
+
+def _reordered(trace: Trace, order: Tensor) -> Trace:
+    """A trace whose columns are taken in another order ``[b t]``."""
+
+    def pick(x: Tensor) -> Tensor:
+        index = order.reshape(*order.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
+        return x.gather(1, index)
+
+    traces = tuple(MemoryTrace.mapped(each, pick) for each in trace.traces)
+    return Trace(pick(trace.hidden), trace.state, traces, tuple(pick(x) for x in trace.layers))
