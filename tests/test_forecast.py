@@ -169,7 +169,12 @@ class TestOnline:
         """To the bit: the later part of a stream is changed, and only forecasts made in it change."""
         made, values = network(), stream(240)
         seen, read = [], made.read
-        made.read = lambda x, state, first: (seen[-1].append(found := read(x, state, first)), found)[1]
+
+        def recorded(x, state, first, **mode):
+            seen[-1].append(read(x, state, first, **mode))
+            return seen[-1][-1]
+
+        made.read = recorded
         changed = values.clone()
         changed[168:] += torch.randn(72, 3)
         for each in (values, changed):
