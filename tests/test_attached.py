@@ -38,7 +38,7 @@ from remanence.attached.base import digest
 from remanence.cli import main
 from remanence.data import Tokens
 from remanence.hf import AttachedForCausalLM
-from remanence.tasks.told import Told, Turns, draw_facts
+from remanence.tasks.fact_dialogues import FactDialogues, Turns, draw_facts
 from remanence.testing import assert_close
 from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, export, fit
@@ -616,7 +616,7 @@ def test_a_threshold_may_be_set_after_training_and_is_saved(tmp_path):
 
 def told(corpus, **changes):
     about = {"lengths": (512, 1024), "tokens": 2048, "steps": 10, "facts": 2, "share": 0.5, "weight": 0.1}
-    return Told(Tokens(corpus), **{**about, **changes})
+    return FactDialogues(Tokens(corpus), **{**about, **changes})
 
 
 def test_told_rows_are_a_function_of_the_step_and_hold_every_answer(corpus):

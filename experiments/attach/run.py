@@ -42,7 +42,7 @@ from remanence.inference.generate import Generation, Sampling
 from remanence.inference.reader import read
 from remanence.recipes import load_recipe
 from remanence.tasks.answers import states
-from remanence.tasks.told import KINDS, Kind, Turns, draw_facts
+from remanence.tasks.fact_dialogues import KINDS, Kind, Turns, draw_facts
 from remanence.tokenizers.tokens import JsonTokenizer
 from remanence.train import fit
 from remanence.train.config import override

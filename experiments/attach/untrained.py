@@ -27,7 +27,7 @@ from remanence.attached.base import Source
 from remanence.attached.site import zero_output
 from remanence.memory.neural import SHUT, NeuralMemory
 from remanence.ops import Gates, memorize
-from remanence.tasks.told import Turns, draw_facts
+from remanence.tasks.fact_dialogues import Turns, draw_facts
 
 WRITTEN = ("everything", "what is told", "the values")
 

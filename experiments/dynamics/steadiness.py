@@ -36,8 +36,8 @@ from remanence.model import State, memories
 from remanence.ops import MLP, NETS, RULES, Gates, memorize, recall, start
 from remanence.tasks.recall import Recall
 from remanence.train import DataConfig, TrainConfig
-from remanence.train.begin import begin_of
 from remanence.train.distributed import World
+from remanence.train.initial_state import make_initial_state
 
 Row = dict[str, Any]
 APART = 1e-6
@@ -228,9 +228,16 @@ def plasticity(args: argparse.Namespace, keep: Callable[[Row], None]) -> None:
             fields = {**PLASTIC[kind], **({} if args.forget is None else {"forget_bias": args.forget})}
             task = Recall(64, 32, 8, 3, args.seed, keys=KEYS, noise=NOISE)
             model = lmm(64, task.vocabulary, fields, args.seed)
-            ways = {"begin": way, "begin_share": args.share, "batch": 32, "seed": args.seed}
+            ways = {
+                "initial_state": {"passed": "neighbor"}.get(way, way),
+                "initial_state_share": args.share,
+                "batch": 32,
+                "seed": args.seed,
+            }
             config = TrainConfig(model=model.config, data=DataConfig(kind="recall"), **ways)
-            loss, norm = fit(model, task.step, args.steps, 3e-3, begin_of(config, World(torch.device("cpu"))))
+            loss, norm = fit(
+                model, task.step, args.steps, 3e-3, make_initial_state(config, World(torch.device("cpu")))
+            )
             test = Recall(128, 8 if args.quick else 128, 8, 2, args.seed + 1000, keys=KEYS, noise=NOISE)
             fresh = right(model, test, 0, None)
             shares, sizes = after_reading(model, test, marks, 2 if args.quick else 4, args.seed)

@@ -118,7 +118,7 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
         name = next(iter(overrides))
         raise ValueError(f"--{name}: expected no changes beside --resume, as the run's own config counts")
     config = run_config(out) if resume else load_config(recipe, overrides)
-    if config.data.kind == "text" and (resume or "steps" in overrides):  # else `sized` has done it
+    if config.data.kind == "text" and (resume or "steps" in overrides):  # else `fit_time_budget` has done it
         choose_threads(config)
     first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started, if it did
     with Progress(steps=True, every=0, visible=first) as progress:
@@ -154,14 +154,14 @@ def load_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
     """A recipe's config with fields changed. One on a text takes as many steps as this machine has time for."""
     from remanence.recipes import load_recipe
     from remanence.train import TextData, override, resolve_config
-    from remanence.train.text import sized
+    from remanence.train.text import fit_time_budget
 
     config = resolve_config(override(load_recipe(recipe), overrides))
     if not isinstance(config.data, TextData):
         return config
     if config.data.path is not None:
         warn_if_binary([config.data.path])
-    return config if "steps" in overrides else sized(config)
+    return config if "steps" in overrides else fit_time_budget(config)
 
 
 def warn_if_binary(sources: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ class ForecastData(DataConfig):
         "init_from": None,
         "accumulate": 1,
         "carry": False,
-        "begin": "fresh",
+        "initial_state": "fresh",
         "write_cost": 0.0,
     }
     recorded: ClassVar[tuple[str, ...]] = ("split",)

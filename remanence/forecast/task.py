@@ -20,9 +20,9 @@ from remanence.forecast.series import Series, read_series
 from remanence.runtime.device import resolve
 from remanence.runtime.graphs import capture
 from remanence.tasks.draw import step_rng
-from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, average_gradients
+from remanence.train.initial_state import InitialState
 from remanence.train.sources import Source, make_source
 from remanence.train.task import Gradients
 
@@ -136,7 +136,7 @@ class ForecastTask:
         batches: Sequence[WindowBatch],
         state: State | None,
         number: int,
-        begin: Begin | None,
+        initial_state: InitialState | None,
         graph: Captured | None,
         carried: State | None,
     ) -> Gradients:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 FIELDS: dict[str, str] = {
     "train.start": "train.init_from",
+    "train.begin": "train.initial_state",
+    "train.begin_share": "train.initial_state_share",
     "subject.place": "subject.device",
     "model.vocabulary": "model.vocab_size",
     "model.depth": "model.num_layers",
@@ -22,6 +24,7 @@ config that has the field.
 
 VALUES: dict[str, dict[str, str]] = {
     "data.kind": {"told": "fact_dialogues"},
+    "train.initial_state": {"passed": "neighbor"},
 }
 """Values of fields: old value, new value, by the field's dotted name."""
 
@@ -113,12 +116,15 @@ def first_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     not change with a name.
     """
     first = {new: old for old, new in FIELDS.items()}
-    found = {
-        first.get(f"{owner}.{name}", name).removeprefix(f"{owner}."): (
-            first_fields(name, value) if isinstance(value, Mapping) else value
-        )
-        for name, value in given.items()
-    }
+    first_values = {(field, new): old for field, names in VALUES.items() for old, new in names.items()}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        dotted = f"{owner}.{name}"
+        if isinstance(value, Mapping):
+            value = first_fields(name, value)
+        elif isinstance(value, str):
+            value = first_values.get((dotted, value), value)
+        found[first.get(dotted, name).removeprefix(f"{owner}.")] = value
     if owner == "train" and "data" in found:
         found["data"] = _first_data(found["data"])
     return found
@@ -127,10 +133,7 @@ def first_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _first_data(given: Mapping[str, Any]) -> dict[str, Any]:
     """The data section with the fields of all kinds. Two were written only where they were used."""
     everywhere = {name: value for name, value in FLAT_DATA.items() if name not in ("held_out", "ends")}
-    found = {**everywhere, **given}
-    for old, new in VALUES["data.kind"].items():
-        found["kind"] = old if found["kind"] == new else found["kind"]
-    return found
+    return {**everywhere, **given}
 
 
 def accepts_old_names(owner: str) -> Callable[[Class], Class]:

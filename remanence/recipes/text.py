@@ -5,9 +5,9 @@ remanence generate my-run/model --prompt "And then"
 remanence train --text book.txt --out my-run --init_from=none --batch=8 --optimizer.lr=3e-3     # begun with nothing
 
 The end of the text is held out, and the run ends with its bits per byte beside those of `xz -9`. It takes as many steps
-as this machine does in six minutes (`train/text.py: sized`); --steps=N takes another number. A model that begins with
-nothing is an LMM of 1.6M parameters here: the fairer comparison with xz, which knows no English either. Both are
-measured in docs/training.md.
+as this machine does in six minutes (`train/text.py: fit_time_budget`); --steps=N takes another number. A model that
+begins with nothing is an LMM of 1.6M parameters here: the fairer comparison with xz, which knows no English either.
+Both are measured in docs/training.md.
 """
 
 from remanence.config import preset

@@ -71,7 +71,7 @@ class Curriculum:
         return plain_batch(tokens, targets)
 
     def _row(self, stage: int, size: int, number: int, row: int) -> np.ndarray:
-        counter = [0, 0, row, 2]  # `train/begin.py` has a 1 in the last place
+        counter = [0, 0, row, 2]  # `train/initial_state.py` has a 1 in the last place
         rng = np.random.Generator(np.random.Philox(key=[self.seed, number], counter=counter))
         length = self.curriculum[stage if rng.random() < 0.5 else int(rng.integers(stage + 1))]
         if not length:

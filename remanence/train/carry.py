@@ -8,19 +8,23 @@ from remanence.data import Batch
 from remanence.model import Model, State
 from remanence.runtime.positions import positions_of, with_host_copy
 from remanence.runtime.state import where
-from remanence.train.begin import Begin
+from remanence.train.initial_state import InitialState
 
 
 def carry_in(
-    model: Model, carried: State | None, batch: Batch, begin: Begin | None = None, number: int = 0
+    model: Model,
+    carried: State | None,
+    batch: Batch,
+    initial_state: InitialState | None = None,
+    number: int = 0,
 ) -> State:
     """The state that rows bring into a step: theirs, or a new one where a document begins or a memory has diverged.
 
     The new one is made and is part of the autograd graph in any case: with sharded weights both are collective calls.
     """
     fresh = model.start(batch.tokens.shape[0])
-    if begin is not None:
-        fresh = begin.begun(fresh, batch, number, carried)
+    if initial_state is not None:
+        fresh = initial_state.start(fresh, batch, number, carried)
     if carried is None or (batch.begins is not None and bool(batch.begins.all())):  # perhaps of other rows
         return fresh
     renewed = carried.diverged

@@ -29,9 +29,9 @@ from remanence.io.tensors import read_header, read_tensors, write_tensors
 from remanence.model import Model, State
 from remanence.runtime.errors import OtherConfigError, first_line
 from remanence.runtime.overrides import differences
-from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, is_sharded, spread
+from remanence.train.initial_state import InitialState
 from remanence.verticals import model_loader
 
 PARTS = "parts"
@@ -55,7 +55,7 @@ def save(
     carried: State | None,
     config: TrainConfig,
     world: World,
-    begin: Begin | None = None,
+    initial_state: InitialState | None = None,
 ) -> None:
     """Write a checkpoint under a temporary name and rename it; then remove all but the last `config.keep`."""
     target, temporary = folder / f"{progress.step:08d}", folder / f".{progress.step:08d}.tmp"
@@ -84,10 +84,10 @@ def save(
             shutil.rmtree(old.rename(folder / f".{old.name}.tmp"))  # half a checkpoint must not look like one
 
     try:
-        world.one(make_room)
+        world.run_on_rank0(make_room)
         if not target.exists():
-            world.all(lambda: _write(temporary, model, optimizer, carried, world, begin))
-        world.one(finish)
+            world.run_on_all(lambda: _write(temporary, model, optimizer, carried, world, initial_state))
+        world.run_on_rank0(finish)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -99,7 +99,7 @@ def _write(
     optimizer: torch.optim.Optimizer,
     carried: State | None,
     world: World,
-    begin: Begin | None,
+    initial_state: InitialState | None,
 ) -> None:
     if not is_sharded(model):
         if world.first:
@@ -113,8 +113,8 @@ def _write(
             dcp.save({**_weights(model), **_moments(model, optimizer)}, storage_writer=writer)
     if carried is not None:
         write_tensors(temporary / f"carried-{world.rank:05d}.safetensors", dict(memfile.named(carried)), {})
-    if begin is not None and (held := begin.tensors()):
-        write_tensors(temporary / f"{begin.kind}-{world.rank:05d}.safetensors", held, {})
+    if initial_state is not None and (held := initial_state.tensors()):
+        write_tensors(temporary / f"{initial_state.file_prefix}-{world.rank:05d}.safetensors", held, {})
 
 
 def _digest(path: Path) -> str:
@@ -147,7 +147,7 @@ def load(
     model: Any,
     optimizer: torch.optim.Optimizer,
     world: World,
-    begin: Begin | None = None,
+    initial_state: InitialState | None = None,
     *,
     stored_config: Callable[[Path, Any], Any] = lambda path, _: read_config(path),
 ) -> tuple[Progress, State | None]:
@@ -156,7 +156,7 @@ def load(
     `stored_config` reads the config of the checkpoint's model, which must be `model`'s.
     """
     progress, facts = _progress(path)
-    world.one(lambda: _check_complete(path, facts))
+    world.run_on_rank0(lambda: _check_complete(path, facts))
     theirs = stored_config(path, model)
     if theirs != model.config:
         changed = ", ".join(name for name, *_ in differences(theirs.to_dict(), model.config.to_dict()))
@@ -179,9 +179,11 @@ def load(
         optimizer.state[parameter] = {"step": count, **own}
     with _fitting(path / "random.safetensors"):
         torch.set_rng_state(read_tensors(path / "random.safetensors").tensors["cpu"])
-    if begin is not None and (parts := sorted(path.glob(f"{begin.kind}-*.safetensors"))):
+    if initial_state is not None and (
+        parts := sorted(path.glob(f"{initial_state.file_prefix}-*.safetensors"))
+    ):
         with _fitting(parts[0]):
-            begin.load([read_tensors(part).tensors for part in parts], world.device)
+            initial_state.load([read_tensors(part).tensors for part in parts], world.device)
     return progress, _carried(path, model, world)
 
 

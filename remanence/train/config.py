@@ -8,7 +8,7 @@ from math import cos, pi
 from typing import Any, Literal, get_origin, get_type_hints
 
 from remanence.config import FOLLOWS, ModelConfig, preset
-from remanence.io.migrations import accepts_old_names, current_fields, without_absent
+from remanence.io.migrations import accepts_old_names, current_fields, current_value, without_absent
 from remanence.runtime.choices import check_choice
 from remanence.runtime.overrides import apply_overrides, split_prefix
 from remanence.train.checks import check_between, check_positive, check_types
@@ -52,14 +52,14 @@ class OptimizerConfig:
         """The learning rate of a step, counted from 0: a function, so that a resumed run needs no memory of it."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        begin = (
+        decay_start = (
             self.warmup
             if self.schedule == "cosine"
             else max(self.warmup, steps - max(1, round(self.decay * steps)))
         )
-        if self.schedule == "constant" or step < begin:
+        if self.schedule == "constant" or step < decay_start:
             return self.lr
-        done = min(1.0, (step - begin + 1) / max(1, steps - begin))  # 1 at the last step
+        done = min(1.0, (step - decay_start + 1) / max(1, steps - decay_start))  # 1 at the last step
         left = 0.5 * (1 + cos(pi * done)) if self.schedule == "cosine" else 1 - done
         return self.lr * (self.final + (1 - self.final) * left)
 
@@ -86,9 +86,10 @@ class TrainConfig:
         accumulate: parts that a step's rows are read in, one after the other.
         carry: whether rows carry their memory from step to step (kinds of data that continue), without gradient between
             steps.
-        begin: a row's memory when a document begins: "fresh", the learned start; "passed", that of the neighbouring
-            row after the step before; "noise", normal random numbers as large as memories are after a step.
-        begin_share: the share of the documents that begin so; the others begin fresh.
+        initial_state: a row's memory when a document begins: "fresh", the learned state; "neighbor", that of the
+            neighbouring row after the step before; "noise", normal random numbers as large as memories are after a
+            step.
+        initial_state_share: the share of the documents that `initial_state` applies to; the others begin fresh.
         write_cost: what writing costs, in nats: it is added to the loss times the mean of log(s / threshold) over the
             tokens whose step gate s is above ``model.memory.threshold``. It grows evenly from 0 over the second half of
             the run, when the memory is of use, which then writes what it needs and passes over the rest.
@@ -118,8 +119,8 @@ class TrainConfig:
     batch: int = 16
     accumulate: int = 1
     carry: bool = False
-    begin: Literal["fresh", "passed", "noise"] = "fresh"
-    begin_share: float = 0.5
+    initial_state: Literal["fresh", "neighbor", "noise"] = "fresh"
+    initial_state_share: float = 0.5
     write_cost: float = 0.0
     precision: Literal["float32", "bfloat16"] = "float32"
     checkpointing: bool = False
@@ -152,7 +153,8 @@ class TrainConfig:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
         check_choice("precision", self.precision, ("float32", "bfloat16"))
-        check_choice("begin", self.begin, ("fresh", "passed", "noise"))
+        object.__setattr__(self, "initial_state", current_value("train.initial_state", self.initial_state))
+        check_choice("initial_state", self.initial_state, ("fresh", "neighbor", "noise"))
         check_types(self)
         check_between(
             0, 2**63 - 1, seed=self.seed, validate_every=self.validate_every, stop_after=self.stop_after
@@ -160,7 +162,7 @@ class TrainConfig:
         self._check_kind()
         if any(type(window) is not int or window < 2 for window in self.windows):
             raise ValueError(f"windows: expected numbers of tokens of at least 2, got {self.windows}")
-        check_between(0, 1, begin_share=self.begin_share)
+        check_between(0, 1, initial_state_share=self.initial_state_share)
         check_between(0, 1e3, write_cost=self.write_cost)
         if self.write_cost and (self.model.memory.threshold == 0 or set(self.model.blocks) <= PLAIN):
             got = f"threshold={self.model.memory.threshold:g} and {'+'.join(self.model.pattern)}"
@@ -187,13 +189,12 @@ class TrainConfig:
             raise ValueError(
                 "carry: expected blocks of constant size, got full attention, which would keep all it has read"
             )
-        if self.begin != "fresh" and self.data.stages:
+        if self.initial_state != "fresh" and self.data.stages:
             wanted = "'fresh' with data.curriculum, whose steps differ in their rows"
-            raise ValueError(f"begin: expected {wanted}, got {self.begin!r}")
-        if self.begin != "fresh" and set(self.model.blocks) <= PLAIN:
-            raise ValueError(
-                f"begin: expected 'fresh', as {self.model.pattern} have no neural memory, got {self.begin!r}"
-            )
+            raise ValueError(f"initial_state: expected {wanted}, got {self.initial_state!r}")
+        if self.initial_state != "fresh" and set(self.model.blocks) <= PLAIN:
+            expected = f"'fresh', as {self.model.pattern} have no neural memory"
+            raise ValueError(f"initial_state: expected {expected}, got {self.initial_state!r}")
 
     def _check_kind(self) -> None:
         """Refuse what only other kinds of data have, and what this one does not support."""
@@ -222,6 +223,10 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
         present = without_absent("train", current_fields("train", data), [each.name for each in fields(cls)])
+        if "initial_state" in present:
+            present["initial_state"] = current_value(
+                "train.initial_state", present["initial_state"], warn=False
+            )
         return _build(cls, present)
 
 

@@ -36,11 +36,11 @@ class World(NamedTuple):
         dist.all_reduce(summed)
         return summed.tolist()
 
-    def one(self, act: Callable[[], object]) -> None:
+    def run_on_rank0(self, act: Callable[[], object]) -> None:
         """Run `act` in the first process, for all: files."""
-        self.all(act if self.first else lambda: None)
+        self.run_on_all(act if self.first else lambda: None)
 
-    def all(self, act: Callable[[], object]) -> None:
+    def run_on_all(self, act: Callable[[], object]) -> None:
         """Run `act` in every process. If it fails in one, it fails in all, instead of waiting for ever."""
         failure: BaseException | None = None
         try:

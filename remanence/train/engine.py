@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from remanence.data import Batch
 from remanence.model import Model, State, Trace
-from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, full
 from remanence.train.graphed import Graphed, cost_at, writing
+from remanence.train.initial_state import InitialState
 from remanence.train.loss import batch_loss, target_count
 from remanence.train.task import Gradients, TrainTask
 
@@ -59,7 +59,7 @@ def take_step(
     state: State | None,
     number: int,
     world: World | None = None,
-    begin: Begin | None = None,
+    initial_state: InitialState | None = None,
     *,
     graph: Any = None,
     carried: State | None = None,
@@ -67,15 +67,15 @@ def take_step(
 ) -> Step:
     """Forward and backward of every part, then the update; skipped if the loss or the gradient is not finite.
 
-    Rows that carry nothing begin in `state`, or as `begin` says. With a `graph` they go on from what they `carried`
-    themselves. Without a `task`, batches are of tokens.
+    Rows that carry nothing begin in `state`, or as `initial_state` says. With a `graph` they go on from what they
+    `carried` themselves. Without a `task`, batches are of tokens.
     """
     world = world or World(model.device)
     optimizer.zero_grad(set_to_none=True)
     if task is not None:
-        found = task.gradients(model, batches, state, number, begin, graph, carried)
+        found = task.gradients(model, batches, state, number, initial_state, graph, carried)
     else:
-        found = token_gradients(model, config, batches, state, number, world, begin, graph, carried)
+        found = token_gradients(model, config, batches, state, number, world, initial_state, graph, carried)
     gradient = full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
     loss_total, norm = world.total(float(found.loss))[0], float(gradient)
     taken = isfinite(loss_total) and isfinite(norm)
@@ -93,7 +93,7 @@ def token_gradients(
     state: State | None,
     number: int,
     world: World,
-    begin: Begin | None,
+    initial_state: InitialState | None,
     graph: Graphed | None,
     carried: State | None,
 ) -> Gradients:
@@ -113,10 +113,10 @@ def token_gradients(
                 batch.tokens, batch.targets, carried, batch.begins, max(1, count), batch.weights, cost
             )
             break
-        if begin is not None:
+        if initial_state is not None:
             fresh = model.start(batch.tokens.shape[0] if batch.offsets is None else len(batch.offsets) - 1)
-            state = begin.begun(fresh, batch, number * config.accumulate + part)
-        keep = config.carry or begin is not None
+            state = initial_state.start(fresh, batch, number * config.accumulate + part)
+        keep = config.carry or initial_state is not None
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
             loss, trace, known = batch_loss(model, batch, state, world.device, keep=keep, dense=dense)
             answers.append(known)

@@ -51,7 +51,7 @@ def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
 
 def reached(progress: Progress, config: TrainConfig) -> int:
     """Tokens that a row's memory has read at most, one after the other, since it was empty."""
-    carried = config.carry or config.begin != "fresh"
+    carried = config.carry or config.initial_state != "fresh"
     longest = config.data.max_carried_steps or progress.step
     rows = max((config.data.length, *config.data.stages))
     return rows * max(1, min(progress.step, longest) if carried else 1)

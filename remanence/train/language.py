@@ -16,12 +16,12 @@ from remanence.data import Batch
 from remanence.folder import read_config
 from remanence.model import Model, State
 from remanence.train import distributed, engine, text
-from remanence.train.begin import Begin
 from remanence.train.carry import carry_in, carry_out
 from remanence.train.config import TrainConfig
 from remanence.train.data_config import CorpusData
 from remanence.train.distributed import World
 from remanence.train.graphed import Graphed, Graphs
+from remanence.train.initial_state import InitialState
 from remanence.train.loss import batch_loss, target_count
 from remanence.train.sources import Source, make_source, model_folder
 from remanence.train.task import TASKS, Gradients, TrainTask
@@ -87,12 +87,12 @@ class LanguageModeling:
         batches: Sequence[Batch],
         state: State | None,
         number: int,
-        begin: Begin | None,
+        initial_state: InitialState | None,
         graph: Graphed | None,
         carried: State | None,
     ) -> Gradients:
         return engine.token_gradients(
-            model, self.config, batches, state, number, self.world, begin, graph, carried
+            model, self.config, batches, state, number, self.world, initial_state, graph, carried
         )
 
     @torch.no_grad()
@@ -136,11 +136,11 @@ class AttachedModeling(LanguageModeling):
         batches: Sequence[Batch],
         state: State | None,
         number: int,
-        begin: Begin | None,
+        initial_state: InitialState | None,
         graph: Graphed | None,
         carried: State | None,
     ) -> Gradients:
-        found = super().gradients(model, batches, state, number, begin, graph, carried)
+        found = super().gradients(model, batches, state, number, initial_state, graph, carried)
         distributed.average_gradients(model, self.world)
         return found
 

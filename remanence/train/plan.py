@@ -117,7 +117,7 @@ def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
         gpus == 1 and config.graph is not False and config.data.kind != "packed" and config.accumulate == 1
     )
     for kind in dict.fromkeys(config.model.blocks):
-        found = reached(kind, config.model, length, captured and config.begin == "fresh")
+        found = reached(kind, config.model, length, captured and config.initial_state == "fresh")
         again = config.checkpointing and not found.checkpointing  # one forward more for three
         cost = flops_per_token(replace(config.model, pattern=(kind,)), length) * (4 / 3 if again else 1)
         seconds += (
@@ -192,7 +192,7 @@ def _refuse(memory: dict[str, float], available: float, config: TrainConfig, dev
     helps = "no smaller batch fits; more GPUs share it, a smaller model or data.length needs less"
     for options, changed in smaller(config):
         rows, rest = divmod(changed.batch, changed.accumulate * devices)
-        if not rest and not (config.begin == "passed" and rows % 2):
+        if not rest and not (config.initial_state == "neighbor" and rows % 2):
             needed = sum(memory_of_run(changed, devices).values())
             if needed <= available:
                 helps = f"{options} needs about {needed / 1e9:.1f}"

@@ -30,20 +30,20 @@ from remanence.runtime.errors import DivergedError, OtherConfigError
 from remanence.runtime.overrides import differences
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 from remanence.train import checkpoint, engine
-from remanence.train.begin import begin_of
 from remanence.train.carry import carry_in, carry_out
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, gather_model, joined, spread
 from remanence.train.engine import Step
 from remanence.train.export import run_config, save_model, trained_on
+from remanence.train.initial_state import make_initial_state
 from remanence.train.language import make_task, resolve_start
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
 from remanence.train.signals import received_signals
 from remanence.train.sources import (
     SOURCES,
-    Ahead,
+    Prefetcher,
     Source,
     check_corpus,
     corpus,
@@ -107,15 +107,15 @@ class Run:
         with ExitStack() as resources:
             world = resources.enter_context(joined(config.device))
             if not resume:
-                world.one(lambda: _check_free(out))
-            world.one(lambda: resources.enter_context(locked(out, "a training run")))
+                world.run_on_rank0(lambda: _check_free(out))
+            world.run_on_rank0(lambda: resources.enter_context(locked(out, "a training run")))
             if not resume:  # another may have begun and ended just now
-                world.one(lambda: _check_free(out))
-                resources.enter_context(_begun_or_not(out, world))
-            world.one(lambda: remove_leftovers(out))
+                world.run_on_rank0(lambda: _check_free(out))
+                resources.enter_context(_emptied_on_failure(out, world))
+            world.run_on_rank0(lambda: remove_leftovers(out))
             run = cls(config, out, world, resume, source)
             if world.device.type == "cuda" and run.task.prefetch:
-                run.ahead = resources.enter_context(closing(Ahead(run.source)))
+                run.prefetcher = resources.enter_context(closing(Prefetcher(run.source)))
             metrics = run._open_metrics(log)
             run.metrics = resources.enter_context(metrics) if metrics else None
             run._resources = resources.pop_all()
@@ -129,11 +129,11 @@ class Run:
         self.metrics: Metrics | None = None
         self._resources = ExitStack()
         check_trackers(config.trackers)
-        self.task, self.begin = make_task(config, world, source), begin_of(config, world)
+        self.task, self.initial_state = make_task(config, world, source), make_initial_state(config, world)
         self.source = self.task.source
         if source is None and not resume:
             _check_tokenizer(config.init_from, tokenizer_of(self.source))
-        self.ahead: Ahead | None = None
+        self.prefetcher: Prefetcher | None = None
         if config.graph and world.device.type != "cuda":
             kind = world.device.type
             raise ValueError(f"graph: expected None or false on {kind}, which has no CUDA graphs, got true")
@@ -144,13 +144,13 @@ class Run:
         if config.compile:
             engine.compile_parts(self.model)
         self.optimizer = engine.make_optimizer(self.model, config)
-        world.one(lambda: self._make_folder(resume))
+        world.run_on_rank0(lambda: self._make_folder(resume))
         self.progress, self.carried = self._load(resume)
         self.validation = Validation(out, self.progress.step, config.stop_after, world)
         if not self.done:
             # A model is there if the run was to be shorter before.
-            world.one(lambda: shutil.rmtree(out / "model", ignore_errors=True))
-        self.graphs = self.task.captured_steps(self.model, self.begin is not None)
+            world.run_on_rank0(lambda: shutil.rmtree(out / "model", ignore_errors=True))
+        self.graphs = self.task.captured_steps(self.model, self.initial_state is not None)
         self._clamped = clamped()  # in this process so far
 
     @property
@@ -180,18 +180,18 @@ class Run:
         self.carried = self.task.before_step(self.model, self.carried, number)
         first = number * config.accumulate
         batches = [
-            (self.ahead or self.source).step(index) for index in range(first, first + config.accumulate)
+            (self.prefetcher or self.source).step(index) for index in range(first, first + config.accumulate)
         ]
         graph, state = self.graphs.of(batches, self.carried), None
         if graph is None and config.carry:
-            state = carry_in(self.model, self.carried, batches[0], self.begin, number)
-        begin = None if config.carry else self.begin
+            state = carry_in(self.model, self.carried, batches[0], self.initial_state, number)
+        initial_state = None if config.carry else self.initial_state
         step = engine.take_step(
-            self.model, self.optimizer, config, batches, state, number, self.world, begin,
+            self.model, self.optimizer, config, batches, state, number, self.world, initial_state,
             graph=graph, carried=self.carried, task=self.task,
         )  # fmt: skip
-        if self.begin is not None and step.taken:
-            self.begin.ended(step.trace.state, batches[-1])
+        if self.initial_state is not None and step.taken:
+            self.initial_state.after_step(step.trace.state, batches[-1])
         if config.carry:  # what a skipped step has read is dropped, but not where documents have begun
             after = (
                 step.trace.state if step.taken else state or carry_in(self.model, self.carried, batches[0])
@@ -211,7 +211,7 @@ class Run:
             self.metrics.flush()
         where = self.out / "checkpoints"
         parts = self.model, self.optimizer, self.progress, self.carried
-        checkpoint.save(where, *parts, self.config, self.world, self.begin)
+        checkpoint.save(where, *parts, self.config, self.world, self.initial_state)
 
     @torch.no_grad()
     def sample(self) -> None:
@@ -275,7 +275,7 @@ class Run:
             return Progress(), None
         try:
             progress, carried = checkpoint.load(
-                found[-1], self.model, self.optimizer, self.world, self.begin,
+                found[-1], self.model, self.optimizer, self.world, self.initial_state,
                 stored_config=self.task.stored_config,
             )  # fmt: skip
             self._compare(checkpoint.saved_config(found[-1]), carried)
@@ -319,7 +319,7 @@ class Run:
         """The first process writes metrics for all."""
         opened: list[Metrics] = []
         about = self.out, self.config, self.progress, log, self.world.device
-        self.world.one(lambda: opened.append(Metrics(*about)))
+        self.world.run_on_rank0(lambda: opened.append(Metrics(*about)))
         return opened[0] if opened else None
 
     def _count(self, step: Step) -> None:
@@ -372,7 +372,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 @contextmanager
-def _begun_or_not(out: Path, world: World) -> Iterator[None]:
+def _emptied_on_failure(out: Path, world: World) -> Iterator[None]:
     """A run that could not begin leaves nothing in its folder: it can be tried again. Once it has, all stays."""
     try:
         yield

@@ -17,10 +17,10 @@ from remanence.io.shipped import resolve_model_path
 from remanence.runtime.choices import check_choice
 from remanence.tasks.babilong import ALL, Babilong, read_stories
 from remanence.tasks.curriculum import Curriculum
+from remanence.tasks.fact_dialogues import FactDialogues
 from remanence.tasks.facts import Facts
 from remanence.tasks.needle import Needle
 from remanence.tasks.recall import Recall
-from remanence.tasks.told import Told
 from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.train import text
 from remanence.train.config import TrainConfig
@@ -43,7 +43,7 @@ class Source(Protocol):
     def step(self, number: int) -> Any: ...
 
 
-class Ahead:
+class Prefetcher:
     """A source whose next step is drawn by a thread, while a device that needs no host works on this one."""
 
     def __init__(self, source: Source) -> None:
@@ -61,14 +61,14 @@ class Ahead:
 
 def tokenizer_of(source: Source) -> Tokenizer | None:
     """A source's tokenizer; a task of made-up symbols has none."""
-    if isinstance(source, Packed | Documents | Facts | Told):
+    if isinstance(source, Packed | Documents | Facts | FactDialogues):
         return source.data.tokenizer
     return getattr(source, "tokenizer", None)
 
 
 def corpus(source: Source, steps: int = 64, piece: int = 2**24) -> Iterator[torch.Tensor]:
     """All tokens that a source reads from, in pieces; of a generated task, those of its first steps."""
-    if isinstance(source, Packed | Documents | Facts | Told):
+    if isinstance(source, Packed | Documents | Facts | FactDialogues):
         for shard in source.data.shards:
             for start in range(0, len(shard), piece):
                 yield torch.from_numpy(shard[start : start + piece].astype(np.int64))
@@ -83,7 +83,7 @@ def check_corpus(source: Source, run: Path) -> None:
     Nothing is noted of generated tasks, and of data that has no digest. Without a note, the corpus of now is the run's.
     """
     note = run / "data.json"
-    corpus = source.data if isinstance(source, Packed | Documents | Facts | Told) else source
+    corpus = source.data if isinstance(source, Packed | Documents | Facts | FactDialogues) else source
     found = getattr(corpus, "digest", None)
     begun = read_json(note).get("corpus") if note.is_file() else found
     if begun != found:
@@ -137,7 +137,7 @@ def _fact_dialogues(config: TrainConfig, batch: int, rank: int, world: int) -> S
     lengths = data.curriculum or (data.length,)
     ramp = data.ramp * config.accumulate
     about: Any = {"facts": data.pairs, "share": data.share, "weight": data.weight, "ramp": ramp}
-    return Told(
+    return FactDialogues(
         _shards(config), lengths, batch * data.length, config.steps * config.accumulate, **about,
         seed=config.seed, rank=rank, world=world,
     )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from remanence.model import State, Trace
-from remanence.train.begin import Begin
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
+from remanence.train.initial_state import InitialState
 from remanence.train.sources import Source
 from remanence.verticals import Registry, train_tasks
 
@@ -76,7 +76,7 @@ class TrainTask(Protocol):
         batches: Sequence[Any],
         state: State | None,
         number: int,
-        begin: Begin | None,
+        initial_state: InitialState | None,
         graph: Any,
         carried: State | None,
     ) -> Gradients:

@@ -14,6 +14,7 @@ import torch
 from remanence.data import Documents, Packed
 from remanence.data.own import OwnText, OwnTokens, read_text
 from remanence.inference.reader import traces
+from remanence.io.migrations import warn_deprecated
 from remanence.model import Model
 from remanence.runtime.device import fastest_threads, resolve
 from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
@@ -66,7 +67,7 @@ def tokenizer_for(config: TrainConfig) -> Tokenizer:
     return ByteTokenizer() if config.init_from is None else load_tokenizer(config.init_from)
 
 
-def sized(config: TrainConfig) -> TrainConfig:
+def fit_time_budget(config: TrainConfig) -> TrainConfig:
     """A config whose steps take a few minutes on this machine, and read the text a few times at most. Memories are
     carried unless documents are short; those are packed.
     """
@@ -130,3 +131,10 @@ def _encoded(tokenizer: Tokenizer, text: bytes) -> list[int]:
 
 def _xz(data: bytes) -> int:
     return len(lzma.compress(data, preset=9))
+
+
+def __getattr__(name: str) -> object:
+    if name == "sized":
+        warn_deprecated("remanence.train.text.sized", "remanence.train.text.fit_time_budget")
+        return fit_time_budget
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

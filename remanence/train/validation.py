@@ -56,7 +56,7 @@ class Validation:
         self.history.append((step, value))
         if self.best == (step, value) and isfinite(value):
             weights = {name: full(parameter.detach()) for name, parameter in model.saved_parameters()}
-            self.world.one(lambda: write_tensors(self.path, weights, {"step": str(step)}))
+            self.world.run_on_rank0(lambda: write_tensors(self.path, weights, {"step": str(step)}))
 
     @torch.no_grad()
     def restore(self, model: Any) -> None:

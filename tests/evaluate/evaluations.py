@@ -37,7 +37,7 @@ def measured(folder, name, modes=("on",), journal=None, seed=0, subject=None, **
     return rows
 
 
-class Told(Subject):
+class FactDialogues(Subject):
     """A subject that does not read: `answer`, given a text and its options, says something and prefers one of them."""
 
     answer = staticmethod(lambda text, options: ("", 0))
@@ -55,6 +55,6 @@ class Told(Subject):
 
 
 def telling(folder, answer):
-    subject = Told.load(Path(folder), torch.device("cpu"))
+    subject = FactDialogues.load(Path(folder), torch.device("cpu"))
     subject.answer = answer
     return subject

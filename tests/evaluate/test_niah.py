@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from evaluations import Told, measured, saved, telling
+from evaluations import FactDialogues, measured, saved, telling
 
 from remanence import Model
 from remanence.data import sources
@@ -187,9 +187,9 @@ def SMALL(home):
 
 def test_an_answer_may_be_as_long_as_in_ruler_whatever_is_asked_beside_it(home, monkeypatch):
     asked = []
-    answers = Told.answers
+    answers = FactDialogues.answers
     monkeypatch.setattr(
-        Told, "answers", lambda self, *given: asked.append(given[-1]) or answers(self, *given)
+        FactDialogues, "answers", lambda self, *given: asked.append(given[-1]) or answers(self, *given)
     )
     measured(home, "niah", subject=telling(home, lambda text, options: ("", 0)), **SMALL(home))
     assert set(asked) == {128}

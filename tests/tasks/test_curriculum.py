@@ -13,7 +13,7 @@ from remanence.tasks.babilong import PROMPT, parse_stories
 from remanence.tasks.curriculum import Curriculum
 from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import DataConfig, Run, TrainConfig, fit, override
-from remanence.train.sources import Ahead
+from remanence.train.sources import Prefetcher
 
 PLACES = ("hallway", "kitchen", "garden", "office")
 BOOK = [f"It was the {n}th day of the long journey." for n in range(400)]
@@ -144,7 +144,7 @@ def test_a_run_grows_and_goes_on_after_a_stop(home, pattern):
 
 
 def test_the_next_step_is_drawn_ahead_and_is_the_same():
-    with closing(Ahead(source((0, 256, 512)))) as ahead:
+    with closing(Prefetcher(source((0, 256, 512)))) as ahead:
         for number in (0, 1, 2, 7, 8, 3):  # after a jump, too
             assert torch.equal(ahead.step(number).tokens, source((0, 256, 512)).step(number).tokens)
 
@@ -159,8 +159,8 @@ def test_the_next_step_is_drawn_ahead_and_is_the_same():
         ({"data.curriculum": "0,256,128"}, "data.curriculum: .* got 128 after 256"),
         ({"data.curriculum": "-1"}, "data.curriculum: expected rising lengths"),
         (
-            {"begin": "passed"},
-            "begin: expected 'fresh' with data.curriculum, whose steps differ in their rows, got 'p",
+            {"initial_state": "neighbor"},
+            "initial_state: expected 'fresh' with data.curriculum, whose steps differ in their rows, got 'n",
         ),
         (
             {"data.kind": "recall", "data.curriculum": "0"},

@@ -28,7 +28,7 @@ def run(tmp_path):
     prepare([texts], tmp_path / "data")
     data = DataConfig(kind="documents", path=str(tmp_path / "data"), length=16)
     fit(
-        config("lmm", data=data, carry=True, begin="passed", steps=4, save_every=2, keep=3),
+        config("lmm", data=data, carry=True, initial_state="neighbor", steps=4, save_every=2, keep=3),
         tmp_path / "run",
     )
     shutil.rmtree(tmp_path / "run" / "model")

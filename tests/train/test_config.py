@@ -208,3 +208,20 @@ def test_a_change_of_a_model_whose_configuration_is_not_used_is_refused():
         override(load_recipe("text"), {"model.memory.rule": "delta"})
     changed = override(load_recipe("text"), {"model.memory.rule": "delta", "init_from": "none"})
     assert changed.model.memory.rule == "delta" and changed.init_from is None
+
+
+def test_the_old_names_of_initial_states_work_with_a_warning():
+    now = config("mac", initial_state="neighbor", initial_state_share=0.25)
+    with pytest.warns(DeprecationWarning, match="begin"):
+        assert config("mac", begin="passed", begin_share=0.25) == now
+    saved = json.loads(json.dumps(now.to_dict()))
+    before = {**saved, "begin": "passed", "begin_share": saved["initial_state_share"]}
+    del before["initial_state"], before["initial_state_share"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert TrainConfig.from_dict(before) == now
+    first = first_fields("train", saved)
+    assert first["begin"] == "passed" and first["begin_share"] == 0.25 and "initial_state" not in first
+    with pytest.warns(DeprecationWarning, match="told.Told is deprecated: use"):
+        from remanence.tasks.told import Told
+    assert Told.__name__ == "FactDialogues"

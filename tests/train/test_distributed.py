@@ -60,9 +60,9 @@ def settings(shards):
             "lmm", **common, data=DataConfig(kind="packed", path=shards, length=24), checkpointing=True
         ),
         "passed": config(
-            "mac", **common, data=DataConfig(kind="packed", path=shards, length=24), begin="passed"
+            "mac", **common, data=DataConfig(kind="packed", path=shards, length=24), initial_state="neighbor"
         ),
-        "noise": config("lmm", **common, data=documents, carry=True, begin="noise"),
+        "noise": config("lmm", **common, data=documents, carry=True, initial_state="noise"),
     }
 
 

@@ -100,29 +100,31 @@ class TestTokens:
 
 
 class TestSized:
-    def sized(self, path, monkeypatch, rate, **changes):
+    def fit_time_budget(self, path, monkeypatch, rate, **changes):
         monkeypatch.setattr(text, "measured", lambda config, device: rate)
-        return text.sized(
+        return text.fit_time_budget(
             override(load_recipe("text"), {"data.path": str(path), "init_from": "none", **changes})
         )
 
     def test_steps_are_what_there_is_time_for_but_a_few_readings_at_most(self, book, monkeypatch):
         step, size = 4 * 512, read_text("text", str(book)).size
-        slow = self.sized(book, monkeypatch, 30 * step / text.SECONDS)
+        slow = self.fit_time_budget(book, monkeypatch, 30 * step / text.SECONDS)
         assert slow.steps == 30 or slow.steps == text.READINGS * size // step < 30
-        assert self.sized(book, monkeypatch, 1e9).steps == max(text.FEWEST, text.READINGS * size // step)
-        assert self.sized(book, monkeypatch, 1e-3).steps == text.FEWEST
+        assert self.fit_time_budget(book, monkeypatch, 1e9).steps == max(
+            text.FEWEST, text.READINGS * size // step
+        )
+        assert self.fit_time_budget(book, monkeypatch, 1e-3).steps == text.FEWEST
 
     def test_long_documents_are_carried_and_short_ones_packed(self, book, tmp_path, monkeypatch):
-        assert self.sized(book, monkeypatch, 1.0).carry
+        assert self.fit_time_budget(book, monkeypatch, 1.0).carry
         lines = tmp_path / "lines.jsonl"
         lines.write_text("".join(json.dumps({"text": f"line {n} " * 10}) + "\n" for n in range(200)))
-        assert not self.sized(lines, monkeypatch, 1.0).carry
+        assert not self.fit_time_budget(lines, monkeypatch, 1.0).carry
 
     def test_processes_that_would_time_their_own_are_refused(self, book, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(ValueError, match="steps: expected --steps=N with several processes"):
-            self.sized(book, monkeypatch, 1.0)
+            self.fit_time_budget(book, monkeypatch, 1.0)
 
 
 class TestCommand:

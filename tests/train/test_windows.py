@@ -187,7 +187,7 @@ def test_another_series_is_not_taken_up(path, tmp_path):
     [
         ({"carry": True}, "carry: expected False with data.kind='forecast', got True"),
         ({"accumulate": 2}, "accumulate: expected 1 with data.kind='forecast', got 2"),
-        ({"begin": "noise"}, "begin: expected 'fresh' with data.kind='forecast'"),
+        ({"initial_state": "noise"}, "initial_state: expected 'fresh' with data.kind='forecast'"),
         ({"stop_after": 2, "validate_every": 0}, "stop_after: expected 0, or validate_every above 0"),
         ({"data": DataConfig(kind="recall", length=24)}, "forecast: expected only with data.kind='forecast'"),
     ],

@@ -13,13 +13,14 @@ from remanence import Model, ModelConfig
 from remanence.model import memories
 from remanence.testing import assert_close
 from remanence.train import DataConfig, engine, fit, override, run_config
-from remanence.train.begin import begin_of
 from remanence.train.carry import carry_in
 from remanence.train.checkpoint import checkpoints
 from remanence.train.distributed import World
+from remanence.train.initial_state import make_initial_state
 from remanence.train.sources import SOURCES
 
 HERE = World(torch.device("cpu"))
+NOISE = ("--initial_state=noise", "--initial_state_share=0.75")
 KINDS = ("recall", "packed", "documents", "carried")
 
 
@@ -41,13 +42,13 @@ def begun(model, batch):
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal", "lmm", "gated_delta"])
 def test_rows_pass_their_memories_in_pairs_and_nothing_else(shards, variant):
-    given = setting("recall", shards, variant, begin="passed", begin_share=1.0)
-    model, begin = Model(given.model), begin_of(given, HERE)
+    given = setting("recall", shards, variant, initial_state="neighbor", initial_state_share=1.0)
+    model, begin = Model(given.model), make_initial_state(given, HERE)
     batch, before = read(model, given, 0)
     fresh = model.start(4)
-    assert begin.begun(fresh, batch, 0) is fresh, "nothing was read yet"
-    begin.ended(before, batch)
-    state = begin.begun(fresh, batch, 1)
+    assert begin.start(fresh, batch, 0) is fresh, "nothing was read yet"
+    begin.after_step(before, batch)
+    state = begin.start(fresh, batch, 1)
     for new, old, plain in zip(memories(state), memories(before), memories(fresh), strict=True):
         assert_close(new.layers, tuple(layer[[1, 0, 3, 2]] for layer in old.layers), 0.0)
         assert not any(torch.equal(a, b) for a, b in zip(new.weights, plain.weights, strict=True))
@@ -65,34 +66,34 @@ def test_rows_pass_their_memories_in_pairs_and_nothing_else(shards, variant):
 
 
 def test_packed_documents_begin_with_what_the_row_beside_ended_with(shards):
-    given = setting("packed", shards, begin="passed", begin_share=1.0)
-    model, begin = Model(given.model), begin_of(given, HERE)
+    given = setting("packed", shards, initial_state="neighbor", initial_state_share=1.0)
+    model, begin = Model(given.model), make_initial_state(given, HERE)
     batch, before = read(model, given, 0)
-    begin.ended(before, batch)
+    begin.after_step(before, batch)
     ends = [batch.offsets.index(24 * (row + 1)) - 1 for row in range(4)]
     later, _ = read(model, given, 1)
     rows = [place // 24 for place in later.offsets[:-1]]
     assert len(rows) > 4, "several documents in a row"
     expected = [ends[row ^ 1] for row in rows]
-    state = begin.begun(begun(model, later), later, 1)
+    state = begin.start(begun(model, later), later, 1)
     assert_close(
         memories(state)[0].layers, tuple(layer[expected] for layer in memories(before)[0].layers), 0.0
     )
 
 
 def test_a_memory_that_has_diverged_is_not_passed(shards):
-    given = setting("recall", shards, begin="passed", begin_share=1.0)
+    given = setting("recall", shards, initial_state="neighbor", initial_state_share=1.0)
     given = override(
         given, {"model.memory.net": "titans", "model.memory.chunk": "4"}
     )  # whose start is learned
-    model, begin = Model(given.model), begin_of(given, HERE)
+    model, begin = Model(given.model), make_initial_state(given, HERE)
     batch, before = read(model, given, 0)
     memory = memories(before)[0]
     memory.layers[0][0] = float("nan")
     memory.diverged[0] = True
-    begin.ended(before, batch)
+    begin.after_step(before, batch)
     fresh = model.start(4)
-    state = begin.begun(fresh, batch, 1)
+    state = begin.start(fresh, batch, 1)
     assert_close(memories(state)[0].rows([1]), memories(fresh)[0].rows([1]), 0.0)
     memories(state)[0].layers[0].sum().backward()
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -100,34 +101,34 @@ def test_a_memory_that_has_diverged_is_not_passed(shards):
 
 @pytest.mark.parametrize("kind", ["recall", "packed"])
 def test_noise_is_as_large_as_what_memories_hold(shards, kind):
-    given = setting(kind, shards, begin="noise", begin_share=1.0, batch=32)
+    given = setting(kind, shards, initial_state="noise", initial_state_share=1.0, batch=32)
     given = override(given, {"model.memory.expansion": "4.0"})
-    model, begin = Model(given.model), begin_of(given, HERE)
+    model, begin = Model(given.model), make_initial_state(given, HERE)
     batch, before = read(model, given, 0)
-    assert memories(begin.begun(begun(model, batch), batch, 0))[0].position.any().item() is False
+    assert memories(begin.start(begun(model, batch), batch, 0))[0].position.any().item() is False
     for _ in range(3):
-        begin.ended(before, batch)
-    state = begin.begun(begun(model, batch), batch, 1)
-    ends = begin.ends(batch)
+        begin.after_step(before, batch)
+    state = begin.start(begun(model, batch), batch, 1)
+    ends = begin.last_documents(batch)
     assert len(ends) == 32
     for new, old in zip(memories(state)[0].layers, memories(before)[0].layers, strict=True):
         size, true = new.square().mean((0, 3, 4)), old[ends].square().mean((0, 3, 4))
         torch.testing.assert_close(size, true, rtol=0.1, atol=0.0)
         assert new.mean().abs() < 0.05 * new.std()
-    again = begin.begun(begun(model, batch), batch, 1)
+    again = begin.start(begun(model, batch), batch, 1)
     assert_close(again, state, 0.0)
     assert not torch.equal(
-        memories(begin.begun(begun(model, batch), batch, 2))[0].layers[0], memories(state)[0].layers[0]
+        memories(begin.start(begun(model, batch), batch, 2))[0].layers[0], memories(state)[0].layers[0]
     )
 
 
 def test_a_share_of_the_documents_begins_elsewhere(shards):
-    given = setting("recall", shards, begin="passed", begin_share=0.25)
-    begin = begin_of(given, HERE)
+    given = setting("recall", shards, initial_state="neighbor", initial_state_share=0.25)
+    begin = make_initial_state(given, HERE)
     batch = SOURCES["recall"](given, 4, 0, 1).step(0)
     drawn = [seed is not None for number in range(500) for seed in begin.seeds(batch, number)]
     assert 0.2 < sum(drawn) / len(drawn) < 0.3
-    halves = [begin_of(given, World(torch.device("cpu"), rank, 2)) for rank in (0, 1)]
+    halves = [make_initial_state(given, World(torch.device("cpu"), rank, 2)) for rank in (0, 1)]
     for number in range(20):
         together = [
             seed for half in halves for seed in half.seeds(batch._replace(tokens=batch.tokens[:2]), number)
@@ -136,8 +137,8 @@ def test_a_share_of_the_documents_begins_elsewhere(shards):
 
 
 def test_carried_rows_go_on_and_begin_elsewhere_only_with_a_document(shards):
-    given = setting("carried", shards, begin="passed", begin_share=1.0)
-    model, begin = Model(given.model), begin_of(given, HERE)
+    given = setting("carried", shards, initial_state="neighbor", initial_state_share=1.0)
+    model, begin = Model(given.model), make_initial_state(given, HERE)
     state, met = None, 0
     source = SOURCES["documents"](given, 4, 0, 1)
     for number in range(6):
@@ -154,13 +155,13 @@ def test_carried_rows_go_on_and_begin_elsewhere_only_with_a_document(shards):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("kind", "begin"), list(itertools.product(KINDS, ("passed", "noise"))))
+@pytest.mark.parametrize(("kind", "begin"), list(itertools.product(KINDS, ("neighbor", "noise"))))
 def test_resuming_is_not_stopping(tmp_path, shards, kind, begin):
     whole, part = tmp_path / "whole", tmp_path / "part"
-    given = setting(kind, shards, "mac" if kind != "packed" else "mag", begin=begin, keep=9, steps=9)
+    given = setting(kind, shards, "mac" if kind != "packed" else "mag", initial_state=begin, keep=9, steps=9)
     given = override(given, {"accumulate": "2"}) if kind == "recall" else given
     fit(given, whole)
-    fit(override(given, {"begin": "fresh"}), tmp_path / "fresh")
+    fit(override(given, {"initial_state": "fresh"}), tmp_path / "fresh")
     assert losses(whole) != losses(tmp_path / "fresh")
     shutil.copytree(whole, part)
     for later in checkpoints(part / "checkpoints")[1:]:
@@ -172,10 +173,10 @@ def test_resuming_is_not_stopping(tmp_path, shards, kind, begin):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("begin", ["passed", "noise"])
+@pytest.mark.parametrize("begin", ["neighbor", "noise"])
 def test_a_skipped_step_leaves_nothing(tmp_path, shards, begin, monkeypatch):
     """Neither to pass nor to be as large as; and a run that goes on after it goes on as it would have."""
-    given = setting("recall", shards, begin=begin, steps=6, save_every=1, keep=9)
+    given = setting("recall", shards, initial_state=begin, steps=6, save_every=1, keep=9)
     real = engine.take_step
 
     def stumbles(model, *rest, **more):
@@ -199,22 +200,30 @@ def test_a_skipped_step_leaves_nothing(tmp_path, shards, begin, monkeypatch):
 def test_the_command_line_knows_it(tmp_path, command):
     recipe = tmp_path / "recipe.py"
     recipe.write_text("from runs import config as recipe\n")
-    command("train", recipe, "--out", tmp_path / "run", "--steps=2", "--begin=noise", "--begin_share=0.75")
+    command(
+        "train",
+        recipe,
+        "--out",
+        tmp_path / "run",
+        "--steps=2",
+        "--initial_state=noise",
+        "--initial_state_share=0.75",
+    )
     found = run_config(tmp_path / "run")
-    assert (found.begin, found.begin_share) == ("noise", 0.75)
+    assert (found.initial_state, found.initial_state_share) == ("noise", 0.75)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"begin": "pased"},
-            "begin: expected one of fresh, passed, noise, got 'pased'; did you mean 'passed'",
+            {"initial_state": "neighbour"},
+            "initial_state: expected one of fresh, neighbor, noise, got 'neighbour'; did you mean 'neighbor'",
         ),
-        ({"begin_share": "1.5"}, "begin_share: expected a number from 0 to 1, got 1.5"),
+        ({"initial_state_share": "1.5"}, "initial_state_share: expected a number from 0 to 1, got 1.5"),
         (
-            {"begin": "noise", "model.pattern": "window,knn"},
-            r"begin: expected 'fresh', as .* have no neural memory, got 'noise'",
+            {"initial_state": "noise", "model.pattern": "window,knn"},
+            r"initial_state: expected 'fresh', as .* have no neural memory, got 'noise'",
         ),
     ],
 )
@@ -226,9 +235,9 @@ def test_nonsense_is_refused(changes, message):
 def test_rows_pass_in_pairs_or_not_at_all(tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"begin: expected an even number of rows, .* got batch / \(accumulate x processes\) = 1",
+        match=r"initial_state: expected an even number of rows, .* got batch / \(accumulate x processes\) = 1",
     ):
-        fit(config(begin="passed", batch=2, accumulate=2), tmp_path / "run")
+        fit(config(initial_state="neighbor", batch=2, accumulate=2), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -246,11 +255,11 @@ def test_models_of_one_kind_of_mixer_and_another(shards):
     made = ModelConfig(
         **sizes, pattern=("mac", "attention", "lmm", "knn"), memory={"heads": 2, "chunk": 4, "expansion": 1.0}
     )
-    given = config(model=made, begin="passed", begin_share=1.0)
-    model, begin = Model(made), begin_of(given, HERE)
+    given = config(model=made, initial_state="neighbor", initial_state_share=1.0)
+    model, begin = Model(made), make_initial_state(given, HERE)
     batch, before = read(model, given, 0)
-    begin.ended(before, batch)
-    state = begin.begun(model.start(4), batch, 1)
+    begin.after_step(before, batch)
+    state = begin.start(model.start(4), batch, 1)
     for new, old in zip(memories(state), memories(before), strict=True):
         assert_close(new.layers, tuple(layer[[1, 0, 3, 2]] for layer in old.layers), 0.0)
     model.trace(batch.tokens, state)

@@ -30,19 +30,21 @@ SPAN = 100
 """Steps over which the size of memories is averaged: enough to be steady, few enough to follow training."""
 
 
-class Begin(Protocol):
-    """One way to begin. What it needs from earlier steps goes into checkpoints by `tensors` and back by `load`."""
+class InitialState(Protocol):
+    """Chooses the state in which documents begin. What it keeps from earlier steps is saved by `tensors` and restored
+    by `load`, in files of a checkpoint whose names start with `file_prefix`.
+    """
 
-    kind: str
+    file_prefix: str
 
-    def begun(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
+    def start(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
         """The state of documents that begin now: `fresh`, or for some of them another one.
 
         `number` is the batch's, and `carried` what rows carry into it from the step before.
         """
         ...
 
-    def ended(self, state: State, batch: Batch) -> None:
+    def after_step(self, state: State, batch: Batch) -> None:
         """Called with the state after a step."""
         ...
 
@@ -53,11 +55,11 @@ class Begin(Protocol):
         ...
 
 
-def begin_of(config: TrainConfig, world: World) -> Begin | None:
-    """The config's way, for one of its processes; None if every document begins fresh."""
-    if config.begin == "fresh":
+def make_initial_state(config: TrainConfig, world: World) -> InitialState | None:
+    """What ``initial_state`` of the config names, for one of the processes; None if every document begins fresh."""
+    if config.initial_state == "fresh":
         return None
-    return (Passed if config.begin == "passed" else Noise)(config, world)
+    return (NeighborMemory if config.initial_state == "neighbor" else NoiseMemory)(config, world)
 
 
 class Document(NamedTuple):
@@ -68,7 +70,7 @@ class Document(NamedTuple):
 
 
 class _Drawn:
-    """What both ways share: the choice of documents that do not begin fresh."""
+    """The base class: the choice of documents that do not begin fresh."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
@@ -83,7 +85,7 @@ class _Drawn:
             Document(start // length, end % length == 0) for start, end in itertools.pairwise(batch.offsets)
         ]
 
-    def ends(self, batch: Batch) -> list[int]:
+    def last_documents(self, batch: Batch) -> list[int]:
         """The index of each row's last document."""
         return [index for index, document in enumerate(self.documents(batch)) if document.last]
 
@@ -98,29 +100,31 @@ class _Drawn:
             key, counter = [self.config.seed, number], [0, 0, self.world.rank * self.rows + row, 1]
             rng = np.random.Generator(np.random.Philox(key=key, counter=counter))
             for _ in inside:
-                chosen, seed = rng.random() < self.config.begin_share, int(rng.integers(2**63))
+                chosen, seed = rng.random() < self.config.initial_state_share, int(rng.integers(2**63))
                 found.append(seed if chosen else None)
         return found
 
 
-class Passed(_Drawn):
+class NeighborMemory(_Drawn):
     """From the memory of the neighbouring row at the end of the step before.
 
     Rows 0 and 1 pass their memories to each other, so do 2 and 3, and so on: processes exchange nothing. A memory that
     has diverged is not passed.
     """
 
-    kind = "passed"
+    file_prefix = "passed"
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
         if self.rows % 2:
             wanted = "an even number of rows, as two pass their memories to each other"
-            raise ValueError(f"begin: expected {wanted}, got batch / (accumulate x processes) = {self.rows}")
+            raise ValueError(
+                f"initial_state: expected {wanted}, got batch / (accumulate x processes) = {self.rows}"
+            )
         self.held: list[Weights] = []
         self.diverged = torch.zeros(0, dtype=torch.bool)
 
-    def begun(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
+    def start(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
         held, diverged = self.held, self.diverged
         if carried is not None:
             held, diverged = [memory.layers for memory in memories(carried)], carried.diverged
@@ -132,10 +136,10 @@ class Passed(_Drawn):
         passed = [tuple(layer[index] for layer in layers) for layers in held]
         return _with(fresh, passed, chosen & ~diverged[index])
 
-    def ended(self, state: State, batch: Batch) -> None:
+    def after_step(self, state: State, batch: Batch) -> None:
         if self.config.carry:
             return  # what is carried is what is passed
-        ends = self.ends(batch)
+        ends = self.last_documents(batch)
         self.held = [tuple(layer.detach()[ends] for layer in memory.layers) for memory in memories(state)]
         self.diverged = state.diverged[ends]
 
@@ -151,19 +155,19 @@ class Passed(_Drawn):
         self.held = [tuple(named[f"{i}.{j}"] for j in range(depths[i])) for i in range(len(depths))]
 
 
-class Noise(_Drawn):
+class NoiseMemory(_Drawn):
     """From normal random numbers with the mean square that memories had after the last steps.
 
     The mean square is one number for every weight and momentum of each head.
     """
 
-    kind = "noise"
+    file_prefix = "noise"
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
         self.squares, self.steps = torch.zeros(0, dtype=torch.float64), 0
 
-    def begun(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
+    def start(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
         if not self.steps:
             return fresh
         seeds, device = self.seeds(batch, number), fresh.position.device
@@ -186,8 +190,8 @@ class Noise(_Drawn):
         return _with(fresh, made, torch.tensor([seed is not None for seed in seeds], device=device))
 
     @torch.no_grad()
-    def ended(self, state: State, batch: Batch) -> None:
-        ends = self.ends(batch)
+    def after_step(self, state: State, batch: Batch) -> None:
+        ends = self.last_documents(batch)
         good = ~state.diverged[ends]
         sums = [good.sum().float().view(1)]
         for layer in _layers(state):
