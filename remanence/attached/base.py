@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from remanence.io.files import canonical
 from remanence.runtime.choices import short_repr
 from remanence.runtime.errors import first_line
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 SAMPLES = 4096
 """Values of each weight that an earlier version's digest covers."""
@@ -82,7 +86,7 @@ class Source(NamedTuple):
         return None
 
 
-def check_model(model: Any) -> None:
+def check_model(model: PreTrainedModel) -> None:
     """Refuse what is no causal language model that can be trained through."""
     try:
         from transformers import PreTrainedModel
@@ -110,7 +114,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def shape_of(model: Any) -> dict[str, Any]:
+def shape_of(model: PreTrainedModel) -> dict[str, Any]:
     """What a configuration needs to know of a model."""
     c = model.config.get_text_config()
     heads = c.num_attention_heads
@@ -126,7 +130,7 @@ def shape_of(model: Any) -> dict[str, Any]:
     }
 
 
-def digest(model: Any) -> str:
+def digest(model: PreTrainedModel) -> str:
     """Of a pretrained model: every weight as bfloat16, so that float64, float32 and bfloat16 copies agree, and the
     configuration that changes what the model computes. What was attached to it does not count.
     """
@@ -141,7 +145,7 @@ VERSION = "2:"
 """What a digest begins with. Earlier ones, of samples of the weights, are 32 hexadecimal digits alone."""
 
 
-def same_base(model: Any, saved: object, now: str | None = None) -> bool:
+def same_base(model: PreTrainedModel, saved: object, now: str | None = None) -> bool:
     """Whether a model is the one of a saved digest, also of an earlier version's; `now` is its digest, if known."""
     if isinstance(saved, str) and not saved.startswith(VERSION):
         return _earlier_digest(model) == saved
@@ -165,7 +169,7 @@ field hold: whether embeddings are tied shows in the weights, and `layer_types` 
 """
 
 
-def function_fields(config: Any) -> dict[str, Any]:
+def function_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The part of a configuration that changes what a model computes: rotary positions, norms, activation, windows,
     scaling. Fields that the configuration's class does not have are ignored, as its model is.
     """
@@ -196,7 +200,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | None) else str(value)
 
 
-def _own_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _own_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """A model's parameters and saved buffers, without what was attached."""
     for name, weight in model.named_parameters():
         if ".lora_" not in name:
@@ -207,13 +211,13 @@ def _own_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def weights_key(model: Any) -> bytes:
+def weights_key(model: PreTrainedModel) -> bytes:
     """Changes whenever a weight changes, in place too, and takes a small part of a digest's time."""
     weights = [(x.data_ptr(), x._version, float(x.sum(dtype=torch.float32))) for _, x in _own_tensors(model)]
     return canonical([function_fields(model.config), weights])
 
 
-def _earlier_digest(model: Any) -> str:
+def _earlier_digest(model: PreTrainedModel) -> str:
     """As earlier versions computed it, from at most 4,096 values of each weight: folders and memory files have it."""
     found = hashlib.sha256(canonical({"model_type": model.config.model_type}))
     for name, weight in sorted((plain_name(name), weight) for name, weight in model.named_parameters()):

@@ -10,9 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 QueriesKeys = Callable[[Any, Tensor, tuple[int, int, int]], tuple[Tensor, Tensor]]
 """Of an attention module and its input ``[b t d]``: queries and keys ``[b t h e]`` before rotation. The numbers are the
@@ -79,11 +83,11 @@ class Family:
             return None
         return getattr(module if self.sliding == "layer" else module.config, "sliding_window", None)
 
-    def max_positions(self, model: Any) -> int | None:
+    def max_positions(self, model: PreTrainedModel) -> int | None:
         """The longest text, for positions that are learned; None: no limit."""
         return model.config.max_position_embeddings if self.positions == "learned" else None
 
-    def why_not_narrowed(self, model: Any) -> str | None:
+    def why_not_narrowed(self, model: PreTrainedModel) -> str | None:
         """Why attention cannot be narrowed to a window, in words; None if it can."""
         kind = model.config.model_type
         if not self.known:
@@ -100,16 +104,18 @@ class Family:
             return None
         return module.layer_type if self.positions == "layer type" else "rotary"
 
-    def rotations(self, model: Any, like: Tensor, place: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def rotations(
+        self, model: PreTrainedModel, like: Tensor, place: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """Cosines and sines ``[b t e]`` of places ``[b t]``, by what `rotation_key` says. Only the first e numbers of
         a head are rotated, where e is less than its width (partial rotary: GPT-NeoX, some of Phi-3).
         """
-        rotary = model.base_model.rotary_emb
+        rotary = model.base_model.get_submodule("rotary_emb")
         if self.positions == "layer type":
             return {name: rotary(like, place, name) for name in sorted(set(model.config.layer_types))}
         return {"rotary": rotary(like, place)}
 
-    def logits(self, model: Any, hidden: Tensor) -> Tensor:
+    def logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """What the output embeddings make of the last hidden state, soft-capped as the model does (Gemma)."""
         logits = model.get_output_embeddings()(hidden)
         cap = (
@@ -117,7 +123,7 @@ class Family:
         )
         return logits if cap is None else (logits / cap).tanh() * cap
 
-    def cache(self, model: Any) -> Any:
+    def cache(self, model: PreTrainedModel) -> Any:
         """An empty cache of transformers as the model itself would make it."""
         from transformers.cache_utils import DynamicCache
 
@@ -148,19 +154,19 @@ def narrowed_families() -> list[str]:
     return [name for name, family in FAMILIES.items() if family.positions != "learned"]
 
 
-def family_of(model: Any) -> Family:
+def family_of(model: PreTrainedModel) -> Family:
     """A model's adapter; of other families, one that leaves attention as it is."""
     return FAMILIES.get(model.config.model_type, Family("", known=False))
 
 
-def rope_types(config: Any) -> set[str]:
+def rope_types(config: PreTrainedConfig) -> set[str]:
     """How a model's rotary frequencies are scaled: one for all layers, or one for each type of layer."""
     given = getattr(config, "rope_parameters", None) or {}
     each = [given, *(value for value in given.values() if isinstance(value, dict))]
     return {str(entry["rope_type"]) for entry in each if "rope_type" in entry}
 
 
-def attention_modules(model: Any, attention: str | None) -> tuple[str, list[nn.Module]]:
+def attention_modules(model: PreTrainedModel, attention: str | None) -> tuple[str, list[nn.Module]]:
     """Every layer's attention module, in order, and its name in the layer."""
     kind, family = model.config.model_type, family_of(model)
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", False):
@@ -185,7 +191,7 @@ def attention_modules(model: Any, attention: str | None) -> tuple[str, list[nn.M
     return attention, found
 
 
-def candidates(model: Any) -> list[str]:
+def candidates(model: PreTrainedModel) -> list[str]:
     """Possible names of the attention modules: modules in numbered layers whose class is named so."""
     names = [
         name.rsplit(".", 1)[-1]
@@ -195,7 +201,7 @@ def candidates(model: Any) -> list[str]:
     return sorted(set(names))
 
 
-def add_lora(model: Any, rank: int, attention: str) -> None:
+def add_lora(model: PreTrainedModel, rank: int, attention: str) -> None:
     """Low-rank changes to the attention's projections, by peft. Their output is initialised to zero."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -211,7 +217,7 @@ def add_lora(model: Any, rank: int, attention: str) -> None:
     )
 
 
-def remove_lora(model: Any) -> None:
+def remove_lora(model: PreTrainedModel) -> None:
     """Take out what `add_lora` put in; the projections are the model's own again."""
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):

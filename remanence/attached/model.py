@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ from remanence.runtime.mode import RenamedMode, renamed_mode
 from remanence.runtime.positions import with_host_copy
 from remanence.tokenizers.tokens import Tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 ATTENTION = "remanence"
 """What transformers calls the attention of a narrowed model."""
 
@@ -45,7 +49,9 @@ class Attached(nn.Module):
 
     folder: Path | None = None
 
-    def __init__(self, model: Any, config: AttachConfig, source: pretrained.Source | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: AttachConfig, source: pretrained.Source | None = None
+    ) -> None:
         super().__init__()
         _check_window(model, config.window)  # before anything is changed
         self.config: Any = config
@@ -57,7 +63,7 @@ class Attached(nn.Module):
         if config.lora:
             add_lora(model, config.lora, config.attention or self.family.attention)
         _, modules = attention_modules(model, config.attention)
-        like = self.base.get_input_embeddings().weight
+        like = self.embed.weight
         self.memories = nn.ModuleDict()
         self.sites = [Site(self, index, module) for index, module in enumerate(modules)]
         self.memories.to(like.device, like.dtype)
@@ -352,7 +358,7 @@ class Attached(nn.Module):
         )
 
 
-def _check_window(model: Any, window: int | None) -> None:
+def _check_window(model: PreTrainedModel, window: int | None) -> None:
     """Refuse to narrow what is not known; make transformers know how, for the others."""
     if window is None:
         return

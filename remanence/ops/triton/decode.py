@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from remanence.ops.state import Gates, Weights
 from remanence.ops.triton.launch import launch, power, triton_type
+from remanence.ops.triton.resources import Constants
 
 if TYPE_CHECKING:
     from remanence.ops.decode import InPlaceMemory
@@ -72,7 +73,7 @@ def step(
     return y, surprise
 
 
-def _constants(memory: InPlaceMemory) -> dict[str, Any]:
+def _constants(memory: InPlaceMemory) -> Constants:
     """What the kernel is compiled for."""
     net, rule, chunk, width, columns = (
         memory.net,
@@ -82,7 +83,7 @@ def _constants(memory: InPlaceMemory) -> dict[str, Any]:
         memory.layers[0].shape[-1],
     )
     block = min(power(columns), BLOCK >> (width > 64) + (chunk > 64))
-    constants: dict[str, Any] = {
+    constants: Constants = {
         "HEADS": memory.heads, "CHUNK": chunk, "BC": power(chunk), "D": width, "BD": power(width),
         "MOMENTUM": rule.momentum, "FORGET": rule.forget, "RESIDUAL": net.residual, "ACC": triton_type(memory.v.dtype),
     }  # fmt: skip

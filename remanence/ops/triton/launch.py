@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from remanence.ops.triton.resources import record
+from remanence.ops.triton.resources import Constants, record
 
 WIDEST = 128
 """Head width, and chunk, of the largest tile."""
@@ -89,9 +89,7 @@ def precision() -> str:
     return "ieee" if interpreted() else PRECISION
 
 
-def coefficients(
-    chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op: torch.dtype
-) -> dict[str, Any]:
+def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op: torch.dtype) -> Constants:
     """The constants of the kernels in kernels/coef.py."""
     quick = op == torch.bfloat16
     return {
@@ -109,9 +107,7 @@ def coefficients(
     }
 
 
-def launch(
-    name: str, grid: tuple[int, ...], *tensors: Any, options: dict[str, Any], **constants: Any
-) -> None:
+def launch(name: str, grid: tuple[int, ...], *tensors: Any, options: Constants, **constants: Any) -> None:
     if isinstance(tensors[0], FakeTensor):  # torch.compile wants shapes only, `recording` the kernels' names
         record(name, tensors, constants)
         return

@@ -28,7 +28,7 @@ from remanence.ops.triton.launch import (
     triton_type,
 )
 from remanence.ops.triton.mlp import warps_of
-from remanence.ops.triton.resources import Launch, recording
+from remanence.ops.triton.resources import Constants, Launch, recording
 
 SEQUENTIAL = ("linear_state", "linear_carry")
 """The kernels that walk over the chunks; they never read back what they wrote."""
@@ -81,10 +81,10 @@ class Plan(NamedTuple):
             columns //= 2
         return columns
 
-    def coefficients(self, acc: torch.dtype, op: torch.dtype) -> dict[str, Any]:
+    def coefficients(self, acc: torch.dtype, op: torch.dtype) -> Constants:
         return coefficients(self.chunk, self.momentum, self.forget, acc, op)
 
-    def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, **more: Any) -> dict[str, Any]:
+    def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, **more: Any) -> Constants:
         constants = {
             "D": self.width,
             "BD": side(self.width, op, self.chip),
@@ -118,7 +118,7 @@ def plan_of(net: MLP, rule: LinearRule, width: int, values: int, heads: int, chu
     )  # fmt: skip
 
 
-def options(name: str, constants: dict[str, Any], hopper: bool) -> dict[str, int]:
+def options(name: str, constants: Constants, hopper: bool) -> dict[str, int]:
     """Warps of a program, and how many chunks are in flight in it: as many as registers hold without spilling."""
     if name.startswith("coef"):
         return {"num_warps": warps_of(name, constants["BC"]), "num_stages": 1}

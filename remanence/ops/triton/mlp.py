@@ -29,7 +29,7 @@ from remanence.ops.triton.launch import (
     side,
     triton_type,
 )
-from remanence.ops.triton.resources import Launch, Record, recording
+from remanence.ops.triton.resources import Constants, Launch, Record, recording
 
 WARPS = {
     "coef_kernel": 4,
@@ -115,10 +115,10 @@ class Plan(NamedTuple):
         shrink = (self.width > 64) + (op != torch.bfloat16) * (1 + (self.tile > 64))
         return side(min(power(self.hidden), max(16, BLOCKS[kernel] >> shrink)), op, self.chip)
 
-    def coefficients(self, acc: torch.dtype, op: torch.dtype) -> dict[str, Any]:
+    def coefficients(self, acc: torch.dtype, op: torch.dtype) -> Constants:
         return coefficients(self.chunk, self.momentum, self.forget, acc, op)
 
-    def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, train: bool = True) -> dict[str, Any]:
+    def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, train: bool = True) -> Constants:
         constants = {
             "D": self.width,
             "BD": side(self.width, op, self.chip),
@@ -168,7 +168,7 @@ def warps_of(name: str, tile: int) -> int:
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
-    options: dict[str, Any] = {
+    options: Constants = {
         "num_warps": warps_of(name, constants["BC"]),
         "num_stages": stages_of(name, arch(tensors[0].device)),
     }

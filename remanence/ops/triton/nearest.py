@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remanence.ops.library import operator
 from remanence.ops.triton import launch
-from remanence.ops.triton.resources import Launch, recording
+from remanence.ops.triton.resources import Constants, Launch, recording
 
 HELD = 2**26
 """Scores held at once, of groups or in chosen groups: 512 MiB. More queries are searched in several blocks."""
@@ -168,7 +168,7 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
     launch.launch(name, grid, *tensors, options=options, **constants)
 
 
-def warps_of(name: str, constants: dict[str, Any]) -> int:
+def warps_of(name: str, constants: Constants) -> int:
     return 8 if name == "peaks_kernel" and constants["BQ"] > 64 else 4
 
 

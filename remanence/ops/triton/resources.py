@@ -26,12 +26,16 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"
 TYPES |= {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 
 
+Constants = dict[str, Any]
+"""What a kernel is compiled for, by parameter: sizes, flags, Triton types."""
+
+
 class Launch(NamedTuple):
     """One kernel as it would be launched: its arguments' types as Triton names them, and what it is compiled for."""
 
     name: str
     types: tuple[str, ...]
-    constants: dict[str, Any]
+    constants: Constants
     warps: int
     stages: int
 
@@ -44,7 +48,7 @@ class Need(NamedTuple):
     seconds: float
 
 
-Record = tuple[str, tuple[str, ...], dict[str, Any]]
+Record = tuple[str, tuple[str, ...], Constants]
 _records: ContextVar[list[Record] | None] = ContextVar("records", default=None)
 
 
@@ -59,7 +63,7 @@ def recording() -> Iterator[list[Record]]:
         _records.reset(token)
 
 
-def record(name: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def record(name: str, arguments: tuple[Any, ...], constants: Constants) -> None:
     records = _records.get()
     if records is not None:
         records.append(

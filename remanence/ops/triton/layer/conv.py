@@ -19,6 +19,7 @@ from remanence.ops.triton.layer.tiles import (
     sum_dtype,
     sum_parts,
 )
+from remanence.ops.triton.resources import Constants
 from remanence.runtime.state import roll_history
 
 
@@ -31,7 +32,7 @@ def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) 
     return y, kept
 
 
-def _conv_tiles(name: str, weight: Tensor, heads: int) -> dict[str, Any]:
+def _conv_tiles(name: str, weight: Tensor, heads: int) -> Constants:
     width, taps = weight.shape[-2] // heads, weight.shape[-1]
     elements = TILE[name]
     if name == "short_conv_slopes" and taps > 4:  # a tile for every tap is held in registers

@@ -24,7 +24,7 @@ from remanence.ops.triton.layer.tiles import (
     recorded_chip,
     sum_dtype,
 )
-from remanence.ops.triton.resources import Launch, recording
+from remanence.ops.triton.resources import Constants, Launch, recording
 
 FEATURE_PARTS, FEATURE_PART = 16, 512
 """The most parts that a product over tokens is split into, and the fewest tokens of one. One product per head would use
@@ -44,12 +44,12 @@ def _fits_one_processor(x: Tensor, down: Tensor) -> bool:
     return max(x.shape[-1], down.shape[-2]) <= (128 if x.dtype == torch.bfloat16 else 64)
 
 
-def _key_features_tiles(x: Tensor, down: Tensor, backward: bool) -> dict[str, Any]:
+def _key_features_tiles(x: Tensor, down: Tensor, backward: bool) -> Constants:
     """For wide heads backward has one program per processor and forward two, so that no register is spilled."""
     count, width = down.shape[-2:]
     narrow = x.dtype == torch.bfloat16
     wide = narrow and max(count, width) > 64
-    constants: dict[str, Any] = {
+    constants: Constants = {
         "HEADS": x.shape[2],
         "D": width,
         "BD": product_side(width, x),

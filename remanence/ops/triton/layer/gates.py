@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from remanence.ops.library import differentiable
 from remanence.ops.triton import launch
 from remanence.ops.triton.layer import tiles
 from remanence.ops.triton.layer.tiles import PARTS, group_sizes, next_power, split_tiles, sum_dtype, sum_parts
+from remanence.ops.triton.resources import Constants
 
 GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
 """Tokens and channels of the input in one tile; half of each for more than 64 gates."""
@@ -29,11 +29,11 @@ def log_gates(
     return logs.unbind(0)
 
 
-def _gate_tiles(name: str, weight: Tensor, heads: int, flipped: int) -> dict[str, Any]:
+def _gate_tiles(name: str, weight: Tensor, heads: int, flipped: int) -> Constants:
     count, dim = weight.shape[-2:]
     block = max(16, next_power(count))
     tokens, channels = (size // (1 if block <= 64 else 2) for size in GATE_TILE[name])
-    constants: dict[str, Any] = {"BG": block, "DIM": dim, "BT": tokens}
+    constants: Constants = {"BG": block, "DIM": dim, "BT": tokens}
     if channels:
         constants |= {"BD": channels, "PRECISION": launch.precision()}
     return constants | (
@@ -49,7 +49,7 @@ def _gates(
     x, weight, bias = (tensor.contiguous() for tensor in (x, weight, bias))
     count, n = weight.shape[-2], x.shape[0] * x.shape[1]
     groups, per = group_sizes(weight, 2, n)
-    like: dict[str, Any] = {"dtype": sum_dtype(x), "device": x.device}
+    like: Constants = {"dtype": sum_dtype(x), "device": x.device}
     logs = torch.empty((count // heads, *x.shape[:2], heads), **like)
     logits, scales = torch.empty((n, count), **like), torch.empty((n,), **like)
     constants = _gate_tiles("gates_kernel", weight, heads, flipped)

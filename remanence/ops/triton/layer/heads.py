@@ -17,6 +17,7 @@ from remanence.ops.triton.layer.tiles import (
     sum_dtype,
     sum_parts,
 )
+from remanence.ops.triton.resources import Constants
 
 
 def by_heads(x: Tensor, weight: Tensor, base: Tensor | None = None) -> Tensor:
@@ -24,7 +25,7 @@ def by_heads(x: Tensor, weight: Tensor, base: Tensor | None = None) -> Tensor:
     return heads_forward(x, weight, base)
 
 
-def _head_tiles(x: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
+def _head_tiles(x: Tensor, inputs: int, outputs: int) -> Constants:
     """Tiles of products by heads: complete rows of x, and as much of the matrix as fits beside them."""
     narrow = x.dtype == torch.bfloat16
     block = min(product_side(outputs, x), 128 if narrow else 64)

@@ -18,6 +18,7 @@ from remanence.ops.triton.layer.tiles import (
     sum_dtype,
     sum_parts,
 )
+from remanence.ops.triton.resources import Constants
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,7 +36,7 @@ def join(x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps: float) -> Tens
     return join_forward(x, m, weight, gain, eps)
 
 
-def _norm_tiles(name: str, width: int, eps: float) -> dict[str, Any]:
+def _norm_tiles(name: str, width: int, eps: float) -> Constants:
     return {"D": width, "BD": next_power(width), "BT": max(1, TILE[name] // next_power(width)), "EPS": eps}
 
 
@@ -76,7 +77,7 @@ def _gated_norm_backward(
     return g_x, g_gate, sum_parts(g_weight, groups).view_as(weight).to(weight.dtype)
 
 
-def _wide_norm(name: str, weight: Tensor, n: int, eps: float) -> tuple[dict[str, Any], int, int]:
+def _wide_norm(name: str, weight: Tensor, n: int, eps: float) -> tuple[Constants, int, int]:
     """Tiles of a norm over complete vectors, its groups, and how many vectors each has."""
     groups, per = group_sizes(weight, 1, n)
     constants = _norm_tiles(name, weight.shape[-1], eps)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from remanence.ops.triton import dispatch, launch
-from remanence.ops.triton.resources import SHARED, record
+from remanence.ops.triton.resources import SHARED, Constants, record
 
 PARTS = {"short_conv": 128, "gates": 32, "gated_norm": 1024, "rms_norm": 1024}
 """Programs (per head; per block of the input's channels; in all) that backward's sums over tokens are split between."""
@@ -88,7 +88,7 @@ def sum_parts(parts: Tensor, groups: int) -> Tensor:
     return parts.unflatten(0, (groups, -1)).sum(1)
 
 
-def product_options(x: Tensor) -> dict[str, Any]:
+def product_options(x: Tensor) -> Constants:
     """Dtypes, and how many slices are loaded ahead: fewer on a GPU with little shared memory."""
     return {
         "OP": launch.triton_type(x.dtype),
