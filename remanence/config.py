@@ -1,14 +1,25 @@
-"""What a model is made of, as frozen data: validated when made, saved with every checkpoint. Imports no torch."""
+"""Configurations of models as frozen dataclasses, validated on creation and saved with every checkpoint. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from math import gcd, isqrt, nextafter
+from math import gcd, isqrt
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from remanence.io.migrations import accepts_old_names, current_fields, renamed_fields
 from remanence.runtime.choices import check_choice, short_repr
+from remanence.runtime.field_checks import (
+    ABOVE_0,
+    LARGE,
+    MOST,
+    check_integers,
+    check_names,
+    check_optional_integers,
+    is_number,
+)
 from remanence.runtime.keywords import KnnFields, MemoryFields, show_fields
 from remanence.runtime.mode import MODES as MODES
 from remanence.runtime.mode import Mode as Mode
@@ -16,17 +27,9 @@ from remanence.tokenizers.vocabulary import BYTES
 
 Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
 
-MOST = 2**31 - 1
-"""Of any size: products of two of them are still integers to torch."""
-ABOVE_0 = nextafter(0.0, 1.0)
-LARGE = 1e15
-"""Of numbers that are no sizes: whole ones are exact as floats, and torch computes with their powers and quotients."""
-
 
 def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
-    """A config from fields by name, as they come from a person or a file: an unknown one is refused, with the nearest
-    name.
-    """
+    """A config from fields by name. An unknown name is an error that suggests the nearest one."""
     if cls is ModelConfig:
         given = renamed_fields("model", given)
     for name in given:
@@ -38,7 +41,7 @@ def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
 
 
 def change(config: Config, given: Mapping[str, Any]) -> Config:
-    """A copy with some fields changed; an unknown one is refused, with the nearest name."""
+    """A copy with some fields changed. An unknown name is an error that suggests the nearest one."""
     if isinstance(config, ModelConfig):
         given = renamed_fields("model", given)
     for name in given:
@@ -52,69 +55,42 @@ def change(config: Config, given: Mapping[str, Any]) -> Config:
     return replace(config, **given)
 
 
-def _check_integers(least: int, **fields: object) -> None:
-    """Refuse what is no size. Fields come from files, too, where they may be anything that JSON can say."""
-    for name, value in fields.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}: expected an integer of at least {least}, got {short_repr(value)}")
-        if value > MOST:
-            raise ValueError(f"{name}: expected an integer of at most {MOST:,}, got {short_repr(value)}")
-
-
-def _check_optional_integers(least: int, **fields: object) -> None:
-    _check_integers(least, **{name: value for name, value in fields.items() if value is not None})
-
-
-def _is_number(value: object, low: float, high: float) -> bool:
-    """Whether it is a number from low to high; NaN and infinity never are."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-
-
-def _check_names(**fields: object) -> None:
-    """Refuse what is no name. Which ones there are, only those know who look them up: anyone may add to them."""
-    for name, value in fields.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{name}: expected a name, got {short_repr(value)}")
-
-
-PAPER: dict[str, Any] = {"rule": "titans", "chunk": 16, "forget_bias": -10.0}
-DEEP: dict[str, Any] = {"rule": "gated_delta", "chunk": 64, "forget_bias": -6.0, "step_bias": 0.0}
-"""What a memory's net brings along, unless given."""
+PAPER: MemoryFields = {"rule": "titans", "chunk": 16, "forget_bias": -10.0}
+DEEP: MemoryFields = {"rule": "gated_delta", "chunk": 64, "forget_bias": -6.0, "step_bias": 0.0}
+"""Defaults that depend on the net."""
 
 FOLLOWS = ("depth", "expansion", "activation", "bias", "rule", "anchor", "chunk", "step_bias", "forget_bias")
-"""The fields that are begun anew where another net is chosen."""
+"""Fields that return to their defaults when another net is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """One neural memory layer.
 
-    The net, the rule and the chunk decide which function the memory computes. The default is the one that trains best
-    of those measured (docs/results/dynamics.md): two layers of which the last is written, token-exact. ``net="titans"``
-    is the paper's to the letter, with what belongs to it: two layers, expansion 4, GELU, ``x + LN(...)``, momentum,
-    chunk 16.
+    The net, the rule and the chunk define the function that the memory computes. The default trains best of those
+    measured (docs/results/dynamics.md): two layers, of which the last is updated, token-exact. ``net="titans"`` is the
+    net of the paper: two layers, expansion 4, GELU, ``x + LN(...)``, momentum, chunk 16.
 
     Attributes:
-        dim: width of the model the layer stands in.
-        heads: independent memories side by side. Default: the divisor of dim that makes a head nearest to 128 wide
-            for the net "deep", else to 64.
-        head_dim: width of each. Default: dim / heads.
-        net: name of an entry of `remanence.ops.NETS`, yours included.
-        depth, expansion, activation, bias: changes to that entry, where given.
+        dim: width of the model.
+        heads: number of independent memories. Default: the divisor of dim for which head_dim is closest to 128 for
+            the net "deep", else to 64.
+        head_dim: width of a head. Default: dim / heads.
+        net: name of an entry of `remanence.ops.NETS`.
+        depth, expansion, activation, bias: fields of that entry to change. None: unchanged.
         rule: name of an entry of `remanence.ops.RULES`. Default: "gated_delta" for the net "deep", else "titans".
-        anchor: change to that entry. Default: "token" (exact) for a net linear in its weights, else the rule's own.
-        chunk: tokens that share the gradient's anchor, or, where the rule is token-exact, tokens that are computed
-            together. Default: 64 for the net "deep", else 16.
-        conv: kernel of the causal depthwise convolution on q, k and v; 0 for none.
-        induction: whether keys begin as the query of the token before. What a token writes is then found at once where
-            the tokens in front of it come again, and training goes on from there. Otherwise queries and keys begin
-            unrelated, and a memory has to find both before either is of use (docs/results/facts.md).
-        step_bias, momentum_bias, forget_bias: where the gates start, before the sigmoid. Default of the first: a
-            step of about 1 / (10 depth), as every layer of the net adds its own, and of a half for the net "deep";
-            of the last -10 and -6.
-        threshold: where the step gate is shut: s becomes max(0, s - threshold) / (1 - threshold), and a token forgets
-            in proportion to that, keep to its power. So a token can be passed over without a trace. A sigmoid never
-            shuts: after a million tokens, those that were to be passed over have written over everything.
+        anchor: where gradients are taken. Default: "token" (exact) for a net linear in its weights, else the rule's.
+        chunk: number of tokens whose gradients are taken at the same weights; with a token-exact rule, number of
+            tokens that are computed together. Default: 64 for the net "deep", else 16.
+        conv: kernel size of the causal depthwise convolution on q, k and v; 0: none.
+        induction: initialise the key of a token as the query of the previous token. A repeated token then retrieves
+            what followed it before, from the first step on. Otherwise queries and keys are unrelated at first, and
+            training has to find both (docs/results/facts.md).
+        step_bias, momentum_bias, forget_bias: initial biases of the gates, before the sigmoid. Default of step_bias: a
+            step size of about 1 / (10 depth), or 0.5 for the net "deep"; of forget_bias: -10, or -6 for "deep".
+        threshold: step sizes s become max(0, s - threshold) / (1 - threshold), and the keep factor is raised to that
+            power, so that a token with s below the threshold changes nothing. A sigmoid alone is never 0: over a
+            million tokens, small steps overwrite the memory.
     """
 
     dim: int
@@ -139,10 +115,10 @@ class MemoryConfig:
         for name, value in (DEEP if self.net == "deep" else PAPER).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        _check_integers(1, dim=self.dim, chunk=self.chunk)
-        _check_optional_integers(1, heads=self.heads, head_dim=self.head_dim, depth=self.depth)
-        _check_integers(0, conv=self.conv)
-        _check_names(net=self.net, rule=self.rule)
+        check_integers(1, dim=self.dim, chunk=self.chunk)
+        check_optional_integers(1, heads=self.heads, head_dim=self.head_dim, depth=self.depth)
+        check_integers(0, conv=self.conv)
+        check_names(net=self.net, rule=self.rule)
         if self.heads is not None and self.head_dim is None and self.dim % self.heads:
             raise ValueError(
                 f"heads: expected a divisor of dim={self.dim}, got {self.heads} (or give head_dim too)"
@@ -155,13 +131,13 @@ class MemoryConfig:
             )
         if self.bias is not None and not isinstance(self.bias, bool):
             raise ValueError(f"bias: expected True, False or None, got {short_repr(self.bias)}")
-        if self.expansion is not None and not _is_number(self.expansion, ABOVE_0, MOST):
+        if self.expansion is not None and not is_number(self.expansion, ABOVE_0, MOST):
             raise ValueError(
                 f"expansion: expected a number above 0 and at most {MOST:,}, got {short_repr(self.expansion)}"
             )
         for name in ("step_bias", "momentum_bias", "forget_bias"):
             value = getattr(self, name)
-            if not (_is_number(value, -LARGE, LARGE) or (name == "step_bias" and value is None)):
+            if not (is_number(value, -LARGE, LARGE) or (name == "step_bias" and value is None)):
                 raise ValueError(f"{name}: expected a finite number, got {short_repr(value)}")
         if not isinstance(self.induction, bool):
             raise ValueError(f"induction: expected True or False, got {short_repr(self.induction)}")
@@ -169,12 +145,12 @@ class MemoryConfig:
             raise ValueError(
                 f"induction: expected conv of at least 2, which reaches the token before, got {self.conv}"
             )
-        if not (_is_number(self.threshold, 0, 1) and self.threshold < 1):
+        if not (is_number(self.threshold, 0, 1) and self.threshold < 1):
             raise ValueError(f"threshold: expected at least 0 and below 1, got {short_repr(self.threshold)}")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Memory heads and the width of each, as given or as the defaults make them."""
+        """The number of heads and the width of each."""
         if self.heads is not None:
             return self.heads, self.head_dim or self.dim // self.heads
         if self.head_dim is not None:
@@ -187,28 +163,28 @@ class MemoryConfig:
 
     @property
     def inner(self) -> int:
-        """Width of all heads together."""
+        """heads * head_dim."""
         heads, width = self.shape
         return heads * width
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnnConfig:
-    """The stores of a model's kNN layers. docs/paper.md says what the paper's were.
+    """The stores of a model's kNN layers. docs/paper.md gives the settings of the paper.
 
     Attributes:
-        k: entries that a query attends to, in each head.
-        size: pairs that a store holds, for each document; 0 leaves the local window alone. A window's pairs come in
-            together, while it is still seen itself: with "all", up to a window less of what is older is found.
-        fuse: "gate", a learned share of the store for each head; "joint", one softmax over the window and what was
-            found.
+        k: number of retrieved entries per query and head.
+        size: capacity of a store in key-value pairs, per document; 0: local window only. The pairs of a window are
+            added together while the window is still visible, so up to one window fewer of older pairs is found.
+        fuse: "gate": a learned gate per head mixes window and store; "joint": one softmax over the window and the
+            retrieved entries.
         search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (all), "triton", "ivf"
             (extra knn).
         write: name of an entry of `remanence.memory.policies.POLICIES`: "all", "rare", "surprise", "random".
-        fraction: of each window's tokens, what a policy other than "all" writes, at least one.
-        neighbours: tokens written with each of them, on both sides.
-        evict: what a full store gives up: "oldest", or what is worth least by `write` ("importance").
-        half_life: tokens after which a worth has halved; None: never.
+        fraction: share of the tokens of a window that a policy other than "all" writes, at least one token.
+        neighbours: number of adjacent tokens, on each side, that are written too.
+        evict: which entry a full store drops: the "oldest", or the one of the lowest "importance" (see `write`).
+        half_life: number of tokens after which importance has halved; None: no decay.
         shared: whether all kNN layers use the store of the first.
     """
 
@@ -224,16 +200,16 @@ class KnnConfig:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        _check_integers(1, **{"knn.k": self.k})
-        _check_integers(0, **{"knn.size": self.size, "knn.neighbours": self.neighbours})
+        check_integers(1, **{"knn.k": self.k})
+        check_integers(0, **{"knn.size": self.size, "knn.neighbours": self.neighbours})
         if 0 < self.size < self.k:
             raise ValueError(f"knn.k: expected at most the store's size of {self.size}, got {self.k}")
         check_choice("knn.fuse", self.fuse, ("gate", "joint"))
         check_choice("knn.evict", self.evict, ("oldest", "importance"))
-        _check_names(**{"knn.search": self.search, "knn.write": self.write})
-        if not _is_number(self.fraction, ABOVE_0, 1):
+        check_names(**{"knn.search": self.search, "knn.write": self.write})
+        if not is_number(self.fraction, ABOVE_0, 1):
             raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {short_repr(self.fraction)}")
-        if self.half_life is not None and not _is_number(self.half_life, ABOVE_0, LARGE):
+        if self.half_life is not None and not is_number(self.half_life, ABOVE_0, LARGE):
             raise ValueError(
                 f"knn.half_life: expected a number of tokens above 0, or None, got {short_repr(self.half_life)}"
             )
@@ -255,10 +231,10 @@ class ModelConfig:
         heads: attention heads. Memory heads are the memory's own.
         ffn: width of the feed-forward layers. Default: 8/3 of dim, rounded up to a multiple of 8.
         window: tokens that sliding attention sees, the current one included.
-        segment: tokens of MAC's segments, and a memory's life in mode "fresh"; a multiple of the memory's chunk.
-        persistent: learned tokens in front of every attention (eq. 19), full attention excepted.
-        rotary: base of the rotary angles.
-        tie: whether the logits use the embedding's own weights.
+        segment: length of MAC's segments, and of the reset interval in mode "fresh"; a multiple of the chunk.
+        persistent: number of learned tokens in front of windowed attention (eq. 19).
+        rotary: base of rotary position embeddings.
+        tie: whether the output head shares the embedding's weights.
         memory: the neural memories' configuration: a MemoryConfig, or some of its fields in a dict.
         knn: the kNN stores' configuration, in the same way.
     """
@@ -278,12 +254,12 @@ class ModelConfig:
     knn: KnnConfig = KnnConfig()
 
     def __post_init__(self) -> None:
-        _check_integers(
+        check_integers(
             1, vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers, heads=self.heads
         )
-        _check_optional_integers(1, ffn=self.ffn)
-        _check_integers(1, window=self.window, segment=self.segment)
-        _check_integers(0, persistent=self.persistent)
+        check_optional_integers(1, ffn=self.ffn)
+        check_integers(1, window=self.window, segment=self.segment)
+        check_integers(0, persistent=self.persistent)
         if self.dim % self.heads or self.dim // self.heads % 2:
             raise ValueError(
                 f"heads: expected a divisor of dim={self.dim} that leaves heads of even width, got {self.heads}"
@@ -293,7 +269,7 @@ class ModelConfig:
         if not all(pattern) or not pattern:
             expected = "expected names of blocks, as ('mac',), ('lmm', 'window') or 'lmm+window'"
             raise ValueError(f"pattern: {expected}, got {short_repr(self.pattern)}")
-        if not _is_number(self.rotary, ABOVE_0, LARGE):
+        if not is_number(self.rotary, ABOVE_0, LARGE):
             raise ValueError(
                 f"rotary: expected a base above 0 and at most {LARGE:.0e}, got {short_repr(self.rotary)}"
             )
@@ -333,8 +309,8 @@ class ModelConfig:
         return self.ffn or -(-8 * self.dim // 24) * 8
 
     def condensed(self) -> tuple[ModelConfig, list[int]]:
-        """A model with each kind of layer once, or twice if it comes again, and for every layer of this one the layer
-        there that has the same shapes. What is to be compared with a million layers need not have as many.
+        """A model with each type of layer at most twice, and for every layer of this model the index of the layer there
+        that has the same shapes. Shapes of a deep model can then be checked without building it.
         """
         kinds: list[str] = []
         places: list[int] = []
@@ -348,7 +324,7 @@ class ModelConfig:
         return replace(self, num_layers=len(kinds), pattern=tuple(kinds)), places
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data for a JSON file; `ModelConfig.from_dict` reads it back."""
+        """As data for a JSON file; `ModelConfig.from_dict` reads it."""
         return {**asdict(self), "pattern": list(self.pattern)}
 
     @classmethod
@@ -411,7 +387,7 @@ def memorizing(num_layers: int, *layers: int) -> tuple[str, ...]:
     """The pattern of a Memorizing Transformer: sliding windows, and kNN layers at the places given, counted from 1.
     Default: one, at the paper's 9th place of 12 or the nearest to it.
     """
-    _check_integers(1, num_layers=num_layers)
+    check_integers(1, num_layers=num_layers)
     layers = layers or (round(num_layers * 9 / 12),)
     if not all(isinstance(layer, int) and 1 <= layer <= num_layers for layer in layers):
         raise ValueError(f"layers: expected places from 1 to num_layers={num_layers}, got {layers}")
@@ -419,5 +395,5 @@ def memorizing(num_layers: int, *layers: int) -> tuple[str, ...]:
 
 
 def _pattern(variant: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Names of blocks, given as such or joined by +."""
+    """Names of blocks, given as a tuple or joined by +."""
     return tuple(variant.split("+")) if isinstance(variant, str) else tuple(variant)

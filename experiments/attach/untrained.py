@@ -25,7 +25,8 @@ from experiments.shared import load, table_row, table_rule
 from remanence import attach
 from remanence.attached.base import Source
 from remanence.attached.site import zero_output
-from remanence.memory.neural import SHUT, NeuralMemory
+from remanence.memory.components import SHUT
+from remanence.memory.neural import NeuralMemory
 from remanence.ops import Gates, memorize
 from remanence.tasks.fact_dialogues import Turns, draw_facts
 

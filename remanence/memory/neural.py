@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
 from math import log
 from typing import NamedTuple, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from remanence.config import MemoryConfig, build, change
 from remanence.layers import (
@@ -19,19 +18,15 @@ from remanence.layers import (
     Module,
     RMSNorm,
     ShortConv,
-    assign,
     by_heads,
     project,
 )
+from remanence.memory.components import InitialMemory, check_input, resolve_net, resolve_rule, threshold
 from remanence.ops import (
-    MLP,
-    NETS,
-    RULES,
     Deep,
     Gates,
     MemoryState,
     Net,
-    Rule,
     current_weights,
     memorize,
     query,
@@ -39,25 +34,15 @@ from remanence.ops import (
 )
 from remanence.ops.checks import check_offsets, documents
 from remanence.ops.layout import repad
-from remanence.ops.rules import is_linear
 from remanence.ops.state import Weights
-from remanence.runtime.choices import check_choice
 from remanence.runtime.deprecation import renamed_method
 from remanence.runtime.keywords import MemoryFields, show_fields
 from remanence.runtime.module import check_transforms
 from remanence.runtime.positions import is_aligned
 from remanence.runtime.state import TensorTuple, rewind
 
-SHUT = -200.0
-"""The log of a gate that is shut: its exponential is 0 in float32, and the log is still a number to compute with."""
-
-LARGEST_INPUT = 1e6
-"""The range of a layer's input. Values are written at the input's scale: far beyond it, one token's would hide all
-others in float32.
-"""
-
-OWN = 0.05
-"""With `induction`, the share of a key that is the token's own query at first."""
+OWN_QUERY_SHARE = 0.05
+"""With `induction`, the initial share of the token's own query in its key."""
 
 
 class _NeuralMemoryState(NamedTuple):
@@ -92,80 +77,6 @@ class Trace(NamedTuple):
     gates: Gates
 
 
-def net_of(config: MemoryConfig) -> Net | Deep:
-    """The entry of NETS that a configuration names, with its changes."""
-    check_choice("net", config.net, NETS)
-    net = NETS[config.net]
-    own = [field.name for field in fields(net)] if is_dataclass(net) else []
-    changes = {name: getattr(config, name) for name in ("depth", "expansion", "activation", "bias")}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    for name, value in changes.items():
-        if name not in own:
-            raise ValueError(f"{name}: expected None, as the net {config.net!r} has no {name}, got {value!r}")
-    return replace(net, **changes) if changes else net
-
-
-def rule_of(config: MemoryConfig, net: Net) -> Rule:
-    """The entry of RULES that a configuration names; token-exact where that costs nothing."""
-    check_choice("rule", config.rule, RULES)
-    rule = RULES[config.rule]
-    if not is_linear(rule):
-        if config.anchor not in (None, rule.anchor):
-            raise ValueError(
-                f"anchor: expected None, as the rule {config.rule!r} declares its own, got {config.anchor!r}"
-            )
-        return rule
-    exact = isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)
-    anchor = config.anchor or ("token" if exact else rule.anchor)
-    if anchor == "token" and not exact and config.chunk > 1:
-        raise ValueError(
-            f"anchor: 'token' (yours, or the rule {config.rule!r}'s) needs a net linear in its weights, "
-            f"got {config.net!r}; use net='linear', or anchor='chunk'"
-        )
-    return replace(rule, anchor=anchor)
-
-
-class InitialMemory(nn.Module):
-    """The learned weights every document's memory starts from, per head; of a deep memory, those that stand beside what
-    is written and are never forgotten. A module of its own, so that it can be reset as one.
-    """
-
-    def __init__(self, net: Net, heads: int, width: int) -> None:
-        super().__init__()
-        # In a tuple, so that a net that is a module is not registered here too.
-        self._made_by = (
-            net,
-            heads,
-            width,
-        )
-        device = torch.empty(0).device
-        for index, weight in enumerate(self._draw(meta=device.type == "meta")):
-            self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
-
-    def _draw(self, meta: bool = False) -> tuple[Tensor, ...]:
-        net, heads, width = self._made_by
-        with torch.device("meta" if meta else "cpu"):  # the same numbers on every device
-            return net.init(heads, width)
-
-    def reset_parameters(self) -> None:
-        for parameter, weight in zip(self.parameters(), self._draw(), strict=True):
-            assign(parameter, weight)
-
-
-def threshold(gates: Gates, least: float) -> Gates:
-    """Gates of a memory that passes over tokens whose step is at most `least`: nothing written, nothing forgotten."""
-    above = gates.log_step.exp() - least
-    written = above > 0
-    # Where nothing is written, log and its gradient are not asked.
-    share = above.where(written, 1.0) / (1 - least)
-    keep = gates.log_keep
-    return Gates(
-        share.log().where(written, SHUT),
-        gates.log_momentum,
-        None if keep is None else (keep * share).where(written, 0.0),
-    )
-
-
 class NeuralMemory(Module):
     """``y, state = NeuralMemory(dim=512, heads=8)(x, state)``: reads x into its memory, and answers from it.
 
@@ -194,10 +105,10 @@ class NeuralMemory(Module):
             )
         self.config = change(config, fields) if config is not None else build(MemoryConfig, fields)
         c = self.config
-        net = net_of(c)
+        net = resolve_net(c)
         self.deep = isinstance(net, Deep)
         self.net: Net = net.fast if isinstance(net, Deep) else net  # what is written
-        self.rule = rule_of(c, self.net)
+        self.rule = resolve_rule(c, self.net)
         self.heads, self.head_dim = c.shape
         self.features: Features | None = None
         if isinstance(net, Deep) and net.depth > 1:
@@ -231,10 +142,10 @@ class NeuralMemory(Module):
             queries.copy_(torch.cat([torch.zeros_like(queries[:, :1]), later], 1))
             # A document's first token has none before it. Its key, brought to unit length, must not be made of nothing:
             # the gradient there would be as large as that length is small.
-            keys.copy_(torch.cat([later, OWN * later[:, -1:]], 1))
+            keys.copy_(torch.cat([later, OWN_QUERY_SHARE * later[:, -1:]], 1))
 
     def extra_repr(self) -> str:
-        return f"net={net_of(self.config)}, rule={self.rule}, chunk={self.config.chunk}"
+        return f"net={resolve_net(self.config)}, rule={self.rule}, chunk={self.config.chunk}"
 
     def start(self, rows: int, dtype: torch.dtype = torch.float32) -> NeuralMemoryState:
         """The state of `rows` documents of which nothing has been read. float32 unless the model runs in float64."""
@@ -424,30 +335,7 @@ class NeuralMemory(Module):
         self, x: Tensor, state: NeuralMemoryState | None, offsets: Tensor | Sequence[int] | None
     ) -> tuple[NeuralMemoryState, list[int] | None]:
         check_transforms()
-        if (
-            not isinstance(x, Tensor)
-            or x.dim() != 3
-            or x.shape[-1] != self.config.dim
-            or not x.is_floating_point()
-        ):
-            got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"x: expected a floating-point tensor [batch, tokens, {self.config.dim}], got {got}"
-            )
-        own = self.q_proj.weight.dtype
-        if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"x: expected {own} like the layer's parameters, got {x.dtype}")
-        if self.checks and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
-            largest = float(torch.stack(x.detach().aminmax()).abs().max())
-            if not largest < torch.inf:
-                raise ValueError(
-                    f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}"
-                )
-            if largest > LARGEST_INPUT:
-                raise ValueError(
-                    f"x: expected numbers of at most {LARGEST_INPUT:g} in absolute value, got {largest:.2g}; "
-                    "normalise them before this layer"
-                )
+        check_input(x, self.config.dim, self.q_proj.weight.dtype, values=self.checks)
         if state is None:
             state = self._fresh(x, x.shape[0] if offsets is None else documents(offsets))
         if not isinstance(state, NeuralMemoryState):

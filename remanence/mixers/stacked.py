@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv
 from remanence.layers.attention import Persistent
 from remanence.layers.linear import StackedWeight
-from remanence.memory.neural import InitialMemory
+from remanence.memory.components import InitialMemory
 from remanence.runtime.state import needs_grad
 
 AUTOCAST_MODULES = (Linear, Features, InitialMemory, Persistent)

@@ -17,7 +17,7 @@ from uuid import uuid4
 import torch
 
 from remanence.io.files import replacing
-from remanence.memory.neural import SHUT
+from remanence.memory.components import SHUT
 from remanence.model import Trace
 from remanence.runtime.choices import check_choice
 from remanence.runtime.errors import first_line

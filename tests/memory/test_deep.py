@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from remanence import Model, ModelConfig, NeuralMemory
-from remanence.memory.neural import threshold
+from remanence.memory.components import threshold
 from remanence.ops import NETS, RULES, Deep, Gates, memorize, start
 from remanence.testing import assert_close
 

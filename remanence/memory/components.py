@@ -1,0 +1,116 @@
+"""Parts of a neural memory layer: its net and rule by name, initial weights, step threshold, and input checks."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from remanence.config import MemoryConfig
+from remanence.layers import assign
+from remanence.ops import MLP, NETS, RULES, Deep, Gates, Net, Rule
+from remanence.ops.rules import is_linear
+from remanence.runtime.choices import check_choice
+
+SHUT = -200.0
+"""The log of a gate that is shut: its exponential is 0 in float32, and the log is still a number to compute with."""
+
+LARGEST_INPUT = 1e6
+"""The range of a layer's input. Values are written at the input's scale: far beyond it, one token's would hide all
+others in float32.
+"""
+
+
+def resolve_net(config: MemoryConfig) -> Net | Deep:
+    """The entry of NETS that a configuration names, with its changes."""
+    check_choice("net", config.net, NETS)
+    net = NETS[config.net]
+    own = [field.name for field in fields(net)] if is_dataclass(net) else []
+    changes = {name: getattr(config, name) for name in ("depth", "expansion", "activation", "bias")}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    for name, value in changes.items():
+        if name not in own:
+            raise ValueError(f"{name}: expected None, as the net {config.net!r} has no {name}, got {value!r}")
+    return replace(net, **changes) if changes else net
+
+
+def resolve_rule(config: MemoryConfig, net: Net) -> Rule:
+    """The entry of RULES that a configuration names; token-exact where that costs nothing."""
+    check_choice("rule", config.rule, RULES)
+    rule = RULES[config.rule]
+    if not is_linear(rule):
+        if config.anchor not in (None, rule.anchor):
+            raise ValueError(
+                f"anchor: expected None, as the rule {config.rule!r} declares its own, got {config.anchor!r}"
+            )
+        return rule
+    exact = isinstance(net, MLP) and net.linear and isinstance(rule.loss, str)
+    anchor = config.anchor or ("token" if exact else rule.anchor)
+    if anchor == "token" and not exact and config.chunk > 1:
+        raise ValueError(
+            f"anchor: 'token' (yours, or the rule {config.rule!r}'s) needs a net linear in its weights, "
+            f"got {config.net!r}; use net='linear', or anchor='chunk'"
+        )
+    return replace(rule, anchor=anchor)
+
+
+class InitialMemory(nn.Module):
+    """The learned weights every document's memory starts from, per head; of a deep memory, those that stand beside what
+    is written and are never forgotten. A module of its own, so that it can be reset as one.
+    """
+
+    def __init__(self, net: Net, heads: int, width: int) -> None:
+        super().__init__()
+        # In a tuple, so that a net that is a module is not registered here too.
+        self._made_by = (
+            net,
+            heads,
+            width,
+        )
+        device = torch.empty(0).device
+        for index, weight in enumerate(self._draw(meta=device.type == "meta")):
+            self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
+
+    def _draw(self, meta: bool = False) -> tuple[Tensor, ...]:
+        net, heads, width = self._made_by
+        with torch.device("meta" if meta else "cpu"):  # the same numbers on every device
+            return net.init(heads, width)
+
+    def reset_parameters(self) -> None:
+        for parameter, weight in zip(self.parameters(), self._draw(), strict=True):
+            assign(parameter, weight)
+
+
+def threshold(gates: Gates, least: float) -> Gates:
+    """Gates of a memory that passes over tokens whose step is at most `least`: nothing written, nothing forgotten."""
+    above = gates.log_step.exp() - least
+    written = above > 0
+    # Where nothing is written, log and its gradient are not asked.
+    share = above.where(written, 1.0) / (1 - least)
+    keep = gates.log_keep
+    return Gates(
+        share.log().where(written, SHUT),
+        gates.log_momentum,
+        None if keep is None else (keep * share).where(written, 0.0),
+    )
+
+
+def check_input(x: Tensor, dim: int, dtype: torch.dtype, *, values: bool) -> None:
+    """Check the shape and dtype of a layer's input, and with `values`, on a CPU, its numbers."""
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
+        got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x: expected a floating-point tensor [batch, tokens, {dim}], got {got}")
+    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"x: expected {dtype} like the layer's parameters, got {x.dtype}")
+    if values and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+        largest = float(torch.stack(x.detach().aminmax()).abs().max())
+        if not largest < torch.inf:
+            raise ValueError(
+                f"x: expected finite numbers, got {int((~x.isfinite()).sum())} infinite or NaN of {x.numel()}"
+            )
+        if largest > LARGEST_INPUT:
+            raise ValueError(
+                f"x: expected numbers of at most {LARGEST_INPUT:g} in absolute value, got {largest:.2g}; "
+                "normalise them before this layer"
+            )
