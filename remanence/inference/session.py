@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 
@@ -18,6 +18,9 @@ from remanence.runtime.errors import DivergedError
 from remanence.runtime.keywords import show_fields
 from remanence.runtime.positions import positions_of
 from remanence.tokenizers.tokens import Tokenizer
+
+if TYPE_CHECKING:
+    from remanence.inference.batch import SessionBatch
 
 Source = str | bytes | Path | Iterable[str | bytes]
 """What a session reads."""
@@ -192,6 +195,13 @@ class Session:
             raise ValueError(f"{path}: expected the memory of one document, got {len(state.position)}")
         self.state = state
         return self
+
+    @staticmethod
+    def batch(sessions: Sequence[Session]) -> SessionBatch:
+        """Several sessions over one model as rows of a batch, which read and generate together."""
+        from remanence.inference.batch import SessionBatch
+
+        return SessionBatch(sessions)
 
     def fork(self) -> Session:
         """Another session that knows the same and goes its own way. Costs nothing: states are never changed in
