@@ -133,7 +133,7 @@ def idle():
     return subprocess.Popen(["true"], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_part_runs_in_small(gpu, tmp_path):
     out = tmp_path / "gpu.json"
     command = [sys.executable, str(BENCH / "gpu.py"), "--tiny", "--out", str(out)]
