@@ -182,7 +182,7 @@ class Attached(nn.Module):
     @property
     def threshold(self) -> float:
         """The step at which neural memories pass a token over, as `MemoryConfig.threshold`. It may be set after
-        training, and is saved: what is read then without being worth it wears nothing away.
+        training, and is saved: tokens below it then do not overwrite the memory.
         """
         return self.config.memory.threshold
 

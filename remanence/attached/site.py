@@ -121,7 +121,7 @@ class Site:
         return y
 
     def _read(self, x: Tensor) -> Tensor:
-        """What the memory answers to a layer's input ``[b t d]``."""
+        """The output of the memory for a layer's input ``[b t d]``."""
         call, memory = self.owner.current_call(), self.memory
         assert memory is not None
         if call is None:  # the pretrained model is called by itself
@@ -134,19 +134,19 @@ class Site:
         return (m if call.mask is None else repad(m, call.mask)).to(x.dtype)
 
     def _record_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep a layer's input for the store, which is asked when attention is done."""
+        """Save a layer's input for the store, which is queried after attention."""
         call = self.owner.current_call()
         if call is not None:
             call.inputs[self.index] = args[0] if args else kwargs["hidden_states"]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """MAL: attention works on the input and what the memory says to it."""
+        """MAL: the input of attention is x plus the output of the memory."""
         x = args[0] if args else kwargs["hidden_states"]
         y = x + self._read(x)
         return ((y, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": y})
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """MAG: what the memory says is added to what attention does."""
+        """MAG: the output of the memory is added to that of attention."""
         m = self._read(args[0] if args else kwargs["hidden_states"])
         return output + m if isinstance(output, Tensor) else (output[0] + m, *output[1:])
 

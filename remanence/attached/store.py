@@ -1,7 +1,7 @@
 """A kNN store beside a pretrained model's attention: Memorizing Transformers' own retrofit.
 
-The layer's queries, keys and values are the pretrained model's, as they are before rotation. What is found is mixed in
-by a gate for each head that is shut at first: tanh of nothing, where the paper has a sigmoid, which never shuts.
+Queries, keys and values are those of the pretrained layer, before rotation. A gate for each head mixes in what is
+retrieved. It is initialised to zero: tanh(0), where the paper has a sigmoid, which is never zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from remanence.ops.layout import from_rows, to_rows
 from remanence.runtime.choices import check_choice
 
 POLICIES = ("all", "random")
-"""What may be written. Others ask for frequencies of tokens, or for what all layers have made of them."""
+"""Write policies that work here. The others need token frequencies or the outputs of all layers."""
 
 
 class PrecomputedAttention:

@@ -35,7 +35,7 @@ MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
 }
 
 BLOCKS = MIXERS
-"""The name it had before."""
+"""The old name of `MIXERS`."""
 
 __all__ = [
     "BLOCKS",

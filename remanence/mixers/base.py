@@ -1,4 +1,4 @@
-"""The interface of an architecture: what mixes tokens inside a layer, with all that the rest of the package asks of it.
+"""The interface of a mixer, the part of a layer that mixes tokens, and its decoder.
 
 A new architecture is one file with a subclass of `Mixer` and one line in `MIXERS`. It needs `start` and `forward`;
 streaming, decoding, memory files, the cost plan and training then work. What it can do better than the defaults here,
@@ -25,7 +25,7 @@ from remanence.runtime.state import TensorTuple, parts
 
 
 class MemoryTrace(NamedTuple):
-    """What a memory did with each token and head: its surprise, and the log gates ``[b t h]``."""
+    """Surprise and log gates of each token and head ``[b t h]``."""
 
     surprise: Tensor
     gates: Gates
@@ -68,14 +68,14 @@ class Text(NamedTuple):
 
 
 class Shared:
-    """What the layers of one call share. One object for all of them, whatever copies their arguments on the way."""
+    """Values that the layers of one call share: one object for all layers, even where their arguments are copied."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Something that several layers need and that is the same for all; made without gradients, since a layer whose
-        activations are computed again would not make it a second time.
+        """A value that several layers need, computed once. It has no gradient, since a layer whose activations are
+        recomputed does not compute it again.
         """
         if name not in self.entries:
             with torch.no_grad():
@@ -112,7 +112,7 @@ class MixerDecoder:
     """A mixer's state in fixed buffers, which a token ``[r 1 d]`` of each row changes in place."""
 
     room: int | None = None
-    """Tokens that the buffers still have room for; None: any number."""
+    """How many more tokens the buffers can hold; None: any number."""
 
     captured: bool = True
     """Whether a step can be captured as a CUDA graph: fixed shapes, and nothing decided on the host."""
@@ -166,10 +166,10 @@ class Mixer(Module):
     def forward(self, x: Tensor, state: Any, ctx: Context) -> MixerOutput:
         raise NotImplementedError
 
-    # What the defaults below say is true of any mixer; override what can be said better.
+    # Defaults that hold for every mixer. Override those that a mixer can improve on.
 
     def decoder(self, state: Any, mode: Mode) -> MixerDecoder:
-        """Reads token after token in place, from a state on."""
+        """A decoder that reads one token at a time in place, starting from a state."""
         return ForwardDecoder(self, state, mode)
 
     def decode_unsupported_reason(self, mode: Mode) -> str | None:
@@ -188,7 +188,7 @@ class Mixer(Module):
 
     @property
     def has_memory(self) -> bool:
-        """Whether the modes "off", "frozen" and "fresh" mean anything to it: here, if it has a neural memory."""
+        """Whether the modes "off", "frozen" and "fresh" apply to it: here, if it has a neural memory."""
         return any(isinstance(part, NeuralMemory) for part in self.modules())
 
     @property
@@ -198,7 +198,7 @@ class Mixer(Module):
 
     @property
     def border(self) -> int:
-        """Positions that are multiples of this leave nothing open: no chunk, no segment."""
+        """At positions that are multiples of this, no chunk and no segment is open."""
         return 1
 
     @property

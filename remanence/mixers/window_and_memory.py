@@ -36,7 +36,7 @@ class WindowAndMemoryState(_WindowAndMemoryState, TensorTuple):
 
 
 class WindowAndMemory(MemoryMixer):
-    """A sliding window and a memory; how they meet is the subclass's to say."""
+    """A sliding window and a memory; subclasses combine them."""
 
     State: ClassVar[type] = WindowAndMemoryState
 
@@ -77,7 +77,7 @@ class WindowAndMemoryDecoder(MixerDecoder):
 class Join(Module):
     """The paper's ⊗: attention's output times a gate that is the memory's, both normalised with learned gains first.
 
-    A memory that says nothing (zero) leaves the gate half open.
+    With a memory output of zero the gate is 0.5.
     """
 
     def __init__(self, dim: int) -> None:

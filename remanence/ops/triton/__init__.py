@@ -1,1 +1,1 @@
-"""The kernels, and what launches them: the only room that imports Triton."""
+"""Triton kernels and their launches: the only package that imports Triton."""
