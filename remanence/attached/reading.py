@@ -87,7 +87,7 @@ def read_window(
     call.keep = keep
     call.text = Text(tokens, None, model.logits)
     if model.config.sinks:
-        # The position from which on a query meets the first tokens as if it stood there.
+        # Queries beyond this position see the first tokens as if they were at it.
         like, farthest = model.embed.weight[:1].float(), model._window + model.config.sinks - 1
         now, then = (
             model.family.rotations(model.base, like, at) for at in (place, place.clamp(max=farthest))

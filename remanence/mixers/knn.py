@@ -174,13 +174,13 @@ class Knn(Mixer):
             return torch.zeros(x.shape[:2], device=x.device)
         if write == "rare" and text is None:
             raise ValueError(
-                "knn.write: expected 'all' or 'random' without tokens, got 'rare', which goes by their frequency"
+                "knn.write: expected 'all' or 'random' without tokens, got 'rare', which needs their frequencies"
             )
-        # 'random' goes by positions alone.
+        # 'random' depends on positions alone.
         tokens = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device) if text is None else text.tokens
         rows, back = to_rows(tokens, ctx.offsets)
         position = ctx.position.unsqueeze(-1) + torch.arange(rows.shape[1], device=x.device)
-        # Not the row's index, which says nothing of its document: all rows draw alike.
+        # Not the row's index, which does not identify the document: all rows draw the same numbers.
         same = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
         read = Tokens(rows, position, None if text is None else text.log_unigrams, document=same)
         return from_rows(POLICIES[write](read), back).float()

@@ -92,7 +92,7 @@ class MAC(MemoryMixer):
     ) -> Tensor:
         """MAC's equations, for tokens of one segment: a whole one, a part of one, or the next token of a decoder.
 
-        The caller has the state, and gives what goes by it: `retrieve` what the memory knew when the segment began
+        The caller holds the state and passes functions of it: `retrieve` what the memory knew when the segment began
         (None: the memory is off), `attend` to the segment and to what was retrieved, `write` to the memory and answer.
         """
         h = None if retrieve is None else self.norm_retrieved(retrieve(x))  # (21)

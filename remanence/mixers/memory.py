@@ -150,7 +150,7 @@ class MemoryDecoder:
         self.fused = decode.fits(q, self.layer.head_dim) and self.layer.q_conv.weight is not None
         if mode == "on":
             self.running = decode.InPlaceMemory(state.memory, self.layer.net, self.layer.rule)
-        else:  # not written, so what it has to say is known
+        else:  # not written, so its weights do not change
             self.weights = tuple(weight.detach().contiguous() for weight in self.layer.current_weights(state))
 
     def current_weights(self) -> Weights:

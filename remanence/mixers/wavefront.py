@@ -155,7 +155,7 @@ def read(
 ) -> WavefrontOutput:
     """Whole segments ``[b t d]`` through all blocks, memory "on", from where a segment begins, and a chunk with it.
 
-    Where `begins` ``[b segments]`` says so a row begins anew, as it did before its first segment.
+    Where `begins` ``[b segments]`` is true, a row restarts from its initial state.
     """
     mixers: list[Any] = [block.mixer for block in blocks]
     segments = x.split(mixers[0].segment_length, 1)

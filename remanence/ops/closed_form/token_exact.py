@@ -120,7 +120,7 @@ class Prepared(NamedTuple):
     own: Tensor
     solver: Tensor  # T
     U: Tensor
-    known: Tensor  # becomes the errors D as the chunks are walked
+    known: Tensor  # overwritten by the errors D, chunk by chunk
     K: Tensor
 
 

@@ -219,7 +219,7 @@ def _kept_norm(plan: Plan, like: Tensor, acc: torch.dtype, train: bool) -> tuple
 def _sequential(
     name: str, plan: Plan, m: int, acc: torch.dtype, like: Tensor
 ) -> tuple[str, tuple[int, ...], tuple[Tensor, ...]]:
-    """The kernel that walks the chunks, its grid, and the buffers through which its programs exchange sums."""
+    """The kernel that scans the chunks, its grid, and the buffers through which its programs exchange sums."""
     if plan.streams:
         return f"{name}_stream", (m,), ()
     boxes = (
