@@ -325,6 +325,7 @@ class TestConfigs:
                 "model.memory.chunk": "8",
                 "steps": "5",
                 "checkpointing": "yes",
+                "data.path": "none",
                 "model.pattern": "mac,lmm",
             },
         )
@@ -334,7 +335,7 @@ class TestConfigs:
             5,
             True,
         )
-        assert changed.model.pattern == ("mac", "lmm")
+        assert changed.model.pattern == ("mac", "lmm") and changed.data.path is None
         assert TrainConfig.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
 
     @pytest.mark.parametrize(
