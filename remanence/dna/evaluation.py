@@ -15,7 +15,7 @@ from remanence.dna.alphabet import FIRST, DnaTokenizer, reverse_complement
 from remanence.dna.labelled import LAYOUTS, SPLITS, read_labelled
 from remanence.dna.task import asked, confusion, scores
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, share
 from remanence.inference.reader import traces
 from remanence.runtime.choices import check_choice
 from remanence.runtime.errors import DivergedError
@@ -43,7 +43,7 @@ class DnaSettings:
 
     def __post_init__(self) -> None:
         check_choice("split", self.split, SPLITS)
-        at_least(1, rows=self.rows, samples=self.samples)
+        check_minimum(1, rows=self.rows, samples=self.samples)
 
 
 class Dna(Task):
@@ -134,7 +134,7 @@ def label_scores(subject: Subject, sequences: Sequence[np.ndarray], labels: int)
         hidden = trace.hidden[inside.to(subject.device), (places[inside] - part.start).to(subject.device)]
         found = trace.hidden.new_zeros(len(rows), trace.hidden.shape[-1]) if found is None else found
         found[inside.to(subject.device)] = hidden
-        subject.passed(rows[:, part].numel())
+        subject.on_tokens(rows[:, part].numel())
         if bool(trace.state.diverged.any()):
             raise DivergedError("memory: expected finite numbers, got a memory that diverged in a sequence")
     logits = subject.model.logits(found)[:, FIRST : FIRST + labels]

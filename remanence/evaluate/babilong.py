@@ -14,7 +14,7 @@ from remanence.data.texts import Texts
 from remanence.evaluate import published
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, share
 from remanence.io.files import read_json
 from remanence.runtime.choices import check_choice
 from remanence.runtime.overrides import format_length
@@ -51,8 +51,8 @@ class BabilongSettings:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        at_least(0, lengths=self.lengths, shots=self.shots)
-        at_least(1, samples=self.samples, batch=self.batch)
+        check_minimum(0, lengths=self.lengths, shots=self.shots)
+        check_minimum(1, samples=self.samples, batch=self.batch)
         if self.published is not None:
             check_choice("published", self.published, published.FIGURE6)
         if self.tasks == ("all",):

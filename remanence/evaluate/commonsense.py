@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from remanence.data.texts import lines
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, share
 from remanence.runtime.choices import check_choice
 
 Entry = dict[str, Any]
@@ -190,7 +190,7 @@ class CommonsenseSettings:
     batch_size: int = 8
 
     def __post_init__(self) -> None:
-        at_least(1, samples=self.samples, batch_size=self.batch_size)
+        check_minimum(1, samples=self.samples, batch_size=self.batch_size)
         if not self.benchmarks:
             raise ValueError("benchmarks: expected at least one, got none")
         for name in self.benchmarks:

@@ -17,7 +17,7 @@ from remanence.config import ModelConfig, change
 from remanence.evaluate import published
 from remanence.evaluate.plots import Points, curves
 from remanence.evaluate.subject import LOGITS, Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity
+from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, perplexity
 from remanence.inference.reader import traces
 from remanence.model import Model, parameters
 from remanence.ops import RULES
@@ -40,7 +40,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "no_persistent": {"persistent": 0},
 }
 """Table 5's rows, as changes to the recipe's model."""
-OF_DEEP: dict[str, dict[str, Any]] = {"linear": {"depth": 1}, "no_forget": {"rule": "delta"}}
+DEEP_ABLATIONS: dict[str, dict[str, Any]] = {"linear": {"depth": 1}, "no_forget": {"rule": "delta"}}
 """The same of a memory of the net "deep"."""
 DEPTHS: dict[str, dict[str, Any]] = {str(depth): {"memory": {"depth": depth}} for depth in range(1, 5)}
 
@@ -65,8 +65,8 @@ class GridSettings:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(0, seeds=self.seeds)
-        at_least(1, lengths=self.lengths, batches=self.batches, steps=self.steps)
+        check_minimum(0, seeds=self.seeds)
+        check_minimum(1, lengths=self.lengths, batches=self.batches, steps=self.steps)
 
 
 class Grid(Task):
@@ -116,7 +116,7 @@ class Grid(Task):
     def _model(self, name: str) -> ModelConfig:
         """The recipe's model with a variant's changes and no other: not those that another net would bring along."""
         model, changes = self.recipe.model, self.changes[name]
-        own = OF_DEEP.get(name) if model.memory.net == "deep" else None
+        own = DEEP_ABLATIONS.get(name) if model.memory.net == "deep" else None
         memory = replace(model.memory, **(own or changes.get("memory", {})))
         return change(model, {**changes, "memory": memory})
 
@@ -163,7 +163,7 @@ class Grid(Task):
             tokens, steps = config.batch * config.data.length, [0]
 
             def log(line: Mapping[str, Any]) -> None:
-                self.subject.passed((line["step"] - steps[-1]) * tokens)
+                self.subject.on_tokens((line["step"] - steps[-1]) * tokens)
                 steps.append(line["step"])
 
             fit(None if begun else config, out, resume=begun, log=log)

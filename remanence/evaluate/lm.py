@@ -19,7 +19,7 @@ import torch
 from remanence.data.texts import Texts
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity
+from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, perplexity
 from remanence.model import State
 from remanence.runtime.overrides import format_length
 from remanence.tasks.markov import MOST, Mixture
@@ -55,9 +55,9 @@ class LmSettings:
     orders: tuple[int, ...] = (2, 4, 6, 8, 12)
 
     def __post_init__(self) -> None:
-        at_least(1, window=self.window, rows=self.rows, every=self.every)
-        at_least(2, max_tokens=self.max_tokens)
-        at_least(0, orders=self.orders)
+        check_minimum(1, window=self.window, rows=self.rows, every=self.every)
+        check_minimum(2, max_tokens=self.max_tokens)
+        check_minimum(0, orders=self.orders)
         if max(self.orders) > MOST:
             raise ValueError(f"orders: expected at most {MOST}, got {max(self.orders)}")
         if not self.views or set(self.views) - {"window", "stream", "markov"}:
@@ -155,7 +155,7 @@ class Lm(Task):
                 for own, costs in zip(sums, bits, strict=True):
                     own.add(torch.from_numpy(costs[first:] * log(2)))
                 first, left = 0, None if left is None else left - len(tokens)
-                self.subject.passed(len(tokens))
+                self.subject.on_tokens(len(tokens))
             if left is not None and left < 2:
                 break
         names = [*map(str, unit["orders"]), "mixture"]

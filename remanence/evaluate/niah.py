@@ -10,7 +10,7 @@ from pathlib import Path
 from remanence.data.texts import Texts
 from remanence.evaluate.plots import heat
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, share
 from remanence.runtime.choices import check_choice
 from remanence.tasks.draw import unit_rng
 from remanence.tasks.haystack import Haystack
@@ -42,9 +42,9 @@ class NiahSettings:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        at_least(1, lengths=self.lengths, samples=self.samples, batch=self.batch)
-        at_least(0, depths=self.depths)
-        at_least(5, choices=self.choices)
+        check_minimum(1, lengths=self.lengths, samples=self.samples, batch=self.batch)
+        check_minimum(0, depths=self.depths)
+        check_minimum(5, choices=self.choices)
         if max(self.depths) > 1:
             raise ValueError(f"depths: expected numbers from 0 to 1, got {max(self.depths)}")
         if not self.kinds:

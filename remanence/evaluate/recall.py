@@ -10,7 +10,7 @@ import numpy as np
 
 from remanence.evaluate.plots import curves
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, share
+from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, share
 from remanence.runtime.overrides import format_length
 from remanence.tasks.recall import held_out, score, vocabulary
 
@@ -37,7 +37,7 @@ class RecallSettings:
     texts: int = 32
 
     def __post_init__(self) -> None:
-        at_least(1, **vars(self))
+        check_minimum(1, **vars(self))
         for name, pairs in (("pairs", self.pairs), ("capacities", max(self.capacities))):
             if pairs > self.keys:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""An evaluation from its units to its rows. Every result is written at once, so that a killed evaluation goes on."""
+"""Runs evaluation tasks. Each result is written at once, so that an interrupted evaluation can resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,19 +41,19 @@ from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 
 MADE_BY = "remanence eval"
 ORIGIN = ("date", "commit", "hardware", "torch", "remanence")
-"""What may differ between units of one evaluation that was interrupted."""
+"""The fields of a row's origin. They may differ between units if an evaluation was interrupted and resumed."""
 
 
 class Journal:
-    """Results by what they depend on, a line of JSON each, beside the file of rows. Without a path, only in memory."""
+    """Results of finished units by their settings, one line of JSON each. Without a path, only in memory."""
 
-    def __init__(self, path: Path | None, owner: Any) -> None:
-        """`owner` is what was evaluated. A journal of something else is refused."""
+    def __init__(self, path: Path | None, owner: Setting) -> None:
+        """`owner` identifies the subject. The journal of another subject is an error."""
         self.path, self.known, self.origins = path, dict[str, Result](), dict[str, Setting]()
         if path is None:
             return
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        if len(lines) == 1:  # nothing, or half a first line, of a run that was killed
+        if len(lines) == 1:  # empty, or an incomplete first line after a kill
             path.write_bytes(b"")
             append_line(path, json.dumps({"owner": owner}))
             return
@@ -73,21 +72,21 @@ class Journal:
         return self.known.get(_key(unit))
 
     def keep(self, unit: Setting, result: Result, origin: Setting | None = None) -> None:
-        """`origin` is when, where and by what it was measured."""
+        """`origin` is the date, commit, hardware and versions of the measurement."""
         self.known[_key(unit)], self.origins[_key(unit)] = result, origin or {}
         if self.path is not None:
             entry = {"unit": unit, "result": result, "origin": origin or {}}
             append_line(self.path, json.dumps(sealed(json.loads(json.dumps(entry)))))
 
     def origin(self, units: Sequence[Setting]) -> Setting:
-        """Of all these units: what they have in common, and a list of what was where they differ; null is not known."""
+        """The origin of several units: fields that differ between them become lists; None means unknown."""
         found = [self.origins[_key(unit)] for unit in units]
         values = {name: list(dict.fromkeys(each.get(name) for each in found)) for name in ORIGIN}
         return {name: own[0] if len(own) == 1 else own for name, own in values.items()}
 
 
-def _line(line: bytes) -> Any:
-    """What a line says; None if it is half a line, or damaged: its unit is then measured again."""
+def _line(line: bytes) -> Setting | None:
+    """The content of a line; None if it is incomplete or damaged: its unit is then measured again."""
     try:
         found = json.loads(line)
         return unsealed("a line", found) if isinstance(found, dict) else None
@@ -100,8 +99,8 @@ def _key(unit: Setting) -> str:
 
 
 Show = Callable[[str, int, int], None]
-"""Called with what is measured, the tokens read so far, and about how many there are in all tasks and modes together.
-At first with what is known already.
+"""Called with the current task and mode, the number of tokens read so far, and the approximate total of all tasks and
+modes. Results in the journal count as read.
 """
 
 
@@ -113,7 +112,7 @@ def evaluate(
     journal: Path | None = None,
     show: Show = lambda *_: None,
 ) -> list[Row]:
-    """The rows of every task with the memory in every mode. What the journal has is not measured again."""
+    """Measure every task in every memory mode. Results in the journal are not measured again."""
     for mode in modes:
         check_choice("memory_mode", mode, MODES)
         if subject.network is not None:
@@ -134,59 +133,59 @@ def _evaluate(
         journal and journal.with_name(f"{journal.name.removesuffix('.units.jsonl')}.bookmark.mem")
     )
     rows, here = [], origin(subject)
-    amount = _Amount.of(tasks, modes, kept, show)
+    progress = _Progress.of(tasks, modes, kept, show)
     try:
         for task in tasks:
             for mode in modes:
                 subject.mode = mode
-                found, told = _measured(subject, task, mode, kept, amount, here)
+                found, told = _measured(subject, task, mode, kept, progress, here)
                 rows += [
                     replace(row, setting={"memory": mode, **row.setting}, origin=told)
                     for row in task.rows(found)
                 ]
     finally:
         subject.mode = "on"
-        subject.passed = lambda _: None
+        subject.on_tokens = lambda _: None
     subject.bookmark.remove()
     return rows
 
 
-def _depends(task: Task, mode: Mode, unit: Setting) -> Setting:
-    """What a unit's result depends on."""
+def _unit_identity(task: Task, mode: Mode, unit: Setting) -> Setting:
+    """All that a unit's result depends on."""
     return {"task": task.name, "memory": mode, **task.identity, **unit}
 
 
-class _Amount:
-    """How much of an evaluation is done, in tokens, over all its tasks and modes."""
+class _Progress:
+    """The progress of an evaluation in tokens, over all tasks and modes."""
 
     def __init__(self, show: Show, done: int, total: int) -> None:
         self.show, self.done, self.total = show, done, total
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], modes: Sequence[Mode], kept: Journal, show: Show) -> _Amount:
-        """What the journal has is done."""
+    def of(cls, tasks: Sequence[Task], modes: Sequence[Mode], kept: Journal, show: Show) -> _Progress:
+        """Results in the journal count as done."""
         done = total = 0
         for task in tasks:
             for unit in (unit for group in task.units() for unit in group):
-                known = sum(kept.find(_depends(task, mode, unit)) is not None for mode in modes)
+                known = sum(kept.find(_unit_identity(task, mode, unit)) is not None for mode in modes)
                 cost = task.cost(unit)
                 done, total = done + known * cost, total + len(modes) * cost
-        amount = cls(show, done, total)
-        amount.tell(f"{tasks[0].name}, memory {modes[0]}", 0, 0)
-        return amount
+        progress = cls(show, done, total)
+        progress.update(f"{tasks[0].name}, memory {modes[0]}", 0, 0)
+        return progress
 
-    def tell(self, name: str, inside: int, most: int) -> None:
-        """Show what is done and, of units of this cost, what has been read so far."""
-        self.show(name, self.done + min(inside, most), self.total)
+    def update(self, name: str, tokens: int, limit: int) -> None:
+        """Show the tokens of finished units, plus those of the current units, up to their estimated cost."""
+        self.show(name, self.done + min(tokens, limit), self.total)
 
 
 def _measured(
-    subject: Subject, task: Task, mode: Mode, kept: Journal, amount: _Amount, here: Setting
+    subject: Subject, task: Task, mode: Mode, kept: Journal, progress: _Progress, here: Setting
 ) -> tuple[list[tuple[Setting, Result]], Setting]:
-    """All units' results, and where they come from together."""
+    """The results of all units, and their common origin."""
 
     def depends(unit: Setting) -> Setting:
-        return _depends(task, mode, unit)
+        return _unit_identity(task, mode, unit)
 
     groups, name = task.units(), f"{task.name}, memory {mode}"
     batch = getattr(task.settings, "batch", 1)
@@ -196,52 +195,52 @@ def _measured(
             units = missing[start : start + batch]
             cost, inside = sum(task.cost(unit) for unit in units), 0
 
-            def passed(count: int, cost: int = cost) -> None:
+            def count_tokens(count: int, cost: int = cost) -> None:
                 nonlocal inside
                 inside += count
-                amount.tell(name, inside, cost)
+                progress.update(name, inside, cost)
 
-            subject.passed = passed
+            subject.on_tokens = count_tokens
             subject.bookmark.unit = _key({"units": [depends(unit) for unit in units]})
             for unit, result in zip(units, task.measure(units), strict=True):
                 kept.keep(depends(unit), result, here)
-            amount.done += cost
-            amount.tell(name, 0, 0)
+            progress.done += cost
+            progress.update(name, 0, 0)
     units = [unit for group in groups for unit in group]
     found = [(unit, kept.known[_key(depends(unit))]) for unit in units]
     return found, kept.origin([depends(unit) for unit in units])
 
 
-def describe(subject: Subject) -> Any:
-    """The identity of what is evaluated."""
+def describe(subject: Subject) -> Setting:
+    """The identity of the subject: its recipe, or the fingerprints of its model and tokenizer."""
     if subject.recipe is not None:
         return {"recipe": first_fields("train", subject.recipe.to_dict())}
     return {
-        "model": fingerprint(subject.network)._asdict(),
+        "model": fingerprint(subject.evaluated)._asdict(),
         "tokenizer_digest": _tokenizer_digest(subject.tokens),
     }
 
 
 def _tokenizer_digest(tokenizer: Tokenizer | None) -> str:
-    """The same weights read another text through another tokenizer. A model without one reads bytes."""
+    """A digest of the tokenizer, as results depend on it; "bytes" for a model without one."""
     if (identity := getattr(tokenizer, "identity", None)) is not None:
         return _digest(identity)
     return _digest([tokenizer.text, tokenizer.end_text]) if isinstance(tokenizer, JsonTokenizer) else "bytes"
 
 
-def provenance(subject: Subject) -> dict[str, Any]:
-    """Where numbers come from: model, code, machine, day. Rows measured earlier have an origin of their own."""
+def provenance(subject: Subject) -> Setting:
+    """The model, code, machine and date of a result. Rows measured earlier have their own origin."""
     return {
         **({"recipe": _digest(describe(subject))} if subject.recipe is not None else describe(subject)),
         "from": display_name(subject.source),
-        **_trained(subject),
+        **_training_facts(subject),
         "seed": subject.seed,
         **origin(subject),
     }
 
 
 def origin(subject: Subject) -> Setting:
-    """The origin of what is measured now."""
+    """The origin of a measurement made now."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(Path(remanence.__file__).parent.parent),
@@ -251,8 +250,8 @@ def origin(subject: Subject) -> Setting:
     }
 
 
-def _trained(subject: Subject) -> dict[str, Any]:
-    """What numbers have to agree in to be compared: the model's size, what it was trained on, its tokenizer."""
+def _training_facts(subject: Subject) -> Setting:
+    """The model's size, number of training tokens and tokenizer."""
     if subject.network is None:
         return {}
     tokens = subject.trained.get("tokens")
@@ -266,12 +265,12 @@ def _trained(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _digest(data: Any) -> str:
+def _digest(data: object) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def commit(root: Path) -> str | None:
-    """Of the checkout the package lies in, with a + if files have changed since; None if it lies in none."""
+    """The git commit of the package, with a + if files were changed; None outside of a checkout."""
     if not (root / ".git").exists():
         return None
     try:
@@ -296,7 +295,7 @@ def hardware(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """The processor's name where the system tells it, else its kind."""
+    """The processor's name if the system gives it, else its architecture."""
     try:
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         return next(
@@ -306,20 +305,17 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def write_rows(path: Path, rows: Sequence[Row], origin: dict[str, Any]) -> None:
-    """All rows as one JSON file, whole or not at all; each tells where it comes from, so that files can be joined.
-
-    JSON has no infinity: what is not finite is null.
-    """
+def write_rows(path: Path, rows: Sequence[Row], origin: Setting) -> None:
+    """Write all rows with their provenance to one JSON file, atomically. Values that are not finite become null."""
     plain = []
     for row in rows:
         told = asdict(row)
         own = told.pop("origin") or {}
         plain.append({**told, "provenance": {**origin, **own}})
-    write_json(path, sealed(_finite({"made_by": MADE_BY, "rows": plain})))
+    write_json(path, sealed({"made_by": MADE_BY, "rows": _finite(plain)}))
 
 
-def _finite(data: Any) -> Any:
+def _finite(data: object) -> object:
     if isinstance(data, dict):
         return {name: _finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):

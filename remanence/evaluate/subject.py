@@ -1,4 +1,4 @@
-"""What is evaluated: a model that reads, answers and scores texts, or a recipe for such models."""
+"""The subject of an evaluation: a model that reads texts, answers questions and scores options, or a recipe."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from remanence.attached.folder import load_model
 from remanence.config import Mode
 from remanence.evaluate.bookmark import Bookmark
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
+from remanence.inference.memfile import HasWeights
 from remanence.inference.reader import PIECE, piece_of, read, traces
 from remanence.io.files import read_json
 from remanence.io.migrations import accepts_old_names
 from remanence.io.shipped import resolve_model_path
-from remanence.model import Model, State
+from remanence.model import CausalModel, State
 from remanence.runtime.errors import DivergedError
 from remanence.tasks.answers import Answer, Likelihood
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer, pair_tokens
@@ -32,22 +33,30 @@ LOGITS = 1 << 23
 """The most logits that are computed at a time for losses."""
 
 
+class Evaluated(HasWeights, Protocol):
+    """What every evaluated model has: a `remanence.model.CausalModel` or the model of a vertical."""
+
+    def check_mode(self, mode: Mode) -> Mode: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
 @accepts_old_names("subject")
 @dataclass
 class Subject:
-    """A model with its tokenizer, or a recipe; its device, the seed of everything drawn, and a folder for files."""
+    """A model with its tokenizer, or a recipe; the device, the seed of all random numbers, and a folder for files."""
 
     device: torch.device
     seed: int = 0
     folder: Path | None = None
-    network: Any = None
+    network: Evaluated | None = None
     tokens: Tokenizer | None = None
     recipe: TrainConfig | None = None
     source: Path = field(default_factory=Path)
-    passed: Callable[[int], None] = lambda _: None
-    """Called with the number of tokens that were just read."""
+    on_tokens: Callable[[int], None] = lambda _: None
+    """Called with the number of tokens after each forward pass."""
     mode: Mode = "on"
-    """The memory mode of every call of a model."""
+    """The memory mode of all forward passes."""
     bookmark: Bookmark = field(default_factory=Bookmark)
 
     @classmethod
@@ -62,34 +71,38 @@ class Subject:
         return cls(device, network=model, tokens=tokenizer, source=source, **fields)  # type: ignore[arg-type]
 
     @property
-    def model(self) -> Model:
+    def evaluated(self) -> Evaluated:
         if self.network is None:
             raise ValueError(f"model: expected the folder of a model, got the recipe {self.source}")
-        if not isinstance(self.network, Model):
-            title = getattr(self.network, "title", type(self.network).__name__)
-            raise ValueError(f"model: expected one that reads tokens, got the {title} {self.source}")
         return self.network
 
     @property
+    def model(self) -> CausalModel:
+        if not isinstance(self.evaluated, CausalModel):
+            title = getattr(self.network, "title", type(self.network).__name__)
+            raise ValueError(f"model: expected a language model, got the {title} {self.source}")
+        return self.evaluated
+
+    @property
     def tokenizer(self) -> Tokenizer:
-        """The model's own, or bytes where its folder has none and its vocabulary has room for them."""
+        """The model's tokenizer, or bytes if its folder has none and its vocabulary is large enough."""
         if self.tokens is None:
             self.tokens = check_tokenizer(self.model, None)
         return self.tokens
 
     @property
     def trained(self) -> dict[str, Any]:
-        """What training wrote beside the model, if it did."""
+        """The facts that training wrote to the model's folder; empty if there are none."""
         path = self.source / TRAINED if self.source is not None else None
         return read_json(path) if path is not None and path.is_file() else {}
 
     def read(self, texts: Sequence[np.ndarray]) -> State:
-        """Read several texts as one batch, in pieces; the state has a row for each. An interrupted reading goes on."""
+        """Read several texts as one batch, in pieces; return the state of all rows. Resumes an interrupted reading."""
         digests = [hashlib.sha256(text.astype(np.int64).tobytes()).digest() for text in texts]
         digest = hashlib.sha256(b"".join(digests)).hexdigest()
         found = self.bookmark.find(self.model, digest)
         state, at = (found[0], found[1]["at"]) if found else (self.model.start(len(texts)), 0)
-        self.passed(at * len(texts))
+        self.on_tokens(at * len(texts))
         size = piece_of(self.model)
         for start in range(at, max(len(text) for text in texts), size):
             parts = [text[start : start + size].astype(np.int64) for text in texts]
@@ -100,7 +113,7 @@ class Subject:
             ragged = int(lengths.min()) < longest
             mask = (torch.arange(longest) < lengths[:, None]).to(self.device) if ragged else None
             state = read(self.model, tokens, state, mask=mask, memory_mode=self.mode).state
-            self.passed(sum(len(part) for part in parts))
+            self.on_tokens(sum(len(part) for part in parts))
             self.bookmark.keep(self.model, state, lambda at=start + size: {"at": at}, digest)  # type: ignore[misc]
         return state
 
@@ -111,16 +124,16 @@ class Subject:
         options: Sequence[Sequence[str]],
         max_tokens: int,
     ) -> list[Answer]:
-        """Read each text, then its prompt: the text generated next, and how likely each of its options is instead.
+        """Read each text and its prompt; return the generated answer and the likelihood of each option.
 
-        A memory that diverges has no answer: its text is empty, and every option is impossible.
+        If the memory diverges, the answer is empty and every option has probability 0.
         """
         state = self.read(texts)
         lost = state.diverged.tolist()
         finite = [row for row in range(len(texts)) if not lost[row]]
         said = {}
         if finite:
-            generated = self.echo([prompts[row] for row in finite], state.rows(finite), max_tokens)
+            generated = self.generate([prompts[row] for row in finite], state.rows(finite), max_tokens)
             said = dict(zip(finite, generated, strict=True))
         pairs = [
             (row, *pair_tokens(self.tokenizer, prompts[row], option))
@@ -128,7 +141,7 @@ class Subject:
             for option in options[row]
         ]
         likely: dict[int, list[Likelihood]] = {}
-        size = max(len(texts), *map(len, options))  # each has a state of its own, as each text has
+        size = max(len(texts), *map(len, options))  # each option has its own state
         for start in range(0, len(pairs), size):
             rows, befores, ends = zip(*pairs[start : start + size], strict=True)
             for row, each in zip(rows, self.likelihoods(befores, ends, state.rows(list(rows))), strict=True):
@@ -140,10 +153,10 @@ class Subject:
             for row, own in enumerate(options)
         ]
 
-    def echo(
+    def generate(
         self, prompts: Sequence[str], state: State | None, max_tokens: int, stop: tuple[str, ...] = ()
     ) -> list[str]:
-        """The most likely answer to each prompt after what its row of the state has read; "" if its memory diverges."""
+        """The greedy answer to each prompt, given its row of the state; "" if the memory diverges."""
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0, stop=stop)
         try:
             generation = Generation(
@@ -160,7 +173,7 @@ class Subject:
                 return [""]
             rows = [None if state is None else state.rows([row]) for row in range(len(prompts))]
             return [
-                self.echo([prompt], row, max_tokens, stop)[0]
+                self.generate([prompt], row, max_tokens, stop)[0]
                 for prompt, row in zip(prompts, rows, strict=True)
             ]
 
@@ -168,14 +181,14 @@ class Subject:
     def likeliest(self, tokens: Tensor, state: State | None = None) -> Tensor:
         """The likeliest token after each of tokens ``[b t]``, on the CPU."""
         logits, _ = self.model(tokens.to(self.device), state, memory_mode=self.mode)
-        self.passed(tokens.numel())
+        self.on_tokens(tokens.numel())
         return logits.argmax(-1).cpu()
 
     @torch.no_grad()
     def likelihoods(
         self, contexts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], state: State | None = None
     ) -> list[Likelihood]:
-        """How likely each end is after its context, which continues its row of the state. Lengths may differ."""
+        """The log-likelihood of each ending after its context, which continues its row of the state."""
         rows = [[*context, *end] for context, end in zip(contexts, ends, strict=True)]
         longest = max(len(row) for row in rows)
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
@@ -183,7 +196,7 @@ class Subject:
         mask = torch.arange(longest, device=self.device) < lengths[:, None]
         pieces = traces(self.model, tokens, state, mask=mask, memory_mode=self.mode)
         hidden = [trace.hidden for _, trace in pieces]
-        self.passed(int(lengths.sum()))
+        self.on_tokens(int(lengths.sum()))
         features, found = torch.cat(hidden, 1), []
         for row, (context, end) in enumerate(zip(contexts, ends, strict=True)):
             logits = self.model.logits(features[row, len(context) - 1 : len(context) + len(end)]).float()
@@ -199,7 +212,7 @@ class Subject:
 
     @torch.no_grad()
     def losses(self, rows: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Of tokens ``[b t+1]``, the negative log probability of each but the first ``[b t]``, in pieces."""
+        """The negative log-likelihood ``[b t]`` of all tokens ``[b t+1]`` but the first, computed in pieces."""
         rows = rows.to(self.device)
         state = self.model.start(len(rows)) if state is None else state
         found = []
@@ -212,7 +225,7 @@ class Subject:
                 logits = self.model.logits(hidden[at : at + step]).float()
                 parts.append(F.cross_entropy(logits, flat[at : at + step], reduction="none"))
             found.append(torch.cat(parts).view_as(targets))
-            self.passed(targets.numel())
+            self.on_tokens(targets.numel())
             if bool(state.diverged.any()):
                 problem = f"a memory that diverged before token {int(state.position[0]):,}"
                 raise DivergedError(f"memory: expected finite numbers, got {problem}")
@@ -221,7 +234,7 @@ class Subject:
     def stream_losses(
         self, lists: Iterable[Sequence[int]], state: State | None = None
     ) -> Iterator[tuple[Tensor, State]]:
-        """`losses` of one text given as lists of tokens, a piece at a time with its state carried: constant memory."""
+        """`losses` of one text given as lists of tokens, piece by piece with carried state, in constant memory."""
         held: list[int] = []
         for tokens in lists:
             held += tokens

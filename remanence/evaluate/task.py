@@ -1,4 +1,4 @@
-"""An experiment: its settings, its units of work, and rows of results. A new one is an entry of `TASKS`."""
+"""The base class of evaluation tasks: settings, units of work, and rows of results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from math import exp, inf, log, sqrt
 from pathlib import Path
 from sys import float_info
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, get_type_hints
 
 from remanence.runtime.choices import check_choice
 from remanence.runtime.overrides import parse_value
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from remanence.evaluate.subject import Subject
 
 Setting = dict[str, Any]
-"""What a unit or a row depends on, as plain data."""
+"""The settings of a unit or a row, as JSON data."""
 Result = dict[str, Any]
-"""A unit's result, as plain data: it is written to a file and read back when an evaluation goes on."""
+"""A unit's result, as JSON data: it is written to a file, from which an interrupted evaluation resumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number: what was measured, in which setting, and how certain it is."""
+    """One measured value with its setting, count and confidence interval."""
 
     task: str
     metric: str
@@ -33,53 +33,52 @@ class Row:
     count: int | None = None
     interval: tuple[float, float] | None = None
     deviation: float | None = None
-    """Of several trainings."""
+    """Standard deviation over training seeds."""
     detail: bool = False
-    """One of many, for a plot and the file: a table leaves it out."""
+    """Only for plots and the JSON file; tables omit it."""
     origin: Setting | None = field(default=None, compare=False)
-    """When, where and by what it was measured."""
+    """Date, commit, hardware and versions of the measurement."""
 
 
 class Task(ABC):
-    """One experiment on one subject.
+    """One evaluation of one subject.
 
-    A subclass has its settings, a dataclass named `Settings`, and prepares its data when it is made: data that is
-    missing or too short is an error before anything is measured. It lists its units, measures some, and makes rows of
-    all.
+    A subclass has a dataclass `Settings` and loads its data in the constructor, so that missing data is an error before
+    anything is measured. `units` lists the units of work, `measure` measures some of them, `rows` summarises all.
     """
 
     name: ClassVar[str]
     Settings: ClassVar[type[Any]]
     needs: ClassVar[str] = "model"
-    """What is evaluated: "model", a folder, or "recipe", from which models are trained."""
+    """"model" for a trained model, or "recipe" for a task that trains models from a recipe."""
 
     def __init__(self, subject: Subject, settings: Any) -> None:
         self.subject, self.settings = subject, settings
-        each_once({f"{self.name}.{each.name}": getattr(settings, each.name) for each in fields(settings)})
+        check_unique({f"{self.name}.{each.name}": getattr(settings, each.name) for each in fields(settings)})
 
     @property
     def identity(self) -> Setting:
-        """What every unit depends on beside its own setting."""
+        """Settings that all units share. A result is reused only if they are equal."""
         return {"seed": self.subject.seed}
 
     @abstractmethod
     def units(self) -> list[list[Setting]]:
-        """All units, in groups; units of one group can be measured side by side."""
+        """All units, in groups; the units of a group can be measured as one batch."""
 
     def cost(self, unit: Setting) -> int:
-        """About how many tokens a unit reads."""
+        """The approximate number of tokens that a unit reads."""
         return 1
 
     @abstractmethod
     def measure(self, units: list[Setting]) -> list[Result]:
-        """The results of some units of one group."""
+        """The results of these units, which belong to one group."""
 
     @abstractmethod
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
-        """The rows of all units together."""
+        """The rows of the results of all units."""
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
-        """Pictures of the rows of every memory mode, in files whose names begin with `stem`."""
+        """Plot the rows of all memory modes to files whose names start with `stem`."""
         return []
 
     def row(self, metric: str, value: float, setting: Setting | None = None, **facts: Any) -> Row:
@@ -88,55 +87,64 @@ class Task(ABC):
         )
 
 
-def share(right: float, count: int) -> dict[str, Any]:
-    """A row's value, count and interval for so many right answers (parts of one count in part)."""
-    return {"value": right / count, "count": count, "interval": wilson(right, count)}
+class Share(TypedDict):
+    """The fields of a row whose value is an accuracy."""
+
+    value: float
+    count: int
+    interval: tuple[float, float]
+
+
+def share(correct: float, count: int) -> Share:
+    """The accuracy and its confidence interval. `correct` may be fractional, for partly correct answers."""
+    return {"value": correct / count, "count": count, "interval": wilson(correct, count)}
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss; infinite where a number cannot hold it."""
+    """The perplexity of a mean loss; infinite if it exceeds the largest float."""
     return exp(loss) if loss < log(float_info.max) else inf
 
 
-def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % interval of a share, by Wilson's score: inside 0 and 1, and not empty when all answers are right."""
-    if count < 1 or not 0 <= right <= count:
+def wilson(correct: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """The 95 % confidence interval of an accuracy (Wilson score interval)."""
+    if count < 1 or not 0 <= correct <= count:
         raise ValueError(
-            f"right: expected from 0 to count={count} right answers of at least one, got {right}"
+            f"correct: expected 0 to count={count} correct answers, with a count of at least 1, got {correct}"
         )
-    p, shrink = right / count, 1 + z * z / count
+    p, shrink = correct / count, 1 + z * z / count
     middle = (p + z * z / (2 * count)) / shrink
     half = z / shrink * sqrt(p * (1 - p) / count + z * z / (4 * count * count))
-    return 0.0 if right == 0 else middle - half, 1.0 if right == count else middle + half
+    return 0.0 if correct == 0 else middle - half, 1.0 if correct == count else middle + half
 
 
 def configured(task: type[Task], changes: Mapping[str, str]) -> Any:
-    """A task's settings with some changed, given as text: ``{"lengths": "1K,64K", "samples": "20"}``."""
+    """A task's settings with values from the command line: ``{"lengths": "1K,64K", "samples": "20"}``."""
     hints = get_type_hints(task.Settings)
     given = {}
     for name, text in changes.items():
         check_choice(f"{task.name}.{name}: setting", name, [each.name for each in fields(task.Settings)])
         given[name] = parse_value(hints[name], text, f"{task.name}.{name}")
     try:
-        each_once(given)
+        check_unique(given)
         return task.Settings(**given)
     except ValueError as error:
         raise ValueError(f"{task.name}.{error}") from None
 
 
-def at_least(least: float, **values: Any) -> None:
-    """Refuse settings that are smaller than they can be; of several numbers, every one."""
+def check_minimum(least: float, **values: float | tuple[float, ...] | None) -> None:
+    """Raise an error for values below `least`; of a tuple, every value is checked."""
     for name, value in values.items():
         for each in value if isinstance(value, tuple) else (value,):
-            if each is not None and not each >= least:  # nor is it nan
+            if each is not None and not each >= least:  # true of NaN, too
                 raise ValueError(f"{name}: expected at least {least:g}, got {each}")
         if value == ():
             raise ValueError(f"{name}: expected at least one, got none")
 
 
-def each_once(settings: Mapping[str, Any]) -> None:
-    """Refuse values that are given twice: they would count as two samples."""
+def check_unique(settings: Mapping[str, object]) -> None:
+    """Raise an error for a value that is given twice: it would count as two samples."""
     for name, values in settings.items():
-        for index, value in enumerate(values if isinstance(values, tuple) else ()):
-            if value in values[:index]:
+        given = values if isinstance(values, tuple) else ()
+        for value in given:
+            if given.count(value) > 1:
                 raise ValueError(f"{name}: expected each value once, got {value} twice")

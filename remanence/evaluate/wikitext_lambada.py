@@ -13,7 +13,7 @@ import torch
 from remanence.data.streams import PREFIX
 from remanence.data.texts import Texts, decoded, lines
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least, perplexity, share
+from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, perplexity, share
 from remanence.tokenizers.tokens import pair_tokens
 
 
@@ -31,7 +31,7 @@ class WikitextSettings:
     pages: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, window=self.window, pages=self.pages)
+        check_minimum(1, window=self.window, pages=self.pages)
 
 
 class Wikitext(Task):
@@ -164,7 +164,7 @@ class LambadaSettings:
     batch: int = 8
 
     def __post_init__(self) -> None:
-        at_least(1, samples=self.samples, batch=self.batch)
+        check_minimum(1, samples=self.samples, batch=self.batch)
 
 
 class Lambada(Task):

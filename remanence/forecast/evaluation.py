@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from remanence.evaluate.subject import Subject
-from remanence.evaluate.task import Result, Row, Setting, Task, at_least
+from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum
 from remanence.forecast.network import Network
 from remanence.forecast.online import SHIFTS, roll
 from remanence.forecast.plots import forecasts, series
@@ -47,8 +47,8 @@ class ForecastSettings:
     windows: int = 256
 
     def __post_init__(self) -> None:
-        at_least(1, phases=self.phases, windows=self.windows)
-        at_least(0, warm=self.warm, examples=self.examples)
+        check_minimum(1, phases=self.phases, windows=self.windows)
+        check_minimum(0, warm=self.warm, examples=self.examples)
         for shift in self.shifts:
             check_choice("shifts", shift, SHIFTS)
         if self.split is not None:

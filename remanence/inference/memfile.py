@@ -13,10 +13,10 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from remanence.config import ModelConfig
 from remanence.io.files import canonical
@@ -64,7 +64,15 @@ class Fingerprint(NamedTuple):
     weights: str
 
 
-def fingerprint(model: CausalModel) -> Fingerprint:
+class HasWeights(Protocol):
+    """A model whose configuration and parameters are saved to files."""
+
+    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def current_config(self) -> Any: ...
+
+
+def fingerprint(model: HasWeights) -> Fingerprint:
     weights = hashlib.sha256()
     for name, parameter in sorted(
         (first_name(name), parameter) for name, parameter in model.saved_parameters()
@@ -245,7 +253,7 @@ def _large(header: dict[str, str], entries: Mapping[str, Entry]) -> dict[str, st
     return large if named_well and all(name in entries for name in large) else None
 
 
-def _config(model: CausalModel) -> dict[str, Any]:
+def _config(model: HasWeights) -> dict[str, Any]:
     return model.current_config().to_dict()
 
 

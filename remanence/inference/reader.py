@@ -6,7 +6,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -35,6 +35,20 @@ PATIENCE = 2
 
 def piece_of(model: CausalModel) -> int:
     return max(PIECE, LARGE) if model.embed.weight.device.type == "cuda" else PIECE
+
+
+def token_pieces(lists: Iterable[Sequence[int]], size: int, position: int = 0) -> Iterator[list[int]]:
+    """The tokens of a document, which come in lists of any lengths, in pieces of `size` tokens. They are cut where the
+    document's position, at first `position`, is a multiple of `size`; the last piece is what is left.
+    """
+    pending: list[int] = []
+    for tokens in lists:
+        pending += tokens
+        while len(pending) >= (count := size - position % size):
+            yield pending[:count]
+            pending, position = pending[count:], position + count
+    if pending:
+        yield pending
 
 
 def traces(

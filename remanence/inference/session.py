@@ -12,7 +12,7 @@ from remanence.attached.folder import load_model
 from remanence.config import Mode
 from remanence.inference import memfile
 from remanence.inference.generate import WRITES, Generation, Sampling, SamplingFields, Write, check_tokenizer
-from remanence.inference.reader import Read, piece_of, read
+from remanence.inference.reader import Read, piece_of, read, token_pieces
 from remanence.model import CausalModel, State
 from remanence.runtime.errors import DivergedError
 from remanence.runtime.keywords import show_fields
@@ -112,17 +112,9 @@ class Session:
         tokens.
         """
         self._check_idle("read")
-        held: list[int] = []
-        size = piece_of(self.model)
-        for tokens in self.tokenizer.stream(_pieces(source)):
-            passed = min(skip, len(tokens))
-            skip -= passed
-            held += tokens[passed:]
-            while len(held) >= (room := size - self.tokens % size):
-                yield self._read(held[:room])
-                held = held[room:]
-        if held:
-            yield self._read(held)
+        lists = _without_first(self.tokenizer.stream(_pieces(source)), skip)
+        for tokens in token_pieces(lists, piece_of(self.model), self.tokens):
+            yield self._read(tokens)
 
     def _read(self, tokens: list[int]) -> Read:
         self._check_idle("read")
@@ -210,6 +202,14 @@ class Session:
         other = Session(self.model, self.tokenizer, write=self.write, memory_mode=self.memory_mode)
         other.state = self.state
         return other
+
+
+def _without_first(lists: Iterable[list[int]], skip: int) -> Iterator[list[int]]:
+    """Lists of tokens without the first `skip` tokens of all."""
+    for tokens in lists:
+        skipped = min(skip, len(tokens))
+        skip -= skipped
+        yield tokens[skipped:]
 
 
 def _pieces(source: Source) -> Iterable[str | bytes]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ from remanence.model import State
 from remanence.ops import clamped
 from remanence.runtime.errors import DivergedError, OtherConfigError
 from remanence.runtime.overrides import differences
-from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
+from remanence.tokenizers.tokens import load_tokenizer
 from remanence.train import checkpoint, engine
 from remanence.train.carry import carry_in, carry_out
 from remanence.train.checkpoint import Progress
@@ -40,6 +40,7 @@ from remanence.train.initial_state import make_initial_state
 from remanence.train.language import make_task, resolve_start
 from remanence.train.metrics import Line, Metrics, check_trackers
 from remanence.train.plots import plot
+from remanence.train.run_folder import check_free, check_tokenizer, emptied_on_failure
 from remanence.train.signals import received_signals
 from remanence.train.sources import (
     SOURCES,
@@ -50,9 +51,6 @@ from remanence.train.sources import (
     tokenizer_of,
 )
 from remanence.train.validation import Validation
-
-PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
-"""A text on which two tokenizers that differ will probably differ."""
 
 Log = Callable[[Line], None]
 
@@ -107,11 +105,11 @@ class Run:
         with ExitStack() as resources:
             world = resources.enter_context(joined(config.device))
             if not resume:
-                world.run_on_rank0(lambda: _check_free(out))
+                world.run_on_rank0(lambda: check_free(out))
             world.run_on_rank0(lambda: resources.enter_context(locked(out, "a training run")))
             if not resume:  # another may have begun and ended just now
-                world.run_on_rank0(lambda: _check_free(out))
-                resources.enter_context(_emptied_on_failure(out, world))
+                world.run_on_rank0(lambda: check_free(out))
+                resources.enter_context(emptied_on_failure(out, world))
             world.run_on_rank0(lambda: remove_leftovers(out))
             run = cls(config, out, world, resume, source)
             if world.device.type == "cuda" and run.task.prefetch:
@@ -132,7 +130,7 @@ class Run:
         self.task, self.initial_state = make_task(config, world, source), make_initial_state(config, world)
         self.source = self.task.source
         if source is None and not resume:
-            _check_tokenizer(config.init_from, tokenizer_of(self.source))
+            check_tokenizer(config.init_from, tokenizer_of(self.source))
         self.prefetcher: Prefetcher | None = None
         if config.graph and world.device.type != "cuda":
             kind = world.device.type
@@ -369,45 +367,6 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
 def _absolute(path: str | None) -> str | None:
     """A run may be taken up from another working directory."""
     return path if path is None or path.startswith(PREFIX) else str(Path(path).resolve())
-
-
-@contextmanager
-def _emptied_on_failure(out: Path, world: World) -> Iterator[None]:
-    """A run that could not begin leaves nothing in its folder: it can be tried again. Once it has, all stays."""
-    try:
-        yield
-    except BaseException:
-        if world.first and not (out / "metrics.jsonl").exists():
-            for path in out.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise
-
-
-def _check_free(out: Path) -> None:
-    if out.is_dir():
-        remove_leftovers(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(
-            f"out: expected a new or empty folder, got {out}; --resume goes on with a run that is there"
-        )
-
-
-def _check_tokenizer(init_from: str | None, tokenizer: Tokenizer | None) -> None:
-    """A model that is trained further must be given the tokens it knows."""
-    if init_from is None or tokenizer is None or not (Path(init_from) / "tokenizer.json").is_file():
-        return  # a new model, or trained on made-up symbols
-    own = load_tokenizer(init_from)
-    if own.vocabulary != tokenizer.vocabulary or _probed(own) != _probed(tokenizer):
-        hint = "prepare it with that tokenizer"
-        raise ValueError(f"init_from: expected data with the tokens of {init_from}, got other ones; {hint}")
-
-
-def _probed(tokenizer: Tokenizer) -> object:
-    """The probe's tokens, or why a tokenizer refuses it: one of bases has no token for a whale."""
-    try:
-        return tokenizer.encode(PROBE)
-    except ValueError as error:
-        return str(error)
 
 
 def _plain(config: TrainConfig) -> dict[str, Any]:

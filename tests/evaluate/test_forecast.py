@@ -118,7 +118,7 @@ def test_the_commands_from_a_csv_to_plots(home, command, tmp_path):
         ),
         (
             ["eval", "run", "lm", "--data=s.csv"],
-            "model: expected one that reads tokens, got the forecasting network",
+            "model: expected a language model, got the forecasting network",
         ),
         (
             ["eval", "remanence-small", "forecast", "--forecast.data=s.csv"],

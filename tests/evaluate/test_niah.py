@@ -217,7 +217,7 @@ def test_what_a_model_says_after_a_value_is_looked_at(home):
     """`Likelihood.after` is the token that greedy generation gives next."""
     subject = niah(home, data=str(home / "hay.txt")).subject
     prompt = subject.tokenizer.encode("The number is")
-    says = subject.echo(["The number is"], None, 4)[0]
+    says = subject.generate(["The number is"], None, 4)[0]
     (found,) = subject.likelihoods([prompt], [subject.tokenizer.encode(says[:3])])
     assert found.greedy and found.after == says[3:4]
 

@@ -22,7 +22,7 @@ from evaluations import measured, saved
 from models import model
 from rich.table import Table
 
-from remanence import Model, cli
+from remanence import Model, attach, cli
 from remanence.cli.evaluate import table
 from remanence.evaluate import TASKS, Subject, bookmark, provenance, subject
 from remanence.evaluate import run as run_module
@@ -331,7 +331,7 @@ def test_wilsons_interval_by_hand():
     assert wilson(0, 5)[0] == 0.0 and 0.43 < wilson(0, 5)[1] < 0.44
     assert wilson(5, 5)[1] == 1.0
     assert share(3, 4)["value"] == 0.75
-    with pytest.raises(ValueError, match="right"):
+    with pytest.raises(ValueError, match="correct"):
         wilson(3, 2)
 
 
@@ -452,7 +452,7 @@ def test_a_bookmark_of_another_text_is_not_taken_up(home, monkeypatch):
     read = Subject.load(home / "m", torch.device("cpu"))
     read.bookmark = bookmark.Bookmark(home / "b.mem")
     seen = []
-    read.passed = seen.append
+    read.on_tokens = seen.append
     read.read([one])
     read.read([one])
     assert seen[2] > 0, "the same text is not read again"
@@ -503,3 +503,20 @@ class TestQuickLook:
         found, said = asked("lm", "niah", "--batch=2", "--window=64")
         assert (found["niah"].batch, found["niah"].samples) == (2, 1)
         assert (found["lm"].window, found["lm"].max_tokens) == (64, 32 * 1024)
+
+
+def test_a_pretrained_model_with_a_memory_is_evaluated(tmp_path):
+    """Tasks need a `CausalModel`. An attached model is one, and not a `Model`."""
+    transformers = pytest.importorskip("transformers")
+    from remanence.tokenizers.tokens import ByteTokenizer
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=257, max_position_embeddings=512, **shape)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    ByteTokenizer().save(tmp_path / "base")
+    attach(str(tmp_path / "base"), every=1, head_dim=16).save_pretrained(tmp_path / "attached")
+    (tmp_path / "text.txt").write_text("a few words of text " * 20)
+    subject = Subject.load(tmp_path / "attached", torch.device("cpu"))
+    settings = configured(TASKS["lm"], {"data": str(tmp_path / "text.txt"), "views": "stream"})
+    rows = run_module.evaluate(subject, [TASKS["lm"](subject, settings)], ("on", "off"))
+    assert {row.setting["memory"] for row in rows} == {"on", "off"}

@@ -325,7 +325,6 @@ class TestConfigs:
                 "model.memory.chunk": "8",
                 "steps": "5",
                 "checkpointing": "yes",
-                "data.path": "none",
                 "model.pattern": "mac,lmm",
             },
         )
@@ -335,7 +334,7 @@ class TestConfigs:
             5,
             True,
         )
-        assert changed.model.pattern == ("mac", "lmm") and changed.data.path is None
+        assert changed.model.pattern == ("mac", "lmm")
         assert TrainConfig.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
 
     @pytest.mark.parametrize(
