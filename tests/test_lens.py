@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import re
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -16,8 +17,19 @@ from models import MEMORIES, model
 
 from remanence import Session, cli
 from remanence.cli.sessions import Lens
-from remanence.lens import SIGNALS, Look, Page, look, matches, norms, stride, unpack
-from remanence.lens.look import Past, watched
+from remanence.lens import (
+    SIGNALS,
+    Page,
+    Recording,
+    memory_layers,
+    nearest_values,
+    piece_length,
+    record,
+    unpack,
+    weight_norms,
+)
+from remanence.lens.recording import ValueHistory
+from remanence.memory.observation import observing_memories
 from remanence.testing import assert_close
 from remanence.tokenizers.tokens import read_tokenizer
 
@@ -29,7 +41,7 @@ ODD = (
 
 
 def plainly(answers, values, reach, kept):
-    """`matches`, one answer after the other."""
+    """`nearest_values`, one answer after the other."""
     found = []
     first = values.shape[1] - answers.shape[1]
     for head in range(answers.shape[0]):
@@ -51,16 +63,16 @@ def plainly(answers, values, reach, kept):
 def test_matches_are_those_of_a_plain_search(before, count, reach):
     values = torch.nn.functional.normalize(torch.randn(2, before + count, 8, dtype=torch.float64), dim=-1)
     answers = torch.nn.functional.normalize(torch.randn(2, count, 8, dtype=torch.float64), dim=-1)
-    distance, cosine = matches(answers, values, reach)
+    distance, cosine = nearest_values(answers, values, reach)
     expected = plainly(answers, values, reach, 3)
     assert_close(cosine, expected[..., 0], 1e-12)
     assert torch.equal(distance.double(), expected[..., 1])
 
 
 def test_the_past_does_not_grow():
-    past = Past(2, 4, 10, torch.zeros(1))
+    past = ValueHistory(2, 4, 10, torch.zeros(1))
     for _ in range(5):
-        past.compare(torch.randn(7, 2, 4), torch.randn(7, 2, 4))
+        past.match(torch.randn(7, 2, 4), torch.randn(7, 2, 4))
         assert past.values.shape[1] <= 10
 
 
@@ -73,15 +85,14 @@ def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
     """
     subject = model(variant, vocab_size=257)
     session = Session(subject)
-    seen = list(look(session, [TEXT[:50].encode(), TEXT[50:]], step=12, reach=40))
+    seen = list(record(session, [TEXT[:50].encode(), TEXT[50:]], step=12, reach=40))
     tokens = torch.tensor([list(TEXT.encode())])
-    shown = {index: [] for index in watched(subject)}
-    for index, layer in watched(subject).items():
-        layer.watch = lambda values, answers, index=index: shown[index].append((values, answers))
-    with torch.no_grad():
+    layers = memory_layers(subject)
+    shown = {index: [] for index in layers}
+    numbers = {layer: index for index, layer in layers.items()}
+    observer = lambda layer, values, predictions: shown[numbers[layer]].append((values, predictions))
+    with torch.no_grad(), observing_memories(observer):
         whole = subject.trace(tokens)
-    for layer in watched(subject).values():
-        layer.watch = None
     signals = torch.cat([part.signals for part in seen])
     assert signals.shape == (len(TEXT), len(shown), len(SIGNALS))
     for place, index in enumerate(shown):
@@ -110,15 +121,25 @@ def test_what_is_seen_in_pieces_is_what_the_model_does(variant):
         values, answers = (torch.nn.functional.normalize(x, dim=-1) for x in (values, answers))
         expected = plainly(answers, values, 40, 3)
         assert_close(torch.cat([part.cosine for part in seen])[:, place].double(), expected[..., 0], 1e-4)
-    assert_close(seen[-1].norm.double(), norms(watched(subject), whole.state).double(), 1e-5)
-    assert [part.passed for part in seen] == [*range(12, len(TEXT), 12), len(TEXT)]
-    assert all(layer.watch is None for layer in watched(subject).values())
+    assert_close(seen[-1].norm.double(), weight_norms(layers, whole.state).double(), 1e-5)
+    assert [part.tokens_read for part in seen] == [*range(12, len(TEXT), 12), len(TEXT)]
+
+
+def test_an_observer_sees_no_call_of_another_thread():
+    subject, calls = model("lmm", vocab_size=257), []
+    with observing_memories(lambda *call: calls.append(call)):
+        thread = Thread(target=lambda: Session(subject).read(TEXT))
+        thread.start()
+        thread.join()
+        assert not calls
+        Session(subject).read(TEXT)
+        assert calls
 
 
 def test_the_stride_is_of_whole_chunks_and_gives_enough_norms():
     subject = model("lmm")
     for tokens in (1, 100, 5_000, 100_000, 10**9):
-        step = stride(subject, tokens)
+        step = piece_length(subject, tokens)
         assert step % 4 == 0 and 4 <= step <= 2048
         assert step == 2048 or tokens / step <= 256
 
@@ -152,7 +173,7 @@ def test_the_page_holds_the_models_own_numbers(run, home, tmp_path):
     assert "".join(page.tokens) == TEXT * 10 and len(page.tokens) == count
     assert page.about["layers"] == ["layer 1 mag", "layer 2 lmm"]
     session = Session(home / "m")
-    seen = list(look(session, [TEXT * 10], stride(session.model, count)))
+    seen = list(record(session, [TEXT * 10], piece_length(session.model, count)))
     np.testing.assert_array_equal(page.signals, torch.cat([part.signals for part in seen]).numpy())
     np.testing.assert_array_equal(page.keep, torch.cat([part.keep for part in seen]).numpy())
     np.testing.assert_allclose(-np.expm1(page.keep).mean(-1), page.signals[..., 3], rtol=1e-4)
@@ -207,7 +228,7 @@ def test_tokens_of_a_tokenizer_and_half_precision(tmp_path):
     session = Session(model("mac", torch.bfloat16, vocab_size=300, memory={"net": "titans"}), tokenizer)
     with open(tmp_path / "p.html", "w", encoding="utf-8", newline="\n") as file:
         page = Page(file, tokenizer, "t")
-        for seen in look(session, [ODD], 16):
+        for seen in record(session, [ODD], 16):
             page.add(seen)
         page.finish("facts", ["layer 1", "layer 2"], [1.0, 1.0], 8, 4)
     found = unpack(tmp_path / "p.html")
@@ -221,7 +242,7 @@ def test_reading_begins_from_a_memory(run, tmp_path):
     session.save(tmp_path / "s.mem")
     run("m", "--text", "t.txt", "--out", tmp_path / "after.html", "--memory-file", tmp_path / "s.mem")
     page = unpack(tmp_path / "after.html")
-    seen = next(iter(look(session, [TEXT * 10], stride(session.model, len(TEXT) * 10))))
+    seen = next(iter(record(session, [TEXT * 10], piece_length(session.model, len(TEXT) * 10))))
     np.testing.assert_array_equal(page.signals[: len(seen.tokens)], seen.signals.numpy())
     assert f"after {len(TEXT) * 5:,}" in page.about["facts"]
 
@@ -230,16 +251,16 @@ def test_reading_begins_from_a_memory(run, tmp_path):
     ("arguments", "message"),
     [
         (["none", "--text", "t.txt"], "expected one with a neural memory, got the blocks window"),
-        (["m", "--text", "empty.txt"], "--text: expected a text, got empty.txt, which is empty"),
+        (["m", "--text", "empty.txt"], "--text: expected a non-empty file, got empty.txt, which is empty"),
         (["m", "--text", "missing.txt"], "--text: missing.txt: no such file"),
-        (["m", "--text", "t.txt.xz"], "--text: expected a plain text, got one packed as xz; unpack it first"),
+        (["m", "--text", "t.txt.xz"], "--text: expected plain text, got a xz file; decompress it first"),
         (
             ["m", "--text", "t.txt.gz"],
-            "--text: expected a plain text, got one packed as gzip; unpack it first",
+            "--text: expected plain text, got a gzip file; decompress it first",
         ),
         (
             ["m", "--text", "t.txt.bz2"],
-            "--text: expected a plain text, got one packed as bzip2; unpack it first",
+            "--text: expected plain text, got a bzip2 file; decompress it first",
         ),
         (["m", "--text", "t.txt", "--out", "t.txt"], "--out: expected another file than --text"),
         (["m", "--text", "t.txt", "--out", "t.txt/p.html"], "--out: expected a folder that can be made"),
@@ -261,7 +282,7 @@ def test_a_failure_on_the_way_leaves_the_old_page(run, tmp_path, monkeypatch):
         yield from ()
         raise OSError("disk full")
 
-    monkeypatch.setattr("remanence.lens.look", fails)
+    monkeypatch.setattr("remanence.lens.record", fails)
     assert "disk full" in run("m", "--text", "t.txt", "--out", tmp_path / "p.html", code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["p.html"] and (
         tmp_path / "p.html"
@@ -339,7 +360,7 @@ def test_a_head_that_keeps_everything_forgets_nothing(tmp_path):
     nothing = torch.zeros(count, 3, 2, 3)
     with open(tmp_path / "p.html", "w", encoding="utf-8", newline="\n") as file:
         page = Page(file, tokenizer, "t")
-        page.add(Look(list(b"a" * count), signals, keep, nothing, nothing, torch.ones(3), count))
+        page.add(Recording(list(b"a" * count), signals, keep, nothing, nothing, torch.ones(3), count))
         page.finish("facts", ["one", "two", "three"], [1.0] * 3, 8, 4)
     with Browser() as browser:
         browser.open(tmp_path / "p.html")

@@ -61,7 +61,7 @@ class Read:
 
     def _run(self) -> None:
         from remanence.inference import memfile
-        from remanence.lens.look import surprise_unit
+        from remanence.lens.recording import describe_surprise
 
         save = self.save
         if not self.files:
@@ -91,7 +91,7 @@ class Read:
         except KeyboardInterrupt:  # all has been read: it is not lost
             memfile.save(save, session.model, session.state, notes)
             raise
-        unit = surprise_unit(session.model)
+        unit = describe_surprise(session.model)
         mean = f", mean surprise {surprise:.4f} ({unit})" if surprise is not None else ""
         counts = f"{session.tokens - before:,} tokens read, {session.tokens:,} in all{mean}"
         echo(f"{save}: {counts}, {save.stat().st_size:,} bytes")
@@ -245,7 +245,14 @@ class Lens:
         """Write the page while the text is read."""
         from remanence.inference import memfile
         from remanence.io.files import display_name, replacing
-        from remanence.lens import Page, look, norms, page_bytes, stride, watched
+        from remanence.lens import (
+            Page,
+            estimate_page_bytes,
+            memory_layers,
+            piece_length,
+            record,
+            weight_norms,
+        )
 
         text, out = self.text, self.out
         check_text("--text", text)
@@ -259,13 +266,13 @@ class Lens:
         make_folder("--out", out)
         model, before, source = session.model, session.tokens, ByteStream([text])
         only = [number - 1 for number in self.layers]
-        shown_layers = watched(model, only)
+        shown_layers = memory_layers(model, only)
         several = len(set(model.config.pattern)) > 1
         names = [f"layer {index + 1}" + f" {model.config.blocks[index]}" * several for index in shown_layers]
-        start = norms(shown_layers, session.state).tolist()
+        start = weight_norms(shown_layers, session.state).tolist()
         most = self.tokens or None
         size = source.size if most is None else min(source.size, most)
-        echo(f"{out}: about {page_bytes(list(shown_layers.values()), size) / 1e6:,.1f} MB")
+        echo(f"{out}: about {estimate_page_bytes(list(shown_layers.values()), size) / 1e6:,.1f} MB")
         with (
             replacing(out) as temporary,
             open(temporary, "w", encoding="utf-8", newline="\n") as file,
@@ -273,7 +280,7 @@ class Lens:
         ):
             bar = progress.add("reading", size)
             page = Page(file, session.tokenizer, f"{text.name} as {display_name(self.model)} saw it")
-            for piece in look(session, source, stride(model, size), self.reach, only, most):
+            for piece in record(session, source, piece_length(model, size), self.reach, only, most):
                 page.add(piece)
                 surprise = float(piece.signals[..., 0].mean())
                 done = session.tokens - before

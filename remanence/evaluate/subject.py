@@ -18,7 +18,7 @@ from remanence.config import Mode
 from remanence.evaluate.bookmark import Bookmark
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
 from remanence.inference.memfile import HasWeights
-from remanence.inference.reader import PIECE, piece_of, read, traces
+from remanence.inference.reader import PIECE, piece_of, piece_slices, read, token_pieces, traces
 from remanence.io.files import read_json
 from remanence.io.migrations import accepts_old_names
 from remanence.io.shipped import resolve_model_path
@@ -104,8 +104,9 @@ class Subject:
         state, at = (found[0], found[1]["at"]) if found else (self.model.start(len(texts)), 0)
         self.on_tokens(at * len(texts))
         size = piece_of(self.model)
-        for start in range(at, max(len(text) for text in texts), size):
-            parts = [text[start : start + size].astype(np.int64) for text in texts]
+        unread = [text[at:] for text in texts]
+        for part in piece_slices(max(len(text) for text in unread), size):
+            parts = [text[part].astype(np.int64) for text in unread]
             longest = max(len(part) for part in parts)
             padded = np.stack([np.pad(part, (0, longest - len(part))) for part in parts])
             tokens = torch.from_numpy(padded).to(self.device)
@@ -114,7 +115,7 @@ class Subject:
             mask = (torch.arange(longest) < lengths[:, None]).to(self.device) if ragged else None
             state = read(self.model, tokens, state, mask=mask, memory_mode=self.mode).state
             self.on_tokens(sum(len(part) for part in parts))
-            self.bookmark.keep(self.model, state, lambda at=start + size: {"at": at}, digest)  # type: ignore[misc]
+            self.bookmark.keep(self.model, state, lambda at=at + part.start + size: {"at": at}, digest)  # type: ignore[misc]
         return state
 
     def answers(
@@ -235,13 +236,6 @@ class Subject:
         self, lists: Iterable[Sequence[int]], state: State | None = None
     ) -> Iterator[tuple[Tensor, State]]:
         """`losses` of one text given as lists of tokens, piece by piece with carried state, in constant memory."""
-        held: list[int] = []
-        for tokens in lists:
-            held += tokens
-            while len(held) > PIECE:
-                losses, state = self.losses(torch.tensor([held[: PIECE + 1]]), state)
-                yield losses[0], state
-                held = held[PIECE:]
-        if len(held) > 1:
-            losses, state = self.losses(torch.tensor([held]), state)
+        for tokens in token_pieces(lists, PIECE, overlap=1):
+            losses, state = self.losses(torch.tensor([tokens]), state)
             yield losses[0], state

@@ -37,18 +37,31 @@ def piece_of(model: CausalModel) -> int:
     return max(PIECE, LARGE) if model.embed.weight.device.type == "cuda" else PIECE
 
 
-def token_pieces(lists: Iterable[Sequence[int]], size: int, position: int = 0) -> Iterator[list[int]]:
-    """The tokens of a document, which come in lists of any lengths, in pieces of `size` tokens. They are cut where the
-    document's position, at first `position`, is a multiple of `size`; the last piece is what is left.
+def token_pieces(
+    lists: Iterable[Sequence[int]], size: int, position: int = 0, overlap: int = 0
+) -> Iterator[list[int]]:
+    """The tokens of a document, given as lists of any lengths, in pieces of `size` tokens.
+
+    A piece ends where the position in the document is a multiple of `size`; the document starts at `position`. The last
+    piece may be shorter. With `overlap`, every piece also contains the first tokens of the next one.
     """
     pending: list[int] = []
     for tokens in lists:
         pending += tokens
-        while len(pending) >= (count := size - position % size):
-            yield pending[:count]
+        while len(pending) >= (count := size - position % size) + overlap:
+            yield pending[: count + overlap]
             pending, position = pending[count:], position + count
-    if pending:
+    if len(pending) > overlap:
         yield pending
+
+
+def piece_slices(length: int, size: int, position: int = 0) -> Iterator[slice]:
+    """`token_pieces` of a tensor of `length` tokens, as slices."""
+    start = 0
+    while start < length:
+        stop = min(start + size - (position + start) % size, length)
+        yield slice(start, stop)
+        start = stop
 
 
 def traces(
@@ -66,8 +79,7 @@ def traces(
     """
     # Packed documents are read in one call.
     size = (size or PIECE) if offsets is None else max(1, tokens.shape[1])
-    for start in range(0, tokens.shape[1], size):
-        part = slice(start, min(start + size, tokens.shape[1]))
+    for part in piece_slices(tokens.shape[1], size):
         here = None if mask is None else mask[:, part]
         with threads_for(model):  # and not while the caller works on what is yielded
             trace = model.trace(tokens[:, part], state, mask=here, offsets=offsets, memory_mode=memory_mode)
@@ -104,12 +116,12 @@ def read(
 def _read(model: CausalModel, tokens: Tensor, state: State | None, mask: Tensor | None, mode: Mode) -> Read:
     state = model.start(tokens.shape[0]) if state is None else state
     last = model.embed.weight.new_zeros(tokens.shape[0], model.config.dim)
-    size, start, count = piece_of(model), 0, 0
+    size, count = piece_of(model), 0
     surprises: list[Tensor] = []
-    while start < tokens.shape[1]:
-        # One document is cut at multiples of a piece; rows that stand at different places, anywhere.
-        stop = start + size - (positions_of(state.position)[0] % size if mask is None else 0)
-        some, here = tokens[:, start:stop], None if mask is None else mask[:, start:stop]
+    # One document is split where its position is a multiple of the piece's length; rows with a mask differ in position.
+    position = positions_of(state.position)[0] if mask is None else 0
+    for part in piece_slices(tokens.shape[1], size, position):
+        some, here = tokens[:, part], None if mask is None else mask[:, part]
         graph = None if mask is not None else _captured(model, some, state, size, mode)
         if graph is not None:
             last, state, surprise = graph(some, state)
@@ -120,7 +132,6 @@ def _read(model: CausalModel, tokens: Tensor, state: State | None, mask: Tensor 
         if surprise is not None:
             surprises.append(surprise)
             count += some.numel() if here is None else int(here.sum())
-        start = stop
     *found, bad = torch.stack(
         [*[each.double() for each in surprises], state.diverged.any().double()]
     ).tolist()

@@ -1,18 +1,29 @@
-"""A text as a memory saw it, as one HTML page: `look` reads the text, `Page` writes what was recorded as it comes."""
+"""A web page that shows how a model's memories processed a text: `record` reads the text and records the memories,
+`Page` writes the recordings to one HTML file.
+"""
 
-from remanence.lens.look import REACH, SIGNALS, Look, look, matches, norms, stride, watched
-from remanence.lens.page import Page, page_bytes, unpack
+from remanence.lens.page import Page, estimate_page_bytes, unpack
+from remanence.lens.recording import (
+    REACH,
+    SIGNALS,
+    Recording,
+    memory_layers,
+    nearest_values,
+    piece_length,
+    record,
+    weight_norms,
+)
 
 __all__ = [
     "REACH",
     "SIGNALS",
-    "Look",
     "Page",
-    "look",
-    "matches",
-    "norms",
-    "page_bytes",
-    "stride",
+    "Recording",
+    "estimate_page_bytes",
+    "memory_layers",
+    "nearest_values",
+    "piece_length",
+    "record",
     "unpack",
-    "watched",
+    "weight_norms",
 ]

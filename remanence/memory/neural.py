@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import log
 from typing import NamedTuple, Unpack
 
@@ -22,6 +22,7 @@ from remanence.layers import (
     project,
 )
 from remanence.memory.components import InitialMemory, check_input, resolve_net, resolve_rule, threshold
+from remanence.memory.observation import current_observer
 from remanence.ops import (
     Deep,
     Gates,
@@ -125,10 +126,6 @@ class NeuralMemory(Module):
         self.checks = (
             True  # on a CPU, that x is finite; a model made of such layers sees it in its loss and its state
         )
-        self.watch: Callable[[Tensor, Tensor], None] | None = (
-            None  # shown every call's values and answers; see remanence.lens
-        )
-
         self.reset_own_parameters()
 
     @torch.no_grad()
@@ -221,8 +218,8 @@ class NeuralMemory(Module):
             aligned=aligned or not carried or is_aligned(state.memory.position, self.config.chunk),
             check=False,
         )
-        if self.watch is not None:
-            self.watch(v, answers)
+        if (observer := current_observer()) is not None:
+            observer(self, v, answers)
         y = self.output(q, answers, gate)
         if carried and not self.deep and torch.is_grad_enabled():
             # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.

@@ -18,6 +18,7 @@ from remanence.layers import RMSNorm
 from remanence.layers.attention import SegmentAttention, SegmentState
 from remanence.layers.decoding import SegmentDecoder, StepContext
 from remanence.memory.neural import NeuralMemoryState
+from remanence.memory.observation import current_observer
 from remanence.mixers.base import ACTIVATIONS, Context, MemoryTrace, MixerDecoder, MixerOutput
 from remanence.mixers.lmm import memory_bytes
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
@@ -206,7 +207,7 @@ class MAC(MemoryMixer):
 
     @property
     def segment_length(self) -> int | None:
-        return self.size if self.size % self.memory.chunk == 0 and self.memory.layer.watch is None else None
+        return self.size if self.size % self.memory.chunk == 0 and current_observer() is None else None
 
     def carry(self, state: MACState) -> SegmentCarry:
         return SegmentCarry(state.memory, state.query_history)

@@ -14,6 +14,7 @@ from remanence.config import Mode, ModelConfig
 from remanence.layers import Module
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
+from remanence.memory.observation import current_observer
 from remanence.mixers.base import MemoryTrace, Mixer, MixerOutput
 from remanence.ops import decode, query
 from remanence.ops.state import Weights
@@ -60,12 +61,12 @@ class Memory(Module):
         return (1 + (depth - 1) * (config.expansion or 4.0) / 4) / 2
 
     def decode_unsupported_reason(self) -> str | None:
-        if self.layer.watch is not None:
-            return "a memory is being watched"
+        if current_observer() is not None:
+            return "memories are being observed"
         return decode.unsupported(self.layer.net, self.layer.rule)
 
     def capture_unsupported_reason(self) -> str | None:
-        return None if self.layer.watch is None else "a memory is being watched"
+        return None if current_observer() is None else "memories are being observed"
 
     def forward(
         self,

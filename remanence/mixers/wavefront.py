@@ -54,7 +54,7 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
         return "at least two layers, all of one kind, read in a wavefront"
     lengths = {mixer.segment_length for mixer in mixers}
     if None in lengths:
-        return "the layers do not read segment after segment in whole chunks, or a memory is being watched"
+        return "the layers do not read segment after segment in whole chunks, or memories are being observed"
     if len(lengths) > 1:
         return "the layers' segments differ in length"
     if (name := overridden(mixers[0], "read_segment")) is not None:
