@@ -130,7 +130,7 @@ def taken_along(folder, tmp_path):
     return run
 
 
-def test_a_run_goes_on(folder, tmp_path):
+def test_a_run_goes_on(folder, tmp_path, recwarn):
     run, wanted = taken_along(folder, tmp_path), expected(folder)["losses"]
     before = [
         json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -142,6 +142,8 @@ def test_a_run_goes_on(folder, tmp_path):
     assert after[: len(before)] == before, "the log goes on, too"
     agree(torch.tensor(after[len(before) :], dtype=torch.float64), wanted)
     assert Model.load(run / "model").config == Model.load(folder / "model").config
+    changed = [str(each.message) for each in recwarn if "changed since" in str(each.message)]
+    assert all(" data.path " in line and " -> " not in line.partition(" -> ")[2] for line in changed), changed
 
 
 def test_a_stopped_run_can_be_exported(folder, tmp_path):

@@ -76,11 +76,19 @@ def current_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with present names, as a call is made: an old name is used with a warning."""
-    for name in given:
-        if (current := current_field(owner, name)) != name:
+    """`given` with present names, as a call is made: an old name is used with a warning. Its value, if that has an old
+    name as well, is a part of the same warning.
+    """
+    found = dict(given)
+    for name, value in given.items():
+        if (current := current_field(owner, name)) == name:
+            continue
+        found[name] = current_value(f"{owner}.{current}", value, warn=False)
+        if found[name] is value:
             warn_deprecated(name, current)
-    return current_fields(owner, given)
+        else:
+            warn_deprecated(f"{name}={value!r}", f"{current}={found[name]!r}")
+    return current_fields(owner, found)
 
 
 def warn_deprecated(old: str, new: str) -> None:

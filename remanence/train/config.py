@@ -232,7 +232,8 @@ class TrainConfig:
 
 def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
     """A copy with dotted fields changed, given as text: ``{"optimizer.lr": "3e-4", "model.memory.chunk": "64"}``."""
-    changes = current_fields("train", changes)
+    renamed = current_fields("train", changes)
+    changes = {name: current_value(f"train.{name}", value, warn=False) for name, value in renamed.items()}
     of_data, others = split_prefix(changes.items(), "data.")
     data = apply_overrides(config, dict(others))
     data["data"] = config.data.override(of_data)

@@ -276,7 +276,7 @@ class Run:
                 found[-1], self.model, self.optimizer, self.world, self.initial_state,
                 stored_config=self.task.stored_config,
             )  # fmt: skip
-            self._compare(checkpoint.saved_config(found[-1]), carried)
+            self._check_config(checkpoint.saved_config(found[-1]), carried)
             return progress, carried
         except OtherConfigError:
             raise
@@ -287,8 +287,8 @@ class Run:
             )
             raise ValueError(f"{error}; the checkpoint cannot be taken up, {hint}") from None
 
-    def _compare(self, saved: dict[str, Any] | None, carried: State | None) -> None:
-        """Tell what was changed in the run's config since the checkpoint, and refuse what cannot go on with it."""
+    def _check_config(self, saved: dict[str, Any] | None, carried: State | None) -> None:
+        """Warn of changes to the run's config since the checkpoint, and refuse those that it cannot continue with."""
         config = self.config
         rows = config.batch // (config.accumulate * self.world.size)
         staged = bool(config.data.stages)  # its steps differ in their rows
@@ -297,11 +297,10 @@ class Run:
             raise OtherConfigError(
                 f"batch: expected {had}, the rows whose memories the checkpoint carries, got {config.batch}"
             )
-        before = {} if saved is None else _plain(TrainConfig.from_dict(saved))
-        changed = list(differences(before, _plain(config))) if before else []
+        changed = [] if saved is None else list(differences(_current(saved), _plain(config)))
         if changed and self.world.first:
-            told = ", ".join(f"{name} {before!r} -> {now!r}" for name, before, now in changed)
-            warnings.warn(f"{self.out / 'config.json'}: changed since the checkpoint: {told}", stacklevel=2)
+            listed = ", ".join(f"{name} {before!r} -> {now!r}" for name, before, now in changed)
+            warnings.warn(f"{self.out / 'config.json'}: changed since the checkpoint: {listed}", stacklevel=2)
 
     def _count_unigrams(self) -> None:
         """How rare each token is, for a store of rare ones. A model that is trained further knows it already."""
@@ -367,6 +366,14 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
 def _absolute(path: str | None) -> str | None:
     """A run may be taken up from another working directory."""
     return path if path is None or path.startswith(PREFIX) else str(Path(path).resolve())
+
+
+def _current(saved: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's config with the present names and fields, so that a new name is not taken for a change."""
+    try:
+        return _plain(TrainConfig.from_dict(saved))
+    except ValueError:  # an earlier version accepted it; the run's own config.json was corrected since
+        return saved
 
 
 def _plain(config: TrainConfig) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from damage import damage
 from runs import config, losses
 
 from remanence.data import prepare
-from remanence.io.files import read_json, write_json
+from remanence.io.files import read_json, sealed, write_json
+from remanence.io.migrations import first_fields
 from remanence.model import Model
 from remanence.train import DataConfig, Run, fit
 from remanence.train.export import export
@@ -85,6 +86,25 @@ def test_another_number_of_rows_is_refused_and_a_changed_config_told(run):
     with pytest.warns(UserWarning, match=r"config\.json: changed since the checkpoint: steps 4 -> 5"):
         fit(None, run, resume=True)
     assert max(losses(run)) == 5
+
+
+def test_renamed_fields_are_not_reported_as_changes(tmp_path, recwarn):
+    """A run of the first version, whose config.json and checkpoints have the names of then, all kinds' data fields."""
+    run = tmp_path / "run"
+    fit(config("mac", initial_state="neighbor", steps=4, save_every=2, keep=2), run)
+    shutil.rmtree(run / "checkpoints" / "00000004")
+    first = first_fields("train", read_json(run / "config.json"))
+    assert first["begin"] == "passed" and "horizon" in first["data"]
+    progress = run / "checkpoints" / "00000002" / "progress.json"
+    write_json(run / "config.json", first)
+    write_json(progress, sealed({**read_json(progress), "config": first}))
+    fit(None, run, resume=True)
+    assert max(losses(run)) == 4
+    assert not [each for each in recwarn if "changed" in str(each.message)]
+    write_json(progress, sealed({**read_json(progress), "config": {**first, "stop_after": 2}}))
+    shutil.rmtree(run / "checkpoints" / "00000004")
+    with pytest.warns(UserWarning, match="stop_after 2 -> 0"):  # refused now, and corrected in config.json
+        fit(None, run, resume=True)
 
 
 def test_a_damaged_model_is_not_exported(run, tmp_path):
