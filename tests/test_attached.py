@@ -503,7 +503,9 @@ def test_training_changes_only_what_is_new_and_resumes(tmp_path, corpus, command
 def test_windows_that_widen_are_taken_up_where_they_were_left(tmp_path, corpus):
     base().save_pretrained(tmp_path / "base")
     remanence.attach(tmp_path / "base", every=2, window=16, **SMALL).save_pretrained(tmp_path / "own")
-    data = DataConfig(kind="fact_dialogues", path=str(corpus), length=512, pairs=1, share=0.5, ramp=0)
+    data = DataConfig(
+        kind="fact_dialogues", path=str(corpus), length=512, pairs=1, share=0.5, distance_ramp=0
+    )
     config = TrainConfig(
         init_from=str(tmp_path / "own"), data=data, batch=4, steps=6, carry=True, windows=(8, 12), device="cpu",
         optimizer=OptimizerConfig(lr=1e-3, warmup=2), save_every=2, log_every=1,
@@ -639,7 +641,7 @@ def test_told_rows_are_a_function_of_the_step_and_hold_every_answer(corpus):
 
 
 def test_told_rows_are_dense_at_first_and_grow(corpus):
-    source = told(corpus, lengths=(2048,), tokens=32 * 2048, facts=8, ramp=6)
+    source = told(corpus, lengths=(2048,), tokens=32 * 2048, facts=8, distance_ramp=6)
     rows = [source.step(number) for number in (0, 6)]
     answers = [(batch.weights == 1).sum(1) for batch in rows]
     assert bool((answers[0] > 0).all())  # all rows are conversations

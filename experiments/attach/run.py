@@ -214,11 +214,14 @@ def facts(
     ]
     turns, measure = Turns(tokenizer), Measure(model, device, args.piece, 0)
     mode: Any = measure._arm(what["arm"])
-    opened, closed = turns.between()
+    opened, closed = turns.reading()
     kinds = OTHER if what.get("other") else KINDS
     draws = [np.random.default_rng([args.seed, number, 7]) for number in range(args.conversations)]
     told = [draw_facts(rng, what["told"], held_out=True, kinds=kinds) for rng in draws]
-    fronts, behind = [tokenizer.encode(turns.telling(own) + opened) for own in told], tokenizer.encode(closed)
+    fronts, behind = (
+        [tokenizer.encode(turns.statements(own) + opened) for own in told],
+        tokenizer.encode(closed),
+    )
     # As many tokens in every conversation: those of the facts and the words around them, and of a book.
     around = max(24 * what["told"] + 64, max(map(len, fronts)) + len(behind))
     length, rows = what["distance"] + around, []

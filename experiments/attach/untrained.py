@@ -39,7 +39,7 @@ def reading(
     """Tokens; where values stand in the telling, and the words before them in the answers, by fact; where it ends."""
     facts = draw_facts(rng, args.told, held_out=True)
     front, end = turns.user("Please remember this.\0").split("\0")
-    tokens, (opened, closed) = encode(front), turns.between()
+    tokens, (opened, closed) = encode(front), turns.reading()
     values = []
     for fact in facts:
         tokens += encode(" " + fact.statement.removesuffix(f" {fact.value}."))
@@ -47,7 +47,7 @@ def reading(
         tokens += encode(f" {fact.value}.")
     told = len(tokens)
     start = int(rng.integers(len(book) - args.distance))
-    tokens += encode(end + turns.begun + turns.answer("I will remember it.") + opened)
+    tokens += encode(end + turns.answer_prefix + turns.answer("I will remember it.") + opened)
     tokens += book[start : start + args.distance] + encode(closed)
     asked = [0] * len(facts)
     for index in rng.permutation(len(facts)):

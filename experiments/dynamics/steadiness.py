@@ -67,14 +67,14 @@ def fit(
         batch = batch_of(step)
         optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 30) * (1 - 0.9 * step / steps)
         state = model.start(len(batch.tokens))
-        logits, state = model(batch.tokens, state if begin is None else begin.begun(state, batch, step))
+        logits, state = model(batch.tokens, state if begin is None else begin.start(state, batch, step))
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
         loss.backward()
         largest = max(largest, float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
         if begin is not None:
-            begin.ended(state.detach(), batch)
+            begin.after_step(state.detach(), batch)
         losses.append(loss.item())
     return sum(losses[-20:]) / max(1, len(losses[-20:])), largest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ FIELDS: dict[str, str] = {
     "train.start": "train.init_from",
     "train.begin": "train.initial_state",
     "train.begin_share": "train.initial_state_share",
+    "data.ramp": "data.distance_ramp",
+    "data.ends": "data.answer_end",
     "subject.place": "subject.device",
     "model.vocabulary": "model.vocab_size",
     "model.depth": "model.num_layers",
@@ -157,9 +160,10 @@ def accepts_old_names(owner: str) -> Callable[[Class], Class]:
             made(self, *args, **renamed_fields(owner, given))
 
         cls.__init__ = init  # type: ignore[misc]
+        present = [field.name for field in fields(cls)] if is_dataclass(cls) else []
         for dotted in FIELDS:
             prefix, _, name = dotted.rpartition(".")
-            if prefix == owner:
+            if prefix == owner and current_field(owner, name) in present:
                 setattr(cls, name, _renamed_attribute(name, current_field(owner, name)))
         return cls
 

@@ -1,16 +1,17 @@
-"""A memory for a pretrained model, trained on facts that are told and asked for, and on texts.
+"""A memory attached to a pretrained model, trained on conversations with facts and on texts.
 
 remanence attach BASE out/attached --window 512
 remanence data prepare books/ --tokenizer out/attached/tokenizer.json --out out/tokens
 remanence train attach --init_from=out/attached --data.path=out/tokens --out out/attach
 
-Facts first, near, and out of attention's sight: for the first half of the run attention sees 64 tokens, and rows are
-conversations in which up to twenty facts are told and asked for, with a text in between that grows from next to nothing
-(`ramp`). A new memory finds what it was told, but not once a book has been written over it, and then no gradient says
-how to pass over the book: it learns to forget instead. Later attention has its own window, half of the rows read texts
-on from step to step, their memory carried, and rows grow to 16K tokens. The pretrained model stays as it is.
+The first half of the run uses short distances and a short attention window: attention sees 64 tokens, and rows are
+conversations that state up to twenty facts, read a text and ask for the facts. The text between facts and questions
+grows from 16 tokens (`distance_ramp`). With long texts from the start, a new memory learns to forget instead: facts are
+overwritten before they are asked for, and no gradient shows how to keep them. In the second half attention has the
+model's own window, half of the rows read texts with their memory carried from step to step, and rows grow to 16K
+tokens. The weights of the pretrained model are frozen.
 
-What it did for SmolLM2-135M: docs/results/attach.md.
+Results for SmolLM2-135M: docs/results/attach.md.
 """
 
 from remanence.train import FactDialoguesData, OptimizerConfig, TrainConfig
@@ -24,7 +25,7 @@ def recipe() -> TrainConfig:
             pairs=20,
             share=0.5,
             weight=0.02,
-            ramp=270,
+            distance_ramp=270,
         ),
         optimizer=OptimizerConfig(lr=1e-3, warmup=20, weight_decay=0.0, schedule="wsd", decay=0.3),
         windows=(64,),

@@ -4,8 +4,8 @@ remanence attach BASE out/attached --window 512
 remanence data prepare books/ --tokenizer out/attached/tokenizer.json --out out/tokens
 remanence train attach_small --init_from=out/attached --data.path=out/tokens --out out/attach
 
-Activations are computed again in backward. For SmolLM2-135M it is planned to need 8.9 GB (--dry-run). What it learns
-was not measured; `attach` was: docs/results/attach.md.
+Activations are recomputed in the backward pass. The estimate for SmolLM2-135M is 8.9 GB (--dry-run). This variant was
+not evaluated; `attach` was: docs/results/attach.md.
 """
 
 from dataclasses import replace

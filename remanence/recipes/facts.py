@@ -31,7 +31,7 @@ def recipe() -> TrainConfig:
     }
     return TrainConfig(
         model=preset("small", ("conv_window", *["mag"] * 5), window=128, ffn=416, memory=memory),
-        data=FactsData(length=2048, weight=0.01, ramp=2100),
+        data=FactsData(length=2048, weight=0.01, distance_ramp=2100),
         optimizer=OptimizerConfig(lr=2e-3, warmup=100, weight_decay=0.1, schedule="wsd"),
         steps=3000,
         batch=16,

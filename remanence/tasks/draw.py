@@ -22,8 +22,8 @@ def step_rng(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, step]))
 
 
-def grown(step: int, ramp: int) -> float:
-    """How far a run has grown into its task at a step, from 0 to 1 over the first `ramp`: slowly, then fast."""
+def ramp_progress(step: int, ramp: int) -> float:
+    """The progress of a warm-up of `ramp` steps, from 0 to 1: quadratic in the step. Without a ramp it is 1."""
     return min(1.0, step / ramp) ** 2 if ramp else 1.0
 
 

@@ -1,7 +1,7 @@
-"""Conversations in which facts are told, something else is read, and the facts are asked for: what a memory is to keep
-for a model whose attention has lost sight of them. And the texts beside them, read on from step to step.
+"""Training data for a memory beside a short attention window: conversations with facts, then a text longer than the
+window, then questions about the facts. Other rows of a batch read texts, which continue from step to step.
 
-Names that are asked for in evaluation are never told in training.
+The names in evaluation facts never occur in training.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from remanence.data import Batch, Tokens
-from remanence.tasks.draw import IGNORED, grown
+from remanence.tasks.draw import IGNORED, ramp_progress
 from remanence.tokenizers.tokens import Tokenizer, pair_tokens
 
 FIRST = [
@@ -88,19 +88,21 @@ LAST = [
     "Ellison",
 ]
 HELD_OUT = 5
-"""One name of so many is for evaluation alone."""
+"""One in this many names is used in evaluation only."""
 
 
 class Kind(NamedTuple):
-    """What can be said of someone: the statement, which is also the answer, the question, and the values."""
+    """A kind of fact about a person: templates of the statement, which is also the answer, and of the question, and
+    the possible values.
+    """
 
-    said: str
-    asked: str
+    statement: str
+    question: str
     values: tuple[str, ...]
 
 
-def _kind(said: str, asked: str, values: str) -> Kind:
-    return Kind(said, asked, tuple(value.strip() for value in values.split(",")))
+def _kind(statement: str, question: str, values: str) -> Kind:
+    return Kind(statement, question, tuple(value.strip() for value in values.split(",")))
 
 
 KINDS = (
@@ -131,7 +133,7 @@ KINDS = (
 
 
 class Fact(NamedTuple):
-    """Something said of a name, and how it is asked for."""
+    """A statement about a person, the question about it, and the value that answers the question."""
 
     statement: str
     question: str
@@ -141,7 +143,7 @@ class Fact(NamedTuple):
 def draw_facts(
     rng: np.random.Generator, count: int, held_out: bool, kinds: Sequence[Kind] = KINDS
 ) -> list[Fact]:
-    """Facts about as many different names: those for evaluation, or the others."""
+    """`count` facts, each about another person. `held_out` selects the names of evaluation, else those of training."""
     names = [
         (a, b) for a in range(len(FIRST)) for b in range(len(LAST)) if ((a + b) % HELD_OUT == 0) == held_out
     ]
@@ -150,22 +152,24 @@ def draw_facts(
         a, b = names[index]
         name, kind = f"{FIRST[a]} {LAST[b]}", kinds[int(rng.integers(len(kinds)))]
         value = kind.values[int(rng.integers(len(kind.values)))]
-        facts.append(Fact(kind.said.format(name=name, value=value), kind.asked.format(name=name), value))
+        facts.append(
+            Fact(kind.statement.format(name=name, value=value), kind.question.format(name=name), value)
+        )
     return facts
 
 
-def _one_of_each() -> list[Fact]:
-    """A fact of every kind, about the longest of names."""
+def _longest_facts() -> list[Fact]:
+    """The longest fact of every kind."""
     name = f"{max(FIRST, key=len)} {max(LAST, key=len)}"
     return [
-        Fact(kind.said.format(name=name, value=value), kind.asked.format(name=name), value)
+        Fact(kind.statement.format(name=name, value=value), kind.question.format(name=name), value)
         for kind in KINDS
         for value in [max(kind.values, key=len)]
     ]
 
 
 class Turns:
-    """How a conversation is written: in ChatML where a tokenizer has its marks, in plain words elsewhere."""
+    """The text format of a conversation: ChatML if the tokenizer has its special tokens, else plain text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         marks = [tokenizer.encode(mark) for mark in ("<|im_start|>", "<|im_end|>")]
@@ -175,8 +179,8 @@ class Turns:
         return f"<|im_start|>user\n{text}<|im_end|>\n" if self.chatml else f"\n\nUser: {text}"
 
     @property
-    def begun(self) -> str:
-        """What stands in front of an answer."""
+    def answer_prefix(self) -> str:
+        """The text before each answer."""
         return "<|im_start|>assistant\n" if self.chatml else "\n\nAnswer:"
 
     def answer(self, text: str, ended: bool = True) -> str:
@@ -184,56 +188,64 @@ class Turns:
         return ("" if self.chatml else " ") + text + end * ended
 
     def question(self, fact: Fact) -> str:
-        return self.user(fact.question) + self.begun
+        return self.user(fact.question) + self.answer_prefix
 
-    def telling(self, facts: Sequence[Fact]) -> str:
-        told = " ".join(fact.statement for fact in facts)
-        return self.user(f"Please remember this. {told}") + self.begun + self.answer("I will remember it.")
+    def statements(self, facts: Sequence[Fact]) -> str:
+        """A turn that states the facts, and its answer."""
+        stated = " ".join(fact.statement for fact in facts)
+        return (
+            self.user(f"Please remember this. {stated}")
+            + self.answer_prefix
+            + self.answer("I will remember it.")
+        )
 
-    def between(self) -> tuple[str, str]:
-        """What stands in front of and behind the text that is read in between."""
+    def reading(self) -> tuple[str, str]:
+        """The texts before and after the document that is read between the facts and the questions."""
         opened, closed = self.user("Now read this.\n\0").split("\0")
-        return opened, closed + self.begun + self.answer("I have read it.")
+        return opened, closed + self.answer_prefix + self.answer("I have read it.")
 
 
 class _Conversation(NamedTuple):
-    """What is said before a text is read and right behind it, and of every fact its question and answer, with marks."""
+    """The tokens before and after the document, and of each fact the tokens of question and answer with a mask of the
+    value's tokens.
+    """
 
-    told: np.ndarray
-    behind: np.ndarray
-    asked: list[tuple[np.ndarray, np.ndarray]]
+    before: np.ndarray
+    after: np.ndarray
+    questions: list[tuple[np.ndarray, np.ndarray]]
 
     @property
     def size(self) -> int:
-        return len(self.told) + len(self.behind) + sum(len(tokens) for tokens, _ in self.asked)
+        """Tokens without the document's."""
+        return len(self.before) + len(self.after) + sum(len(tokens) for tokens, _ in self.questions)
 
 
 class FactDialogues:
-    """Rows ``[rows, length]``: some are filled with conversations, begun anew with every step; the others read texts
-    on, piece by piece, their memory carried, and leave them after some pieces.
+    """Batches ``[rows, length]`` in which some rows are conversations, new at every step, and the others are documents,
+    read in consecutive pieces with the memory carried from step to step.
 
-    In a conversation up to `facts` facts are told, tokens of a text are read, and every fact is asked for; then the
-    next begins, as long as the row has room. Over the first `ramp` steps the text in between grows from next to
-    nothing: a memory then finds what it was told before it has learned to pass over what is not worth keeping, and
-    learns that from there. All rows are conversations until then, in which the text does not count at first.
+    A conversation states up to `facts` facts, reads a document, and asks a question about each fact. Conversations
+    follow each other until the row is full. Over the first `distance_ramp` steps all rows are conversations, the
+    document between facts and questions grows from `MIN_DISTANCE` tokens to its full length, and the loss weight of its
+    tokens grows from 0: the memory learns to retrieve facts at short distances first, and then not to overwrite them.
 
-    Every token is a target; one that need not be remembered counts `weight` times as much as one that must. With a
-    curriculum of lengths each has an equal part of the steps, in the fewer rows the longer they are. A batch depends on
-    the seed and the step alone.
+    Every token is a target. The tokens of values in answers have loss weight 1, all others `weight`. With several
+    `lengths` (a curriculum), each is used for an equal part of the steps; longer rows mean fewer rows. A batch depends
+    on the seed and the step alone.
     """
 
-    CARRIED = 8
-    """Pieces that a row reads of a text before it leaves it."""
-    NEAREST = 16
-    """Tokens that are read between telling and asking, at least."""
+    MAX_PIECES = 8
+    """Consecutive pieces of one document that a row reads before it moves on to another document."""
+    MIN_DISTANCE = 16
+    """The smallest number of document tokens between facts and questions."""
 
     def __init__(
         self, data: Tokens, lengths: Sequence[int], tokens: int, steps: int, *, facts: int, share: float,
-        weight: float, ramp: int = 0, seed: int = 0, rank: int = 0, world: int = 1,
+        weight: float, distance_ramp: int = 0, seed: int = 0, rank: int = 0, world: int = 1,
     ) -> None:  # fmt: skip
         self.data, self.tokenizer, self.turns = data, data.tokenizer, Turns(data.tokenizer)
         self.lengths, self.tokens, self.steps = tuple(lengths), tokens, steps
-        self.facts, self.share, self.weight, self.ramp = facts, share, weight, ramp
+        self.facts, self.share, self.weight, self.distance_ramp = facts, share, weight, distance_ramp
         self.seed, self.rank, self.world = seed, rank, world
         longest = max(self.lengths)
         if tokens % longest:
@@ -242,80 +254,83 @@ class FactDialogues:
             )
         if not (data.lengths > longest + 1).any():
             raise ValueError(f"data: expected a document of more than {longest + 1:,} tokens, got none")
-        one = max(said.size for fact in _one_of_each() if (said := self._conversation([fact], inf)))
-        if (share or ramp) and one + self.NEAREST > min(self.lengths):
+        one = max(talk.size for fact in _longest_facts() if (talk := self._conversation([fact], inf)))
+        if (share or distance_ramp) and one + self.MIN_DISTANCE > min(self.lengths):
             raise ValueError(
                 f"data.length (or the shortest of data.curriculum): expected at least "
-                f"{one + self.NEAREST} tokens, for a conversation about one fact, got "
+                f"{one + self.MIN_DISTANCE} tokens, for a conversation about one fact, got "
                 f"{min(self.lengths)}"
             )
 
     def stage(self, number: int) -> tuple[int, int]:
-        """The length of a step's rows, and the step that it began with."""
+        """The row length at a step, and the first step with this row length."""
         part = min(number * len(self.lengths) // self.steps, len(self.lengths) - 1)
         while part and self.lengths[part] == self.lengths[part - 1]:
             part -= 1
         return self.lengths[part], -(-part * self.steps // len(self.lengths))
 
-    def _rng(self, number: int, row: int, what: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(key=[self.seed, number], counter=[0, 0, row, what]))
+    def _rng(self, number: int, row: int, purpose: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=[self.seed, number], counter=[0, 0, row, purpose]))
 
     def _encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int64)
 
-    def _asked(self, fact: Fact) -> tuple[np.ndarray, np.ndarray]:
-        """A question and its answer, and which of their tokens are to be known: the value's."""
-        begun = self.turns.answer(fact.statement.removesuffix(f" {fact.value}."), ended=False)
-        prompt, value = pair_tokens(self.tokenizer, self.turns.question(fact) + begun, f" {fact.value}")
-        rest = self.tokenizer.encode(self.turns.answer(fact.statement).removeprefix(f"{begun} {fact.value}"))
-        known = np.repeat([False, True, False], [len(prompt), len(value), len(rest)])
-        return np.array([*prompt, *value, *rest], np.int64), known
+    def _question_tokens(self, fact: Fact) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a question and its answer, and a mask of the value's tokens."""
+        start = self.turns.answer(fact.statement.removesuffix(f" {fact.value}."), ended=False)
+        prompt, value = pair_tokens(self.tokenizer, self.turns.question(fact) + start, f" {fact.value}")
+        rest = self.tokenizer.encode(self.turns.answer(fact.statement).removeprefix(f"{start} {fact.value}"))
+        is_value = np.repeat([False, True, False], [len(prompt), len(value), len(rest)])
+        return np.array([*prompt, *value, *rest], np.int64), is_value
 
-    def _conversation(self, facts: Sequence[Fact], room: float) -> _Conversation | None:
-        """Facts told, and then asked for; as many of them as there is room for, if there is any."""
-        opened, closed = self.turns.between()
-        behind, asked = self._encode(closed), [self._asked(fact) for fact in facts]
+    def _conversation(self, facts: Sequence[Fact], max_tokens: float) -> _Conversation | None:
+        """A conversation about as many of the facts as fit into `max_tokens`; None if not one does."""
+        opening, closing = self.turns.reading()
+        after, questions = self._encode(closing), [self._question_tokens(fact) for fact in facts]
         count = len(facts)
         while count:
-            told = np.concatenate([self._encode(self.turns.telling(facts[:count])), self._encode(opened)])
-            size = len(told) + len(behind) + sum(len(tokens) for tokens, _ in asked[:count])
-            if size + self.NEAREST <= room:
-                return _Conversation(told, behind, asked[:count])
-            count = min(count - 1, int(count * room / (size + self.NEAREST)))
+            statements = self._encode(self.turns.statements(facts[:count]))
+            found = _Conversation(
+                np.concatenate([statements, self._encode(opening)]), after, questions[:count]
+            )
+            if found.size + self.MIN_DISTANCE <= max_tokens:
+                return found
+            count = min(count - 1, int(count * max_tokens / (found.size + self.MIN_DISTANCE)))
         return None
 
-    def _piece(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """Some tokens of some text."""
+    def _random_piece(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        """`length` consecutive tokens of a randomly chosen document."""
         room = np.maximum(self.data.lengths - length, 0)
         document = int(rng.choice(len(room), p=room / room.sum()))
         start = int(rng.integers(room[document]))
         return self.data.piece(document, start, start + length).astype(np.int64)
 
-    def _told(self, number: int, row: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Conversations of exactly ``length + 1`` tokens, with a text behind the last."""
-        rng, share = self._rng(number, row, 4), grown(number, self.ramp)
+    def _dialogue_row(self, number: int, row: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Conversations and then a text, ``length + 1`` tokens in all, and a mask of the answers' values."""
+        rng, share = self._rng(number, row, 4), ramp_progress(number, self.distance_ramp)
         parts: list[np.ndarray] = []
-        marks: list[np.ndarray] = []
-        room = length + 1
+        masks: list[np.ndarray] = []
+        left = length + 1
         while True:
-            count = int(rng.integers(1, self.facts + 1, 2).max())  # many more often than few
-            said = self._conversation(draw_facts(rng, count, held_out=False), room)
-            if said is None:
+            count = int(rng.integers(1, self.facts + 1, 2).max())  # large numbers are more frequent
+            talk = self._conversation(draw_facts(rng, count, held_out=False), left)
+            if talk is None:
                 break
-            reading = self.NEAREST + int(rng.integers(int((room - said.size - self.NEAREST) * share) + 1))
-            order = rng.permutation(len(said.asked))
-            asked, known = zip(*[said.asked[index] for index in order], strict=True)
-            parts += [said.told, self._piece(rng, reading), said.behind, *asked]
-            marks += [np.zeros(len(said.told) + reading + len(said.behind), bool), *known]
-            room -= said.size + reading
-        if room:
-            parts.append(self._piece(rng, room))
-            marks.append(np.zeros(room, bool))
-        return np.concatenate(parts), np.concatenate(marks)
+            longest = int((left - talk.size - self.MIN_DISTANCE) * share)
+            distance = self.MIN_DISTANCE + int(rng.integers(longest + 1))
+            order = rng.permutation(len(talk.questions))
+            questions, values = zip(*[talk.questions[index] for index in order], strict=True)
+            parts += [talk.before, self._random_piece(rng, distance), talk.after, *questions]
+            masks += [np.zeros(len(talk.before) + distance + len(talk.after), bool), *values]
+            left -= talk.size + distance
+        if left:
+            parts.append(self._random_piece(rng, left))
+            masks.append(np.zeros(left, bool))
+        return np.concatenate(parts), np.concatenate(masks)
 
-    def _read(self, number: int, row: int, length: int, first: int) -> tuple[np.ndarray, bool]:
-        """A row's piece of its text and one token more, and whether it begins there."""
-        pieces = int(min(self.CARRIED, (self.data.lengths.max() - 1) // length))
+    def _document_row(self, number: int, row: int, length: int, first: int) -> tuple[np.ndarray, bool]:
+        """The next piece of a row's document and one more token, and whether the row begins a document."""
+        pieces = int(min(self.MAX_PIECES, (self.data.lengths.max() - 1) // length))
         turn, piece = divmod(number - first + row, pieces)
         rng = self._rng(turn, row, 5 + first)
         room = np.maximum(self.data.lengths - pieces * length - 1, 0)
@@ -325,24 +340,24 @@ class FactDialogues:
         start = int(rng.integers(room[document])) + piece * length
         return self.data.piece(document, start, start + length + 1).astype(
             np.int64
-        ), piece == 0 or number in (first, self.ramp)
+        ), piece == 0 or number in (first, self.distance_ramp)
 
     def step(self, number: int) -> Batch:
         length, first = self.stage(number)
         rows = self.tokens // length
-        growth, total = grown(number, self.ramp), rows * self.world
-        talks = total if growth < 1 else max(round(self.share * total), self.share > 0)
+        growth, total = ramp_progress(number, self.distance_ramp), rows * self.world
+        dialogues = total if growth < 1 else max(round(self.share * total), self.share > 0)
         read, answers, begins = [], [], []
         for row in range(rows):
             own = self.rank * rows + row
-            if own < talks:
-                tokens, marks = self._told(number, own, length)
+            if own < dialogues:
+                tokens, mask = self._dialogue_row(number, own, length)
                 begin = True
             else:
-                tokens, begin = self._read(number, own, length, first)
-                marks = np.zeros(len(tokens), bool)
+                tokens, begin = self._document_row(number, own, length, first)
+                mask = np.zeros(len(tokens), bool)
             read.append(tokens)
-            answers.append(marks)
+            answers.append(mask)
             begins.append(begin)
         text = torch.from_numpy(np.stack(read))
         weights = torch.where(torch.from_numpy(np.stack(answers))[:, 1:], 1.0, self.weight * growth)

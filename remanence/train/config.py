@@ -232,10 +232,10 @@ class TrainConfig:
 
 def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
     """A copy with dotted fields changed, given as text: ``{"optimizer.lr": "3e-4", "model.memory.chunk": "64"}``."""
-    renamed = current_fields("train", changes)
-    changes = {name: current_value(f"train.{name}", value, warn=False) for name, value in renamed.items()}
     of_data, others = split_prefix(changes.items(), "data.")
-    data = apply_overrides(config, dict(others))
+    renamed = current_fields("train", dict(others))
+    changes = {name: current_value(f"train.{name}", value, warn=False) for name, value in renamed.items()}
+    data = apply_overrides(config, changes)
     data["data"] = config.data.override(of_data)
     if "model.dim" in changes and "model.memory.dim" not in changes:
         del data["model"]["memory"]["dim"]  # it follows the model's

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Self, get_type_hints
 
-from remanence.io.migrations import FLAT_DATA, current_value
+from remanence.io.migrations import FLAT_DATA, accepts_old_names, current_field, current_value
 from remanence.runtime.choices import check_choice
 from remanence.runtime.overrides import parse_value
 from remanence.train.checks import check_between, check_positive, check_types
@@ -91,7 +91,8 @@ class DataConfig:
         kind = current_value("data.kind", data.get("kind", DataConfig.kind), warn=False)
         cls = data_class(kind)
         own = cls.field_names()
-        given = {name: value for name, value in data.items() if name in own or name not in FLAT_DATA}
+        given = {cls.current_field(name): value for name, value in data.items()}
+        given = {name: value for name, value in given.items() if name in own or name not in FLAT_DATA}
         return cls.from_fields({**given, "kind": kind})
 
     @classmethod
@@ -106,11 +107,18 @@ class DataConfig:
         return tuple(field.name for field in fields(cls))
 
     @classmethod
+    def current_field(cls, name: str) -> str:
+        """The present name of one of this kind's fields; any other name is returned as it is."""
+        current = current_field("data", name)
+        return current if name not in cls.field_names() and current in cls.field_names() else name
+
+    @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
         """Refuse a field that this kind does not have: name the kinds that have it, or the nearest field."""
         for name in names:
-            if name in cls.field_names():
+            if cls.current_field(name) in cls.field_names():
                 continue
+            name = current_field("data", name)
             owners = [kind for kind, other in DATA_KINDS.items() if name in other.field_names()]
             if owners:
                 expected = " or ".join(map(repr, owners))
@@ -124,6 +132,7 @@ class DataConfig:
         kind = current_value("data.kind", changes.get("kind", self.kind))
         cls = data_class(kind)
         cls.check_names(changes)
+        changes = {cls.current_field(name): text for name, text in changes.items()}
         kept = {name: getattr(self, name) for name in self.field_names() if name in cls.field_names()}
         return cls(**{**kept, **cls.parse_fields(changes), "kind": kind})
 
@@ -175,7 +184,8 @@ class UnregisteredData(DataConfig):
         own = [get_type_hints(data) for data in (DataConfig, *DATA_KINDS.values())]
         hints = {name: hint for found in own for name, hint in found.items()}
         return {
-            name: parse_value(hints.get(name, str), text, f"data.{name}") for name, text in changes.items()
+            name: parse_value(hints.get(current_field("data", name), str), text, f"data.{name}")
+            for name, text in changes.items()
         }
 
 
@@ -257,39 +267,41 @@ class NeedleData(DataConfig):
         check_positive(pairs=self.pairs)
 
 
+@accepts_old_names("data")
 @dataclass(frozen=True, kw_only=True)
 class FactsData(CorpusData):
     """Facts stated between the sentences of prepared shards and asked for later.
 
     Attributes:
-        weight: how much a token of the text counts in the loss, beside one of an answer; 0: only answers do.
-        ramp: steps over which the text between facts grows from nothing, and the distances with it.
-        ends: whether the token that ends an answer counts as much as the answer. Runs of earlier versions, in which
-            it counted as text, are resumed with False.
+        weight: the loss weight of a token of the text; a token of an answer has weight 1. 0: only answers count.
+        distance_ramp: steps over which the distance between a fact and its question grows from a few tokens to its
+            final distribution.
+        answer_end: whether the token that ends an answer has weight 1. Runs of earlier versions, in which it had the
+            weight of the text, are resumed with False.
     """
 
     kind: str = "facts"
     weight: float = 0.1
-    ramp: int = 0
-    ends: bool = True
+    distance_ramp: int = 0
+    answer_end: bool = True
     carries: ClassVar[bool] = True
     max_carried_steps: ClassVar[int | None] = 512
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_between(0, 1, weight=self.weight)
-        check_between(0, float("inf"), ramp=self.ramp)
+        check_between(0, float("inf"), distance_ramp=self.distance_ramp)
 
     def without_schedule(self) -> Self:
-        return replace(self, ramp=0)
+        return replace(self, distance_ramp=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without ``ends=False``, so that the config of a run of an earlier version stays as it was."""
-        return {name: value for name, value in super().to_dict().items() if name != "ends" or value}
+        """Without ``answer_end=False``, so that the config of a run of an earlier version stays as it was."""
+        return {name: value for name, value in super().to_dict().items() if name != "answer_end" or value}
 
     @classmethod
     def from_fields(cls, given: Mapping[str, Any]) -> Self:
-        return super().from_fields({"ends": False, **given})  # files from before the field existed
+        return super().from_fields({"answer_end": False, **given})  # files from before the field existed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +331,7 @@ class CurriculumData(CorpusData):
         return replace(self, curriculum=())
 
 
+@accepts_old_names("data")
 @dataclass(frozen=True, kw_only=True)
 class FactDialoguesData(CurriculumData):
     """Conversations in which facts are stated and asked for, beside the texts of prepared shards.
@@ -326,25 +339,26 @@ class FactDialoguesData(CurriculumData):
     Attributes:
         pairs: the most facts of a conversation.
         share: the share of the rows that are conversations; the others read texts.
-        weight: how much a token of the text counts in the loss, beside one of an answer; 0: only answers do.
-        ramp: steps over which the text between facts grows from nothing, and the distances with it.
+        weight: the loss weight of a token of the text; a token of an answer has weight 1. 0: only answers count.
+        distance_ramp: steps over which the distance between a fact and its question grows from a few tokens to its
+            final distribution.
     """
 
     kind: str = "fact_dialogues"
     pairs: int = 8
     share: float = 0.5
     weight: float = 0.1
-    ramp: int = 0
+    distance_ramp: int = 0
     carries: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(pairs=self.pairs)
         check_between(0, 1, weight=self.weight, share=self.share)
-        check_between(0, float("inf"), ramp=self.ramp)
+        check_between(0, float("inf"), distance_ramp=self.distance_ramp)
 
     def without_schedule(self) -> Self:
-        return replace(self, ramp=0, curriculum=())
+        return replace(self, distance_ramp=0, curriculum=())
 
 
 @dataclass(frozen=True, kw_only=True)

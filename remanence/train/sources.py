@@ -127,18 +127,20 @@ def _text(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     assert isinstance(data, FactsData)
-    ramp = data.ramp * config.accumulate  # a source's steps are parts of the run's
-    return Facts(_shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world, data.ends)
+    ramp = data.distance_ramp * config.accumulate  # a source's steps are parts of the run's
+    return Facts(
+        _shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world, data.answer_end
+    )
 
 
 def _fact_dialogues(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     data = config.data
     assert isinstance(data, FactDialoguesData)
     lengths = data.curriculum or (data.length,)
-    ramp = data.ramp * config.accumulate
-    about: Any = {"facts": data.pairs, "share": data.share, "weight": data.weight, "ramp": ramp}
+    ramp = data.distance_ramp * config.accumulate
     return FactDialogues(
-        _shards(config), lengths, batch * data.length, config.steps * config.accumulate, **about,
+        _shards(config), lengths, batch * data.length, config.steps * config.accumulate,
+        facts=data.pairs, share=data.share, weight=data.weight, distance_ramp=ramp,
         seed=config.seed, rank=rank, world=world,
     )  # fmt: skip
 

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 
 from remanence.config import preset
 from remanence.data import Tokens, prepare
+from remanence.io.migrations import first_fields
 from remanence.model import Model, parameters
 from remanence.recipes.facts import recipe
 from remanence.tasks.facts import BARE, FIRST, Facts
 from remanence.tasks.needle import ADJECTIVES, NOUNS
-from remanence.train import DataConfig, OptimizerConfig, TrainConfig, fit
+from remanence.train import DataConfig, FactsData, OptimizerConfig, TrainConfig, fit
 from remanence.train.config import override
 from remanence.train.engine import make_optimizer, take_step
 
@@ -91,7 +92,7 @@ def test_where_a_number_ends_has_to_be_known(books):
     """
     source, before = (
         Facts(books, 1024, 8, 0.1, 50, seed=1),
-        Facts(books, 1024, 8, 0.1, 50, seed=1, ends=False),
+        Facts(books, 1024, 8, 0.1, 50, seed=1, answer_end=False),
     )
     lengths = set()
     for step in range(4):
@@ -106,15 +107,15 @@ def test_where_a_number_ends_has_to_be_known(books):
 
 
 def test_a_run_of_an_earlier_version_is_resumed_as_it_was(books, tmp_path, recwarn):
-    """Its config has no `data.ends`: the end of an answer goes on counting as text, and nothing is reported as
+    """Its config has no `data.answer_end`: the end of an answer goes on counting as text, and nothing is reported as
     changed.
     """
     model = preset("tiny", "lmm", dim=32, num_layers=1, memory={"heads": 1})
-    data = DataConfig(kind="facts", path=str(books.folder), length=512, weight=0.5, ends=False)
+    data = DataConfig(kind="facts", path=str(books.folder), length=512, weight=0.5, answer_end=False)
     config = TrainConfig(
         model=model, data=data, steps=4, batch=2, carry=True, device="cpu", save_every=2, log_every=1
     )
-    assert "ends" not in config.to_dict()["data"] and TrainConfig.from_dict(config.to_dict()) == config
+    assert "answer_end" not in config.to_dict()["data"] and TrainConfig.from_dict(config.to_dict()) == config
     whole, half = [], []
     fit(config, tmp_path / "whole", log=whole.append)
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
@@ -124,10 +125,31 @@ def test_a_run_of_an_earlier_version_is_resumed_as_it_was(books, tmp_path, recwa
     fit(run, tmp_path / "half", resume=True, log=half.append)
     assert [line["loss"] for line in half] == [line["loss"] for line in whole[2:]]
     assert not [each for each in recwarn if "changed" in str(each.message)]
-    now = replace(config, data=replace(data, ends=True))
-    assert now.to_dict()["data"]["ends"] is True and TrainConfig.from_dict(now.to_dict()) == now
-    assert override(TrainConfig(), {"data.kind": "facts", "data.path": "x"}).data.ends
-    assert "ends" not in TrainConfig().to_dict()["data"]
+    now = replace(config, data=replace(data, answer_end=True))
+    assert now.to_dict()["data"]["answer_end"] is True and TrainConfig.from_dict(now.to_dict()) == now
+    assert override(TrainConfig(), {"data.kind": "facts", "data.path": "x"}).data.answer_end
+    assert "answer_end" not in TrainConfig().to_dict()["data"]
+
+
+def test_old_names_of_fields_are_read():
+    """In calls with a warning; in files and on the command line without one."""
+    now = FactsData(distance_ramp=30, answer_end=False)
+    with pytest.warns(DeprecationWarning, match="ramp is deprecated: use distance_ramp"):
+        assert DataConfig(kind="facts", ramp=30, answer_end=False) == now
+    with pytest.warns(DeprecationWarning, match="ends is deprecated: use answer_end"):
+        assert replace(now, ends=True).answer_end
+    with pytest.warns(DeprecationWarning, match="ramp is deprecated"):
+        assert now.ramp == 30
+    assert override(TrainConfig(data=FactsData()), {"data.ramp": "30", "data.ends": "false"}).data == now
+    saved = {**now.to_dict(), "ramp": 30}
+    assert DataConfig.from_dict({name: saved[name] for name in saved if name != "distance_ramp"}) == now
+    assert DataConfig.from_dict({"kind": "facts", "ends": True}).answer_end
+    other = DataConfig.from_dict(
+        {"kind": "needle", "ramp": 0, "ends": True}
+    )  # files once had every kind's fields
+    assert other == DataConfig(kind="needle")
+    first = first_fields("train", TrainConfig(data=replace(now, answer_end=True)).to_dict())["data"]
+    assert (first["ramp"], first["ends"]) == (30, True) and "distance_ramp" not in first
 
 
 def test_steps_are_made_again_and_dealt_to_processes(books):
@@ -224,9 +246,9 @@ def test_what_cannot_be_is_refused(books):
         DataConfig(kind="facts", weight=2.0)
     with pytest.raises(
         ValueError,
-        match=r"data.ramp: expected only with data.kind='facts' or 'fact_dialogues', got it with 'needle'",
+        match=r"data.distance_ramp: expected only with data.kind='facts' or 'fact_dialogues', got it with 'needle'",
     ):
-        DataConfig(kind="needle", ramp=5)
+        DataConfig(kind="needle", distance_ramp=5)
 
 
 def test_the_recipe_is_small_enough_to_ship():

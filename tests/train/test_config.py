@@ -212,17 +212,19 @@ def test_a_change_of_a_model_whose_configuration_is_not_used_is_refused():
 
 def test_the_old_names_of_initial_states_work_with_a_warning():
     now = config("mac", initial_state="neighbor", initial_state_share=0.25)
-    with pytest.warns(DeprecationWarning) as warned:
+    with pytest.warns(DeprecationWarning, match="begin") as warned:
         assert config("mac", begin="passed", begin_share=0.25) == now
     assert [str(each.message) for each in warned] == [
         "begin='passed' is deprecated: use initial_state='neighbor'",
         "begin_share is deprecated: use initial_state_share",
     ]
-    with pytest.warns(DeprecationWarning) as warned:
+    with pytest.warns(DeprecationWarning, match="passed") as warned:
         config("mac", initial_state="passed")
     assert len(warned) == 1
     changes = {"begin": "passed", "begin_share": "0.25"}
-    assert override(config("mac"), changes) == override(config("mac"), {**changes, "begin": "neighbor"}) == now
+    assert (
+        override(config("mac"), changes) == override(config("mac"), {**changes, "begin": "neighbor"}) == now
+    )
     saved = json.loads(json.dumps(now.to_dict()))
     before = {**saved, "begin": "passed", "begin_share": saved["initial_state_share"]}
     del before["initial_state"], before["initial_state_share"]
