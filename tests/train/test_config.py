@@ -157,7 +157,7 @@ def test_a_kind_without_a_class_may_use_every_field(tmp_path):
 
 
 def test_rows_of_facts_are_carried_as_long_as_their_config_says():
-    assert FactsData.max_carried_steps == facts.PIECES
+    assert FactsData.max_carried_steps == facts.MAX_STEPS
 
 
 def test_digests_of_recipes_stay_what_they_were():
