@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from remanence.config import MODES, Mode, ModelConfig, ModelFields, change
 from remanence.layers import Module, RMSNorm, SwiGLU, operand
 from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
-from remanence.ops.checks import check_offsets, documents
-from remanence.ops.layout import pick, repad
+from remanence.ops.checks import check_offsets, count_documents
+from remanence.ops.layout import gather_or_zero, pad_to_mask
 from remanence.ops.state import memories
 from remanence.runtime.choices import check_choice
 from remanence.runtime.keywords import show_fields
@@ -265,7 +265,7 @@ class Backbone(Module):
         mode = self._memory_mode if memory_mode is None else self.check_mode(memory_mode)
         if mask is not None and not bool(mask.all()):
             return self._trace_masked(x, state, mask, mode, keep, text)
-        rows = x.shape[0] if offsets is None else documents(offsets)
+        rows = x.shape[0] if offsets is None else count_documents(offsets)
         borders = check_offsets(
             offsets, x.shape[0], x.shape[1], rows if state is None else len(state.position)
         )
@@ -363,7 +363,7 @@ class Backbone(Module):
         segment = self.mixers[0].segment_length or 1
         there, back, begins = (index.to(x.device) for index in wavefront.pack_rows(borders, segment))
         start = self.start(len(there)).blocks
-        lanes = pick(x[0], there)
+        lanes = gather_or_zero(x[0], there)
         passage = wavefront.read(
             list(self.blocks), lanes, start, begins=begins, checkpointing=self._checkpoints
         )
@@ -410,10 +410,10 @@ class Backbone(Module):
         text = text and text._replace(tokens=packed(text.tokens))
         inside = self.trace(packed(x), state, offsets=borders, memory_mode=mode, keep=keep, text=text)
         traces = tuple(
-            MemoryTrace.mapped(trace, lambda tensor: repad(tensor, mask)) for trace in inside.traces
+            MemoryTrace.mapped(trace, lambda tensor: pad_to_mask(tensor, mask)) for trace in inside.traces
         )
-        layers = tuple(repad(layer, mask) for layer in inside.layers)
-        return Trace(repad(inside.hidden, mask), inside.state, traces, layers)
+        layers = tuple(pad_to_mask(layer, mask) for layer in inside.layers)
+        return Trace(pad_to_mask(inside.hidden, mask), inside.state, traces, layers)
 
     def remembers_all(self, state: State) -> bool:
         """Whether the memories have read what the model has: after a call with its memory off their chunks begin

@@ -144,7 +144,7 @@ class TestCache:
         cache = outer(x[:, :14]).past_key_values
         with pytest.raises(
             ValueError,
-            match="tokens: expected at most 2, what has been read since the last full chunk, got 3",
+            match="tokens: expected at most 2, the tokens since the last complete chunk, got 3",
         ):
             cache.crop(-3)
         with pytest.raises(

@@ -352,7 +352,7 @@ def test_taking_back_too_much_is_refused():
     subject, x = model("mac"), tokens(2, COUNT)
     _, state = subject(x[:, :10])
     with pytest.raises(
-        ValueError, match="tokens: expected at most 2, what has been read since the last full chunk, got 3"
+        ValueError, match="tokens: expected at most 2, the tokens since the last complete chunk, got 3"
     ):
         state.crop(3)
     with pytest.raises(ValueError, match="tokens: expected at most the 10 tokens read, got 11"):

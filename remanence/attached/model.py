@@ -26,7 +26,7 @@ from remanence.config import MODES, Mode, change
 from remanence.io.migrations import current_fields
 from remanence.layers.attention import AttentionState
 from remanence.model import check_tokens
-from remanence.ops.checks import check_offsets, documents
+from remanence.ops.checks import check_offsets, count_documents
 from remanence.runtime.choices import check_choice
 from remanence.runtime.mode import RenamedMode, renamed_mode
 from remanence.runtime.positions import with_host_copy
@@ -284,7 +284,7 @@ class Attached(nn.Module):
         mode = self._memory_mode if memory_mode is None else self.check_mode(memory_mode)
         if mask is not None and bool(mask.all()):
             mask = None
-        rows = len(tokens) if offsets is None else documents(offsets)
+        rows = len(tokens) if offsets is None else count_documents(offsets)
         borders = check_offsets(
             offsets, tokens.shape[0], tokens.shape[1], rows if state is None else len(state.position)
         )

@@ -16,7 +16,7 @@ from remanence.backbone import State, Trace
 from remanence.config import Mode
 from remanence.layers.attention import AttentionState
 from remanence.mixers import MemoryTrace, Shared, Text
-from remanence.ops.layout import repad, to_rows
+from remanence.ops.layout import pad_to_mask, to_rows
 from remanence.runtime.positions import advance_position, positions_of, with_host_copy
 
 if TYPE_CHECKING:
@@ -70,9 +70,12 @@ def read_window(
     if mask is not None:
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
         inside = read_window(model, tokens[mask].unsqueeze(0), state, None, borders, mode, keep, layers)
-        traces = tuple(MemoryTrace.mapped(trace, lambda x: repad(x, mask)) for trace in inside.traces)
+        traces = tuple(MemoryTrace.mapped(trace, lambda x: pad_to_mask(x, mask)) for trace in inside.traces)
         return Trace(
-            repad(inside.hidden, mask), inside.state, traces, tuple(repad(x, mask) for x in inside.layers)
+            pad_to_mask(inside.hidden, mask),
+            inside.state,
+            traces,
+            tuple(pad_to_mask(x, mask) for x in inside.layers),
         )
     rows = len(tokens) if borders is None else len(borders) - 1
     position = start_position(model, rows, state)
@@ -147,7 +150,7 @@ def read_whole(
     trace = make_trace(model, call, hidden, inner, None, tokens.shape[1])
     if mask is None:
         return trace
-    traces = tuple(MemoryTrace.mapped(each, lambda x: repad(x, mask)) for each in trace.traces)
+    traces = tuple(MemoryTrace.mapped(each, lambda x: pad_to_mask(x, mask)) for each in trace.traces)
     # What the model makes of padding is left as it is: nobody asks for it.
     return trace._replace(traces=traces, state=trace.state._replace(position=position + mask.sum(1)))
 

@@ -13,7 +13,7 @@ from remanence.attached.window import WindowSpec, WindowState, attend, to_transf
 from remanence.layers.attention import AttentionState
 from remanence.memory.neural import NeuralMemory
 from remanence.mixers.memory import Memory
-from remanence.ops.layout import repad
+from remanence.ops.layout import pad_to_mask
 from remanence.runtime.state import TensorTuple
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Site:
         if not torch.is_autocast_enabled(x.device.type):  # new weights may be wider than the others
             inner = inner.to(memory.layer.o_proj.weight.dtype)
         m, call.memories[self.index], call.traces[self.index] = memory(inner, state, call.offsets, call.mode)
-        return (m if call.mask is None else repad(m, call.mask)).to(x.dtype)
+        return (m if call.mask is None else pad_to_mask(m, call.mask)).to(x.dtype)
 
     def _record_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save a layer's input for the store, which is queried after attention."""

@@ -74,11 +74,16 @@ class ShortConv(nn.Module):
         if (
             offsets is None
             and self.weight is not None
-            and layer.fits(x, width=self.width // heads, taps=self.kernel)
+            and layer.is_supported(x, width=self.width // heads, taps=self.kernel)
             and plain(self, ShortConv)
         ):
             return layer.short_conv(x, past, self.weight, heads, normalize)
-        if offsets is None and self.weight is not None and layer_cpu.fits(x) and plain(self, ShortConv):
+        if (
+            offsets is None
+            and self.weight is not None
+            and layer_cpu.is_supported(x)
+            and plain(self, ShortConv)
+        ):
             return layer_cpu.short_conv(x, past, self.weight, heads, normalize), self.advance(x, past, None)
         y, past = self(x, past, offsets)
         y = F.silu(y).unflatten(-1, (heads, self.width // heads))
@@ -92,7 +97,7 @@ class ShortConv(nn.Module):
     ) -> Tensor:
         """Only the inputs to carry on, as `forward` would return them."""
         if offsets is None:
-            return layer_cpu.roll_history(past, x) if layer_cpu.fits(x) else roll_history(past, x)
+            return layer_cpu.roll_history(past, x) if layer_cpu.is_supported(x) else roll_history(past, x)
         return torch.cat(
             [roll_history(past[row : row + 1], x[:, a:b]) for row, (a, b) in enumerate(pairwise(offsets))]
         )

@@ -87,8 +87,8 @@ class WindowDecoder:
         )
         slot = now.once("slot", *shape, make=lambda: self.lead + now.position % self.size)
         mask = now.once("mask", *shape, make=lambda: self._mask(now.position))
-        decode.put(self.k, slot, turn(k)[:, 0], now.active)
-        decode.put(self.v, slot, v[:, 0], now.active)
+        decode.write_slots(self.k, slot, turn(k)[:, 0], now.active)
+        decode.write_slots(self.v, slot, v[:, 0], now.active)
         return masked_softmax(turn(q), self.k, self.v, mask.unsqueeze(1), lse=lse), q, k, v
 
     def state(self, position: Tensor) -> AttentionState:
@@ -128,8 +128,8 @@ class SegmentDecoder:
         mask = now.once("segment mask", *shape, make=lambda: self._mask(place, retrieved is not None))
         for first, source in zip(self._firsts, (retrieved, x), strict=True):
             k, v = (torch.zeros_like(q),) * 2 if source is None else layer.pairs(source)
-            decode.put(self.k, first + place, turn(k)[:, 0], now.active)
-            decode.put(self.v, first + place, v[:, 0], now.active)
+            decode.write_slots(self.k, first + place, turn(k)[:, 0], now.active)
+            decode.write_slots(self.v, first + place, v[:, 0], now.active)
         return layer.out(masked_softmax(turn(q), self.k, self.v, mask.unsqueeze(1)))
 
     def state(self, position: Tensor) -> SegmentState:

@@ -43,11 +43,11 @@ class Features(nn.Module):
                 down.zero_()
 
     def forward(self, x: Float[Tensor, "b t h width"]) -> Float[Tensor, "b t h width"]:
-        if layer.fits(x, width=self.width, features=self.hidden):
+        if layer.is_supported(x, width=self.width, features=self.hidden):
             for up, down in self.layers:
                 x = layer.key_features(x, up, down)
             return x
-        if layer_cpu.fits(x):
+        if layer_cpu.is_supported(x):
             for up, down in self.layers:
                 x = layer_cpu.key_features(x, up, down)
             return x
@@ -62,8 +62,8 @@ def by_heads(
     x: Float[Tensor, "b t h i"], weight: Tensor, base: Float[Tensor, "b t h o"] | None = None
 ) -> Float[Tensor, "b t h o"]:
     """Each head times its own matrix ``[h i o]``, added to `base` if given."""
-    if layer.fits(x, width=x.shape[-1]) and (base is None or base.dtype == x.dtype):
-        return layer.by_heads(x, weight, base)
+    if layer.is_supported(x, width=x.shape[-1]) and (base is None or base.dtype == x.dtype):
+        return layer.per_head_matmul(x, weight, base)
     weight = weight.to(x.dtype)
     if weight.dim() == 3:
         # Flattened and back, so that its gradient has its strides with a single head, too: DDP warns of others.

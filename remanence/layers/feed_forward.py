@@ -21,4 +21,4 @@ class SwiGLU(Module):
 
     def forward(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         gate, up = project(x, self.gate, self.up)
-        return self.down(layer.swiglu(gate, up) if layer.fits(gate) else F.silu(gate) * up)
+        return self.down(layer.swiglu(gate, up) if layer.is_supported(gate) else F.silu(gate) * up)

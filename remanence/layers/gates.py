@@ -51,9 +51,9 @@ class GateProjection(nn.Module):
 
     def logs(self, x: Float[Tensor, "b t d"], flipped: Sequence[bool]) -> tuple[Float[Tensor, "b t h"], ...]:
         """Log sigmoid of each gate's logits, of their negatives where flipped."""
-        if layer.fits(x, gates=self.bias.shape[-1]) and plain(self, GateProjection):
+        if layer.is_supported(x, gates=self.bias.shape[-1]) and plain(self, GateProjection):
             return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
-        if layer_cpu.fits(x) and plain(self, GateProjection):
+        if layer_cpu.is_supported(x) and plain(self, GateProjection):
             return layer_cpu.log_gates(x, self.weight, self.bias, self.heads, flipped)
         return tuple(
             F.logsigmoid(-logit if flip else logit) for logit, flip in zip(self(x), flipped, strict=True)

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
     ) -> Float[Tensor, "... width"]:
         """In x's dtype, or another."""
         dtype = dtype or x.dtype
-        if layer.fits(x, channels=self.width):
+        if layer.is_supported(x, channels=self.width):
             return layer.rms_norm(x, self.weight, self.eps, dtype)
         if self.weight.dim() == 1:
             return F.rms_norm(x, (self.width,), self.weight.to(x.dtype), self.eps).to(dtype)
@@ -41,9 +41,9 @@ class RMSNorm(nn.Module):
         self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t inner"]:
         """Per head, times SiLU of a gate."""
-        if layer.fits(x, width=self.width) and layer.fits(gate) and plain(self, RMSNorm):
+        if layer.is_supported(x, width=self.width) and layer.is_supported(gate) and plain(self, RMSNorm):
             return layer.gated_norm(x, gate, self.weight, self.eps)
-        if layer_cpu.fits(x) and plain(self, RMSNorm):
+        if layer_cpu.is_supported(x) and plain(self, RMSNorm):
             return layer_cpu.gated_norm(x, gate, self.weight, self.eps)
         return self(x).flatten(-2) * F.silu(gate)
 

@@ -22,7 +22,7 @@ class Rotary:
         self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def __call__(self, x: Float[Tensor, "r t h e"]) -> Float[Tensor, "r t h e"]:
-        if layer.fits(x, width=x.shape[-1]):
+        if layer.is_supported(x, width=x.shape[-1]):
             return layer.rotary(x, self.cos, self.sin)
         (a, b), cos, sin = x.to(self.dtype).chunk(2, -1), self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

@@ -33,8 +33,8 @@ from remanence.ops import (
     query,
     start,
 )
-from remanence.ops.checks import check_offsets, documents
-from remanence.ops.layout import repad
+from remanence.ops.checks import check_offsets, count_documents
+from remanence.ops.layout import pad_to_mask
 from remanence.ops.state import Weights
 from remanence.runtime.deprecation import renamed_method
 from remanence.runtime.keywords import MemoryFields, show_fields
@@ -197,10 +197,10 @@ class NeuralMemory(Module):
                 inside, state if carried else self._fresh(x, len(documents) - 1), offsets=documents
             )
             return Trace(
-                repad(seen.y, mask),
+                pad_to_mask(seen.y, mask),
                 seen.state,
-                repad(seen.surprise, mask),
-                seen.gates.map(lambda gate: repad(gate, mask)),
+                pad_to_mask(seen.surprise, mask),
+                seen.gates.map(lambda gate: pad_to_mask(gate, mask)),
             )
         state, borders = self._checked(x, state, offsets)
         *projected, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
@@ -239,7 +239,7 @@ class NeuralMemory(Module):
         """Ask without writing: the memory stays as `state` holds it, for every token of x."""
         if mask is not None:
             inside, documents = self._unpad(x, mask, offsets)
-            return repad(self.read(inside, state, offsets=documents), mask)
+            return pad_to_mask(self.read(inside, state, offsets=documents), mask)
         return self.read_frozen(x, state, offsets=offsets)[0]
 
     def read_frozen(
@@ -334,7 +334,7 @@ class NeuralMemory(Module):
         check_transforms()
         check_input(x, self.config.dim, self.q_proj.weight.dtype, values=self.checks)
         if state is None:
-            state = self._fresh(x, x.shape[0] if offsets is None else documents(offsets))
+            state = self._fresh(x, x.shape[0] if offsets is None else count_documents(offsets))
         if not isinstance(state, NeuralMemoryState):
             raise ValueError(
                 f"state: expected the state this layer returned, or None, got {type(state).__name__}"
@@ -351,7 +351,7 @@ class NeuralMemory(Module):
         own, chunk = self.config.chunk, memory.chunk
         if chunk != own:
             raise ValueError(
-                f"state: expected one of chunk {own}, got one of chunk {chunk}; a chunk belongs to the model"
+                f"state: expected chunk {own}, got chunk {chunk}; the chunk is part of the model"
             )
 
     def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:

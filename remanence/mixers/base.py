@@ -19,7 +19,7 @@ from remanence.layers import Module
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory
 from remanence.ops import Gates
-from remanence.ops.decode import keep
+from remanence.ops.decode import overwrite_rows
 from remanence.ops.state import memories
 from remanence.runtime.state import TensorTuple, parts
 
@@ -270,7 +270,7 @@ class ForwardDecoder(MixerDecoder):
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         shared = now.once("context", make=Shared)
         y, state, _ = self.mixer(x, self.buffers, Context(now.position, None, self.mode, now.text, shared))
-        keep(self.buffers.tensors(), state.tensors(), now.active)
+        overwrite_rows(self.buffers.tensors(), state.tensors(), now.active)
         return y
 
     def state(self, position: Tensor) -> Any:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.layers.attention import Attended
-from remanence.ops.layout import pick
+from remanence.ops.layout import gather_or_zero
 
 
 class SegmentSpan(NamedTuple):
@@ -64,7 +64,7 @@ class SegmentColumns:
         if self.uniform:
             return self._filled(torch.cat([old[:, : self.lead[0]], new], 1))
         both = torch.cat([old.flatten(0, 1), new.flatten(0, 1)])
-        return pick(both, torch.tensor([self._places(row) for row in range(len(self.lead))]))
+        return gather_or_zero(both, torch.tensor([self._places(row) for row in range(len(self.lead))]))
 
     def queries(self, q: Tensor) -> Tensor:
         return self.columns(q.new_zeros(len(self.lead), self.window, *q.shape[2:]), q)
@@ -93,7 +93,7 @@ class SegmentColumns:
                 torch.tensor([place[lead + i] for i in range(count)], dtype=torch.int64)
                 + row * joined.shape[1]
             )
-        return pick(joined.flatten(0, 1), index)
+        return gather_or_zero(joined.flatten(0, 1), index)
 
     def left(self, x: Tensor) -> Tensor:
         """Each row's last segment ``[r w ...]``, which stays open. Never a view, which keeps a whole call."""

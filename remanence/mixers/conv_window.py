@@ -12,7 +12,7 @@ from remanence.layers.attention import AttentionState
 from remanence.layers.decoding import StepContext, WindowDecoder
 from remanence.mixers.attention import keys_seen, sliding_window
 from remanence.mixers.base import Context, Mixer, MixerDecoder, MixerOutput
-from remanence.ops.decode import keep
+from remanence.ops.decode import overwrite_rows
 from remanence.runtime.state import TensorTuple, rewind
 
 
@@ -77,7 +77,7 @@ class ConvWindowDecoder(MixerDecoder):
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         nearby, past = self.conv(x, self.past)
-        keep((self.past,), (past,), now.active)
+        overwrite_rows((self.past,), (past,), now.active)
         return self.window.step(x + nearby, now)
 
     def state(self, position: Tensor) -> ConvWindowState:

@@ -339,7 +339,7 @@ class KnnDecoder(MixerDecoder):
         importance = now.once("importance", make=lambda: self._importance(x, now))
         slot = now.once("open slot", self.size, make=lambda: now.position % self.size)
         for buffer, new in ((self.k, unit(k)[:, 0]), (self.v, v[:, 0]), (self.token_importance, importance)):
-            decode.put(buffer, slot, new, now.active)
+            decode.write_slots(buffer, slot, new, now.active)
         if mixer.owns_store:
             now.shared["store"] = self.store
         store = now.shared["store"] if mixer.shares_store else self.store
@@ -372,7 +372,7 @@ class KnnDecoder(MixerDecoder):
 
     def finish(self, hidden: Tensor, now: StepContext) -> None:
         if self.mixer.hidden:
-            decode.keep((self.last,), (hidden[:, 0].to(self.last.dtype),), now.active)
+            decode.overwrite_rows((self.last,), (hidden[:, 0].to(self.last.dtype),), now.active)
 
     def state(self, position: Tensor) -> KnnState:
         held = torch.arange(self.size, device=position.device) < open_tokens(position, self.size).unsqueeze(

@@ -288,7 +288,7 @@ class MACDecoder(MixerDecoder):
         if self.aligned:
             self.memory.running.copy_weights(self.weights, begins)
         else:
-            decode.keep(self.weights, self.memory.current_weights(), begins)
+            decode.overwrite_rows(self.weights, self.memory.current_weights(), begins)
         return mixer.segment(
             x,
             None

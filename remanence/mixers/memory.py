@@ -63,7 +63,7 @@ class Memory(Module):
     def decode_unsupported_reason(self) -> str | None:
         if current_observer() is not None:
             return "memories are being observed"
-        return decode.unsupported(self.layer.net, self.layer.rule)
+        return decode.unsupported_reason(self.layer.net, self.layer.rule)
 
     def capture_unsupported_reason(self) -> str | None:
         return None if current_observer() is None else "memories are being observed"
@@ -148,7 +148,7 @@ class MemoryDecoder:
         q, k, v = (past.detach().clone() for past in state.conv)
         self.conv = (q, k, v)
         self.memory = state.memory
-        self.fused = decode.fits(q, self.layer.head_dim) and self.layer.q_conv.weight is not None
+        self.fused = decode.is_supported(q, self.layer.head_dim) and self.layer.q_conv.weight is not None
         if mode == "on":
             self.running = decode.InPlaceMemory(state.memory, self.layer.net, self.layer.rule)
         else:  # not written, so its weights do not change
@@ -165,7 +165,7 @@ class MemoryDecoder:
             y, past_q = layer.query(x, self.weights, self.conv[0])
             past_k = layer.k_conv.advance(layer.k_proj(x), self.conv[1], None)
             past_v = layer.v_conv.advance(layer.v_proj(x), self.conv[2], None)
-            decode.keep(self.conv, (past_q, past_k, past_v), now.active)
+            decode.overwrite_rows(self.conv, (past_q, past_k, past_v), now.active)
             return y
         if self.fused:
             parts = ((layer.q_proj, layer.q_conv), (layer.k_proj, layer.k_conv), (layer.v_proj, layer.v_conv))
@@ -174,7 +174,7 @@ class MemoryDecoder:
             gates = layer.log_gates(x)
         else:
             q, k, v, gates, conv = layer.prepare(x, self.conv)
-            decode.keep(self.conv, conv, now.active)
+            decode.overwrite_rows(self.conv, conv, now.active)
             q, k, v = q[:, 0], k[:, 0], v[:, 0]
         answers, _ = self.running.step(q, k, v, gates.map(lambda gate: gate[:, 0]), now.active)
         return layer.output(q.unsqueeze(1), answers.unsqueeze(1).to(x.dtype), layer.g_proj(x))
@@ -184,7 +184,7 @@ class MemoryDecoder:
         layer = self.layer
         if not self.fused:
             y, new = layer.query(x, weights, past)
-            decode.keep((past,), (new,), now.active)
+            decode.overwrite_rows((past,), (new,), now.active)
             return y
         (q,) = self._convolve(x, ((layer.q_proj, layer.q_conv),), (past,), now)
         q = layer.key_features(q.unsqueeze(1))

@@ -86,7 +86,7 @@ class Join(Module):
 
     def forward(self, y: Float[Tensor, "b t d"], m: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         a, b = self.norm_attention, self.norm_memory
-        fused = layer.fits(y, channels=a.width) and layer.fits(m)
+        fused = layer.is_supported(y, channels=a.width) and layer.is_supported(m)
         if fused and plain(a, RMSNorm) and plain(b, RMSNorm):
-            return layer.join(y, m, a.weight, b.weight, a.eps)
+            return layer.sigmoid_gated_norm(y, m, a.weight, b.weight, a.eps)
         return a(y) * torch.sigmoid(b(m))

@@ -1,4 +1,4 @@
-"""Checks of the operator's arguments. One line per fault: the argument, what was expected, what it got."""
+"""Checks of the operator's arguments. Each error is one line: the argument, what was expected, what was given."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from remanence.ops.state import Gates, MemoryState
 
 
 def check_chunk(chunk: int) -> None:
+    """Raise ValueError if this is not a valid chunk size."""
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk: expected an integer of at least 1, got {chunk!r}")
 
 
-def _shape(name: str, x: Tensor, expected: tuple[int, ...], like: str) -> None:
+def _check_shape(name: str, x: Tensor, expected: tuple[int, ...], like: str) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(
             f"{name}: expected a tensor of shape {list(expected)} ({like}), got {type(x).__name__}"
@@ -27,16 +28,16 @@ def _shape(name: str, x: Tensor, expected: tuple[int, ...], like: str) -> None:
         raise ValueError(f"{name}: expected shape {list(expected)} ({like}), got {list(x.shape)}")
 
 
-def _exact_dtype(q: Tensor) -> torch.dtype:
+def _state_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def documents(offsets: Tensor | Sequence[int]) -> int:
-    """How many documents these borders separate."""
-    return len(_borders(offsets)) - 1
+def count_documents(offsets: Tensor | Sequence[int]) -> int:
+    """The number of packed documents, given their offsets."""
+    return len(_offset_list(offsets)) - 1
 
 
-def _borders(offsets: Tensor | Sequence[int]) -> list[int]:
+def _offset_list(offsets: Tensor | Sequence[int]) -> list[int]:
     values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
     if (
         not isinstance(values, (list, tuple))
@@ -50,14 +51,14 @@ def _borders(offsets: Tensor | Sequence[int]) -> list[int]:
 def check_offsets(
     offsets: Tensor | Sequence[int] | None, batch: int, tokens: int, rows: int
 ) -> list[int] | None:
-    """The borders as plain integers, or None for one document per batch row."""
+    """The checked offsets as a list of integers, or None for one document per batch row."""
     if offsets is None:
         if rows != batch:
             raise ValueError(f"state: expected {batch} rows, one for each row of the batch, got {rows}")
         return None
-    borders = _borders(offsets)
+    borders = _offset_list(offsets)
     if batch != 1:
-        raise ValueError(f"offsets: packed documents lie in a single batch row, got a batch of {batch}")
+        raise ValueError(f"offsets: expected a single batch row of packed documents, got a batch of {batch}")
     if borders[0] != 0 or borders[-1] != tokens or any(b < a for a, b in pairwise(borders)):
         raise ValueError(
             f"offsets: expected to rise from 0 to {tokens} (the number of tokens), got {borders}"
@@ -67,10 +68,11 @@ def check_offsets(
     return borders
 
 
-def check_kinds(net: object, rule: object) -> None:
+def check_net_and_rule(net: object, rule: object) -> None:
+    """Raise ValueError if these are not a net and a rule that the operator can run."""
     if isinstance(net, Deep):
         raise ValueError(
-            "net: expected the part of a deep memory that is written (net.fast, with features as keys), got Deep"
+            "net: expected the fast weights' net of a deep memory (net.fast, with features as keys), got Deep"
         )
     if not isinstance(net, Net):
         raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")
@@ -78,6 +80,7 @@ def check_kinds(net: object, rule: object) -> None:
 
 
 def check_rule(rule: object) -> None:
+    """Raise ValueError if this is not a valid rule."""
     if is_linear(rule):
         return
     if not isinstance(rule, Rule):
@@ -92,11 +95,11 @@ def check_rule(rule: object) -> None:
 
 
 def check_buffers(buffers: object) -> None:
-    """What a rule's `init_state` returned."""
-    fine = isinstance(buffers, (tuple, list)) and all(
+    """Raise ValueError if these cannot be the buffers of a rule, as returned by `Rule.init_state`."""
+    is_valid = isinstance(buffers, (tuple, list)) and all(
         isinstance(buffer, Tensor) and buffer.is_floating_point() for buffer in buffers
     )
-    if not fine:
+    if not is_valid:
         got = (
             [str(getattr(x, "dtype", type(x).__name__)) for x in buffers]
             if isinstance(buffers, (tuple, list))
@@ -106,6 +109,7 @@ def check_buffers(buffers: object) -> None:
 
 
 def check_start(weights: object, momentum: object, rows: object, rule: Rule) -> None:
+    """Check the arguments of `remanence.ops.start`."""
     check_rule(rule)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
         raise ValueError(f"rows: expected an integer of at least 0, got {rows!r}")
@@ -138,7 +142,7 @@ def check_start(weights: object, momentum: object, rows: object, rule: Rule) -> 
 def check_state(
     q: Tensor, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """That this state belongs to this call: rows, heads, width, dtype, device, chunk, net and rule."""
+    """Check that a state fits a call: rows, heads, width, dtype, device, chunk, net and rule. Returns the offsets."""
     if not isinstance(q, Tensor) or q.dim() != 4 or not q.is_floating_point():
         got = f"{list(q.shape)} {q.dtype}" if isinstance(q, Tensor) else type(q).__name__
         raise ValueError(f"q: expected a floating-point tensor [batch, tokens, heads, width], got {got}")
@@ -148,15 +152,13 @@ def check_state(
     rows = state.position.shape[0]
     if state.chunk != chunk:
         raise ValueError(
-            f"state: expected one of chunk {chunk}, got one of chunk {state.chunk}; a chunk belongs to the model"
+            f"state: expected chunk {chunk}, got chunk {state.chunk}; the chunk is part of the model"
         )
     values = state.v.shape[-1] if isinstance(net, MLP) and net.rectangular else width
     for name, tail, wide in (("state.k", state.k, width), ("state.v", state.v, values)):
-        _shape(name, tail, (rows, chunk - 1, heads, wide), "rows, chunk - 1, heads, width")
-    if state.k.dtype != _exact_dtype(q):
-        raise ValueError(
-            f"state: expected dtype {_exact_dtype(q)} beside q of {q.dtype}, got {state.k.dtype}"
-        )
+        _check_shape(name, tail, (rows, chunk - 1, heads, wide), "rows, chunk - 1, heads, width")
+    if state.k.dtype != _state_dtype(q):
+        raise ValueError(f"state: expected dtype {_state_dtype(q)} for q of {q.dtype}, got {state.k.dtype}")
     if state.k.device != q.device:
         raise ValueError(f"state: expected on {q.device} like q, got on {state.k.device}")
     if is_linear(rule):
@@ -193,12 +195,12 @@ def check_state(
 
 
 def _buffer_shapes(state: MemoryState, rule: Rule) -> list[list[int]]:
-    """The shapes of the buffers that a rule makes for one head."""
+    """The shapes of a rule's buffers for one head."""
     with torch.no_grad():
         return [list(x.shape) for x in rule.init_state(tuple(layer[0, 0, 0] for layer in state.layers))]
 
 
-def check_call(
+def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -209,9 +211,9 @@ def check_call(
     chunk: int,
     offsets: Tensor | Sequence[int] | None,
 ) -> list[int] | None:
-    """Everything about a call but its values; returns the packed documents' borders."""
+    """Check everything about a call except values. Returns the offsets as a list, or None."""
     check_chunk(chunk)
-    check_kinds(net, rule)
+    check_net_and_rule(net, rule)
     if (
         is_linear(rule)
         and rule.anchor == "token"
@@ -227,7 +229,7 @@ def check_call(
         ("k", k, "like q"),
         ("v", v, "like q" if wide == q.shape[-1] else "like q, as wide as the state's values"),
     ):
-        _shape(name, x, tuple(q.shape) if name == "k" else (*q.shape[:3], wide), like)
+        _check_shape(name, x, tuple(q.shape) if name == "k" else (*q.shape[:3], wide), like)
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name}: expected {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
     if not isinstance(gates, Gates):
@@ -239,9 +241,11 @@ def check_call(
         gate = getattr(gates, name)
         if not needed:
             if gate is not None:
-                raise ValueError(f"gates.{name}: expected None, as the rule has no use for it, got a tensor")
+                raise ValueError(
+                    f"gates.{name}: expected None, because the rule does not use it, got a tensor"
+                )
             continue
-        _shape(f"gates.{name}", gate, tuple(q.shape[:3]), "batch, tokens, heads")
+        _check_shape(f"gates.{name}", gate, tuple(q.shape[:3]), "batch, tokens, heads")
         if gate.dtype != state.k.dtype or gate.device != q.device:
             raise ValueError(
                 f"gates.{name}: expected {state.k.dtype} on {q.device}, got {gate.dtype} on {gate.device}"
@@ -250,7 +254,7 @@ def check_call(
 
 
 def check_values(q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> None:
-    """That inputs are finite and gates are in range: a step of 0 or more, momentum and keeping between 0 and 1."""
+    """Check that inputs are finite and gates are in range: step size at least 0, momentum and retention in 0 to 1."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not bool(x.isfinite().all()):
             count = int((~x.isfinite()).sum())

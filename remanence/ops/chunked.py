@@ -1,7 +1,7 @@
-"""The chunk-parallel backend: a scan over chunks that saves few states, and scans each block again for backward.
+"""The chunk-parallel backend: a scan over chunks with checkpointing.
 
-Saved for backward are the inputs and the states at the starts of about sqrt(n) blocks. The states within a block
-of about sqrt(n) chunks are computed again. The recurrence is never inverted: dividing by a gate is unstable.
+The inputs and the states at the starts of about sqrt(n) blocks of chunks are saved for backward; the states within a
+block are recomputed. The recurrence is never inverted, because dividing by a gate is unstable.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from einops import rearrange
 from torch import Tensor
 
 from remanence.ops.clamp import GradientClamp
-from remanence.ops.layout import Layout, gates_rows
+from remanence.ops.layout import Layout, gates_with_tail
 from remanence.ops.library import once_differentiable
 from remanence.ops.nets import Net
 from remanence.ops.rules import Rule, is_linear
-from remanence.ops.scans import ChunkBlock, ChunkScan, Grad, scan_for
+from remanence.ops.scans import ChunkBlock, ChunkScan, Grad, choose_scan
 from remanence.ops.state import Gates, MemoryState, Weights
 from remanence.runtime.positions import positions_of
 from remanence.runtime.state import needs_grad
 
 INFERENCE_BLOCK = 16
-"""Chunks whose answers are computed together when nothing is saved for backward: enough to fill a machine."""
+"""Chunks whose answers are computed together when nothing is saved for backward."""
 
 
 def scan_forward(
     scan: ChunkScan, s: ChunkBlock, state: Weights, stride: int, keep: bool
 ) -> tuple[Tensor, Tensor, Weights, list[Weights]]:
-    """Scan all chunks, `stride` at a time: answers, surprise, the last state, and with `keep` the blocks' starts."""
+    """Answers, surprise, the end state and (with `keep`) the state at each block's start; `stride` chunks a block."""
     starts: list[Weights] = []
     answers, surprises = [], []
     for start in range(0, s.k.shape[0], stride):
         if keep:
             starts.append(state)
-        y, surprise, state = scan.forward(s.part(slice(start, start + stride)), state)
+        y, surprise, state = scan.forward(s.slice_chunks(slice(start, start + stride)), state)
         answers.append(y)
         surprises.append(surprise)
     return torch.cat(answers), torch.cat(surprises), state, starts
@@ -51,28 +51,28 @@ def scan_backward(
     g_surprise: Tensor,
     g_end: tuple[Tensor, ...],
 ) -> tuple[list[Grad], list[Tensor], list[Tensor]]:
-    """The gradients of a block's tensors (but `complete`), of the first state and of the net's own parameters."""
+    """The gradients of the inputs (`s` without `complete`), of the initial state and of the net's slow parameters."""
     g_state, pieces, slow, clamp = list(g_end), [], [], GradientClamp(g_end, s.k.dtype)
-    # Backward may be called under autocast, which must not lower the memory's own arithmetic.
+    # Backward may be called under autocast, which must not lower the precision here.
     with torch.autocast(s.k.device.type, enabled=False):
         for index in range(len(starts) - 1, -1, -1):
             chunks = slice(index * stride, (index + 1) * stride)
             grads, g_state, g_slow = scan.backward(
-                s.part(chunks), starts[index], g_y[chunks], g_surprise[chunks], g_state, clamp
+                s.slice_chunks(chunks), starts[index], g_y[chunks], g_surprise[chunks], g_state, clamp
             )
             pieces.append(grads)
             slow.append(g_slow)
-    clamp.count()
+    clamp.add_to_counter()
     joined = [None if parts[0] is None else torch.cat(parts[::-1]) for parts in zip(*pieces, strict=True)]
     return joined, g_state, [torch.stack(parts).sum(0) for parts in zip(*slow, strict=True)]
 
 
-class _Sequence(torch.autograd.Function):
-    """All chunks of a call, as one differentiable function of inputs, gates and state."""
+class _ScanFunction(torch.autograd.Function):
+    """The scan over all chunks of a call as a differentiable function of inputs, gates and state."""
 
     @staticmethod
     def forward(ctx: Any, scan: ChunkScan, keep_for_backward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        s, state = _unpack(tensors, scan)
+        s, state = _split_tensors(tensors, scan)
         stride = math.isqrt(s.k.shape[0] - 1) + 1 if keep_for_backward else INFERENCE_BLOCK
         y, surprise, end, starts = scan_forward(scan, s, state, stride, keep_for_backward)
         if keep_for_backward:
@@ -85,31 +85,34 @@ class _Sequence(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, g_surprise: Tensor, *g_end: Tensor) -> tuple:
         tensors = ctx.saved_tensors  # read once: activation checkpointing recomputes them on access
         saved = tensors[ctx.inputs :]
-        s, state = _unpack(tensors[: ctx.inputs], ctx.scan)
+        s, state = _split_tensors(tensors[: ctx.inputs], ctx.scan)
         depth = len(state)
         starts = [state, *[saved[i : i + depth] for i in range(0, len(saved), depth)]]
         joined, g_state, slow = scan_backward(ctx.scan, s, starts, ctx.stride, g_y, g_surprise, g_end)
         return None, None, *joined, None, *g_state, *slow
 
 
-def _unpack(tensors: tuple[Tensor, ...], scan: ChunkScan) -> tuple[ChunkBlock, Weights]:
+def _split_tensors(tensors: tuple[Tensor, ...], scan: ChunkScan) -> tuple[ChunkBlock, Weights]:
     inputs = len(ChunkBlock._fields)
-    return ChunkBlock._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(scan.slow)]
+    return ChunkBlock._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(scan.slow_parameters)]
 
 
-def _run(scan: ChunkScan, block: ChunkBlock, state: MemoryState) -> tuple[Tensor, Tensor, Weights, Weights]:
-    """Scan all chunks from a state: answers and surprise ``[n m c ...]``, the state's layers and buffers at the end."""
+def _run_scan(
+    scan: ChunkScan, block: ChunkBlock, state: MemoryState
+) -> tuple[Tensor, Tensor, Weights, Weights]:
+    """Answers and surprise ``[n m c ...]`` of all chunks, and the layers and buffers of the state after them."""
     start = [layer.flatten(0, 1) for layer in (*state.layers, *state.buffers)]
-    tensors = (*block, *start, *scan.slow)
+    tensors = (*block, *start, *scan.slow_parameters)
     needed = needs_grad(tensors)
-    y, surprise, *end = _Sequence.apply(scan, needed, *tensors)
-    if not scan.folds:
+    y, surprise, *end = _ScanFunction.apply(scan, needed, *tensors)
+    if not scan.completes_chunk:
         return y, surprise, state.layers, state.buffers
     ends, depth = tuple(x.unflatten(0, state.layers[0].shape[:2]) for x in end), len(state.layers)
     return y, surprise, ends[:depth], ends[depth:]
 
 
 def to_chunks(x: Tensor, n: int) -> Tensor:
+    """Rows ``[r n*c h ...]`` as n chunks ``[n r*h c ...]``."""
     return rearrange(x, "r (n c) h ... -> n (r h) c ...", n=n).contiguous()
 
 
@@ -129,23 +132,30 @@ def memorize(
     chunk: int,
     offsets: list[int] | None,
 ) -> tuple[Tensor, MemoryState, Tensor]:
-    """The arguments are those of `remanence.ops.memorize`, already checked."""
+    """`remanence.ops.memorize` on this backend; the arguments are checked."""
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
-    block, k, v, gates = arranged(layout, q, k, v, gates, state)
-    scan = scan_for(net, rule, layout.folds, len(state.layers))
-    y, surprise, layers, buffers = _run(scan, block, state)
+    block, k, v, gates = arrange_chunks(layout, q, k, v, gates, state)
+    scan = choose_scan(net, rule, layout.completes_chunk, len(state.layers))
+    y, surprise, layers, buffers = _run_scan(scan, block, state)
     y, surprise = (from_chunks(x, q.shape[2]) for x in (y, surprise))
-    y, surprise = layout.back(y), layout.back(surprise[:, layout.lead :] if layout.lead else surprise)
+    y, surprise = (
+        layout.to_batch(y),
+        layout.to_batch(surprise[:, layout.query_offset :] if layout.query_offset else surprise),
+    )
     return y, layout.next_state(state, layers, k, v, gates, (y, surprise), buffers), surprise
 
 
-def arranged(
+def arrange_chunks(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState
 ) -> tuple[ChunkBlock, Tensor, Tensor, Gates]:
-    """A call's tokens as chunks, and its keys, values and gates as the rows ``[r length ...]`` before they were cut."""
-    k, v, gates = layout.rows(state.k, k), layout.rows(state.v, v), gates_rows(layout, state, gates)
-    inputs = [layout.queries(q), k, v, *gates]
-    complete = layout.complete().repeat_interleave(q.shape[2], 1)
+    """The inputs of a call as chunks; and its keys, values and gates with the state's tail, as rows."""
+    k, v, gates = (
+        layout.rows_with_tail(state.k, k),
+        layout.rows_with_tail(state.v, v),
+        gates_with_tail(layout, state, gates),
+    )
+    inputs = [layout.query_rows(q), k, v, *gates]
+    complete = layout.complete_chunks().repeat_interleave(q.shape[2], 1)
     return (
         ChunkBlock._make([*[None if x is None else to_chunks(x, layout.chunks) for x in inputs], complete]),
         k,
@@ -155,14 +165,14 @@ def arranged(
 
 
 def current_weights(state: MemoryState, net: Net, rule: Rule) -> Weights:
-    """The weights ``[r h ...]`` as they are now: the open chunk's tail folded in, as if it were complete."""
+    """The weights ``[r h ...]`` after all tokens so far, as if the incomplete chunk ended here."""
     rows, heads = state.k.shape[0], state.k.shape[2]
     slots = int((state.position % state.chunk).max()) if rows else 0
     if slots == 0 or rule.read == "chunk":
         return state.weights
     if not is_linear(rule):
         return _current_weights_by_rule(state, net, rule)
-    # Slots not yet read get gates that change nothing: no step, no past, everything kept.
+    # Unused slots get gates without effect: step size 0, momentum 0, retention 1.
     unread = (
         torch.arange(slots, device=state.k.device) >= (state.position % state.chunk).unsqueeze(-1)
     ).unsqueeze(-1)
@@ -173,12 +183,13 @@ def current_weights(state: MemoryState, net: Net, rule: Rule) -> Weights:
     inputs = [state.k[:, :0], state.k[:, :slots], state.v[:, :slots], *gates]
     block = ChunkBlock._make([*[None if x is None else to_chunks(x, 1) for x in inputs], complete])
     return tuple(
-        layer[:, :, 0] for layer in _run(scan_for(net, rule, True, len(state.layers)), block, state)[2]
+        layer[:, :, 0]
+        for layer in _run_scan(choose_scan(net, rule, True, len(state.layers)), block, state)[2]
     )
 
 
 def _current_weights_by_rule(state: MemoryState, net: Net, rule: Rule) -> Weights:
-    """`settle` for a rule whose gates have no neutral values: rows with tails of the same length together."""
+    """`current_weights` for a rule without neutral gates: rows with tails of the same length are computed together."""
     tails = [position % state.chunk for position in positions_of(state.position)]
     order, parts = [], []
     for slots in sorted(set(tails)):
@@ -192,8 +203,8 @@ def _current_weights_by_rule(state: MemoryState, net: Net, rule: Rule) -> Weight
                 *[None if x is None else x[:, :slots] for x in (part.k, part.v, *part.gates)],
             ]
             block = ChunkBlock._make([*[None if x is None else to_chunks(x, 1) for x in inputs], complete])
-            scan = scan_for(net, rule, True, len(state.layers))
-            part = part._replace(layers=_run(scan, block, part)[2])
+            scan = choose_scan(net, rule, True, len(state.layers))
+            part = part._replace(layers=_run_scan(scan, block, part)[2])
         parts.append(part.weights)
     back = torch.tensor(order, device=state.k.device).argsort()
     return tuple(torch.cat(weight)[back] for weight in zip(*parts, strict=True))

@@ -1,9 +1,9 @@
-"""A memory that reads one token at a time, in place: nothing is allocated, nothing waits for the device.
+"""Decoding: a memory that reads one token at a time and is updated in place.
 
-A token needs the layer inputs X and errors D, at the anchor weights, of the earlier tokens of its chunk. Those are
-stored beside the tail, so that a token is one row of every product of closed_form. Rows may be anywhere in their
-chunks: where a row writes, and whether its chunk is complete, is decided on the device, and all shapes are fixed. So a
-CUDA graph can capture it.
+A token needs the layer inputs X and errors D, at the anchor weights, of the earlier tokens of its chunk. They are
+stored beside the tail, so that a token is one row of every product in closed_form. Each row may be at another position
+in its chunk: the slot to write, and whether the chunk is complete, are computed on the device. All shapes are fixed and
+nothing synchronises, so a CUDA graph can capture a step.
 """
 
 from __future__ import annotations
@@ -14,172 +14,200 @@ import torch
 from torch import Tensor
 
 from remanence.ops import closed_form as cf
-from remanence.ops.closed_form import unsupported
+from remanence.ops.closed_form import unsupported_reason
 from remanence.ops.nets import MLP, Net
 from remanence.ops.rules import Rule, coefficients, is_linear
-from remanence.ops.state import LARGEST, Gates, MemoryState, Weights, within
+from remanence.ops.state import DIVERGENCE_LIMIT, Gates, MemoryState, Weights, is_within
 from remanence.ops.triton import decode as kernels
 from remanence.ops.triton import dispatch
 from remanence.ops.triton.decode import convolve
 
-__all__ = ["InPlaceMemory", "choose", "convolve", "fits", "keep", "put", "unsupported"]
+__all__ = [
+    "InPlaceMemory",
+    "convolve",
+    "is_supported",
+    "overwrite_rows",
+    "select_rows",
+    "unsupported_reason",
+    "write_slots",
+]
 
 
-def put(buffer: Tensor, slot: Tensor, new: Tensor, active: Tensor) -> None:
-    """Write new ``[r ...]`` to each active row's slot ``[r]`` in a buffer ``[r slots ...]``."""
+def write_slots(buffer: Tensor, slot: Tensor, new: Tensor, active: Tensor) -> None:
+    """Write `new` ``[r ...]`` to the slot ``[r]`` of each active row of a buffer ``[r slots ...]``, in place."""
     where = torch.arange(buffer.shape[0], device=buffer.device), slot
-    buffer[where] = choose(active, new.to(buffer.dtype), buffer[where])
+    buffer[where] = select_rows(active, new.to(buffer.dtype), buffer[where])
 
 
-def keep(buffers: Sequence[Tensor], new: Sequence[Tensor], rows: Tensor) -> None:
-    """Overwrite these rows of the buffers with the new ones, in place."""
+def overwrite_rows(buffers: Sequence[Tensor], new: Sequence[Tensor], rows: Tensor) -> None:
+    """Copy the rows ``[r]`` (a mask) of the new tensors to the buffers, in place."""
     for old, tensor in zip(buffers, new, strict=True):
-        old.copy_(choose(rows, tensor, old))
+        old.copy_(select_rows(rows, tensor, old))
 
 
-def choose(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """The new in these rows, the old in the others."""
+def select_rows(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` in the rows ``[r]`` (a mask), `old` in the others."""
     return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)
 
 
-def fits(like: Tensor, width: int) -> bool:
-    """Whether the kernels decode heads of this width, with a state like this; `dispatch.decode_reason` says why not."""
+def is_supported(like: Tensor, width: int) -> bool:
+    """Whether the kernels can decode heads of this width; `like` has the dtype and device of the state."""
     return dispatch.decode_reason(like, width) is None
 
 
 class InPlaceMemory:
-    """A `MemoryState` being written in place; the one it was made from is not touched, and `state` hands out a copy.
+    """A memory for decoding, updated in place. It copies the `MemoryState` that it starts from; `state` returns a copy.
 
-    ``m`` is rows times heads. `inputs` and `errors` are the open chunk's X and D, one ``[m c ...]`` for each layer.
+    ``m`` is rows times heads. `inputs` and `errors` are X and D of the incomplete chunk, one ``[m c ...]`` per layer.
     """
 
     def __init__(self, state: MemoryState, net: Net, rule: Rule, backend: str = "auto") -> None:
-        reason = unsupported(net, rule)
+        reason = unsupported_reason(net, rule)
         if reason is not None or not isinstance(net, MLP) or not is_linear(rule):
             raise ValueError(
-                f"net: expected a memory that can be written in place, got {type(net).__name__}: {reason}"
+                f"net: expected a memory that can be updated in place, got {type(net).__name__}: {reason}"
             )
         self.net, self.rule, self.chunk = net, rule, state.chunk
         self.rows, self.heads, self.width = state.k.shape[0], *state.k.shape[2:]
         self.values = state.v.shape[-1]
-        # One slot more than a tail has: the token that completes the chunk.
+        # One slot more than in a tail, for the token that completes the chunk.
         k, self.v, self.gates = self._slots(state.k), self._slots(state.v), state.gates.map(self._slots)
         self.layers = tuple(
             layer.detach().flatten(0, 1).clone(memory_format=torch.contiguous_format)
             for layer in state.layers
         )
         self.position, self.diverged = state.position.clone(), state.diverged.clone()
-        self.inputs, self.errors = self._tail(k, self.v)
+        self.inputs, self.errors = self._inputs_and_errors(k, self.v)
         reason = dispatch.decode_reason(self.v, max(self.width, self.values))
-        self.fits = reason is None  # also where there is no kernel that reads a token into such a memory
-        self.step = self._fused if self._choose(backend, reason) == "triton" else self._plain
+        self.has_kernels = reason is None  # for copies of weights; a step may still have no kernel
+        self.step = (
+            self._step_fused if self._choose_backend(backend, reason) == "triton" else self._step_plain
+        )
 
-    def _choose(self, backend: str, reason: str | None) -> str:
+    def _choose_backend(self, backend: str, reason: str | None) -> str:
         reason = dispatch.decode_memory_reason(self.net, self.rule, self.chunk) or reason
         if backend == "triton" and reason is not None:
             raise ValueError(f"backend: 'triton' cannot decode this memory: {reason}")
         return ("plain" if reason else "triton") if backend == "auto" else backend
 
     def _slots(self, tail: Tensor) -> Tensor:
-        """``[r c-1 h ...]`` to ``[m c ...]``."""
+        """The slots ``[m c ...]`` of a chunk, from a tail ``[r c-1 h ...]``."""
         chunk = torch.cat([tail.detach(), tail.new_zeros(tail.shape[0], 1, *tail.shape[2:])], 1)
         return chunk.transpose(1, 2).flatten(0, 1).contiguous()
 
-    def _tail(self, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The open chunk's X and D. Slots that are not read yet have coefficients of 0."""
+    def _inputs_and_errors(self, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """X and D of the incomplete chunk. Unused slots have coefficients of 0."""
         co = coefficients(self.rule, self.gates, torch.zeros(len(k), dtype=torch.bool, device=k.device))
-        rec = cf.record(
-            self.net, self.rule, cf.Anchor(self.layers, co, cf.solver(self.net, self.rule, k, co)), k, v
+        rec = cf.record_keys(
+            self.net,
+            self.rule,
+            cf.Anchor(self.layers, co, cf.token_exact_solver(self.net, self.rule, k, co)),
+            k,
+            v,
         )
         return [x.contiguous() for x in rec.inputs], [x.contiguous() for x in rec.errors]
 
     @property
     def weights(self) -> Weights:
-        """``[r h ...]`` at the open chunk's start: views, which change as tokens come."""
-        return tuple(self._split(layer[:, 0]) for layer in self.layers)
+        """The weights ``[r h ...]`` at the start of the incomplete chunk: views, which change in place."""
+        return tuple(self._split_heads(layer[:, 0]) for layer in self.layers)
 
     def copy_weights(self, weights: Weights, rows: Tensor) -> None:
-        """Copy `self.weights` to these, in place, in the given rows ``[r]``."""
-        if self.fits:
+        """Copy the rows ``[r]`` (a mask) of `self.weights` to `weights`, in place."""
+        if self.has_kernels:
             kernels.copy_weights(self, weights, rows)
         else:
-            keep(weights, self.weights, rows)
+            overwrite_rows(weights, self.weights, rows)
 
     def current_weights(self) -> Weights:
-        """``[r h ...]`` after all that was read, the open chunk included."""
-        slot = self._each(self.position % self.chunk)
+        """The weights ``[r h ...]`` after all tokens so far, including the incomplete chunk."""
+        slot = self._repeat_heads(self.position % self.chunk)
         co = coefficients(self.rule, self.gates, torch.zeros_like(slot, dtype=torch.bool))
-        mix, own = self._at(slot, *cf.earlier(co._replace(scale=None)))
+        mix, own = self._gather_slot(slot, *cf.previous_token_factors(co._replace(anchor_scale=None)))
         weights = []
         for layer, x, error in zip(self.layers, self.inputs, self.errors, strict=True):
             held = (own.mT.unsqueeze(-1) * layer).sum(1)
-            weights.append(self._split(torch.baddbmm(held, (x * mix.mT).mT, error, alpha=-1)))
+            weights.append(self._split_heads(torch.baddbmm(held, (x * mix.mT).mT, error, alpha=-1)))
         return tuple(weights)
 
-    def _each(self, x: Tensor) -> Tensor:
+    def _repeat_heads(self, x: Tensor) -> Tensor:
         """``[r]`` to ``[m]``."""
         return x.unsqueeze(-1).expand(self.rows, self.heads).flatten()
 
-    def _split(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """``[m ...]`` to ``[r h ...]``."""
         return x.unflatten(0, (self.rows, self.heads))
 
-    def _at(self, slot: Tensor, *tensors: Tensor) -> list[Tensor]:
-        """Each memory's row at its slot, ``[m c ...]`` to ``[m 1 ...]``."""
+    def _gather_slot(self, slot: Tensor, *tensors: Tensor) -> list[Tensor]:
+        """The entry ``[m 1 ...]`` of each tensor ``[m c ...]`` at the slot ``[m]``."""
         index = torch.arange(len(slot), device=slot.device)
         return [x[index, slot].unsqueeze(1) for x in tensors]
 
-    def _plain(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Read one token ``[r h e]``, log gates ``[r h]``, into the rows that are active ``[r]``: answers and surprise.
+    def _step_plain(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write one token ``[r h e]``, with log gates ``[r h]``, to the active rows ``[r]``: its answers and surprise.
 
-        Those of other rows have no meaning.
+        Results of inactive rows are meaningless.
         """
         q, k, v = (x.flatten(0, 1).unsqueeze(1).to(self.v.dtype) for x in (q, k, v))
-        on, slot = self._each(active), self._each(self.position % self.chunk)
+        on, slot = self._repeat_heads(active), self._repeat_heads(self.position % self.chunk)
         for buffer, gate in zip(self.gates, gates, strict=True):
             if buffer is not None and gate is not None:
-                put(buffer, slot, gate.flatten(), on)
+                write_slots(buffer, slot, gate.flatten(), on)
         full = coefficients(self.rule, self.gates, on & (slot == self.chunk - 1))
-        mix, own, before, own_before = self._at(slot, full.mix, full.own, *cf.earlier(full))
-        co = full._replace(
-            mix=mix, own=own, scale=None if full.scale is None else self._at(slot, full.scale)[0]
+        mix, own, before, own_before = self._gather_slot(
+            slot, full.gradient_factors, full.state_factors, *cf.previous_token_factors(full)
         )
-        at_key = co._replace(mix=before, own=own_before) if cf.exact(self.net, self.rule) else co
-        rec = cf.record_next(
+        co = full._replace(
+            gradient_factors=mix,
+            state_factors=own,
+            anchor_scale=None if full.anchor_scale is None else self._gather_slot(slot, full.anchor_scale)[0],
+        )
+        at_key = (
+            co._replace(gradient_factors=before, state_factors=own_before)
+            if cf.is_token_exact(self.net, self.rule)
+            else co
+        )
+        rec = cf.record_next_key(
             self.net, self.rule, cf.Anchor(self.layers, at_key), self.inputs, self.errors, k, v
         )
         pairs = zip((*self.inputs, *self.errors, self.v), (*rec.inputs, *rec.errors, v), strict=True)
         for buffer, new in pairs:
-            put(buffer, slot, new.squeeze(1), on)
-        y = cf.read(self.net, cf.Anchor(self.layers, co), self.inputs, self.errors, q).answers.squeeze(1)
+            write_slots(buffer, slot, new.squeeze(1), on)
+        y = cf.read_queries(
+            self.net, cf.Anchor(self.layers, co), self.inputs, self.errors, q
+        ).answers.squeeze(1)
         surprise = rec.surprise(self.rule).squeeze(1)
         ends = tuple(torch.empty_like(layer) for layer in self.layers)
-        # Changes nothing where a chunk is open.
-        cf.fold(cf.Anchor(self.layers, full), self.inputs, self.errors, ends)
+        # No effect where the chunk is not complete.
+        cf.write_end_state(cf.Anchor(self.layers, full), self.inputs, self.errors, ends)
         for layer, end in zip(self.layers, ends, strict=True):
             layer.copy_(end)
-        fine = self._split(within(y).all(-1) & within(surprise, LARGEST**2)).all(1)
-        self.diverged |= active & ~fine
+        is_finite = self._split_heads(is_within(y).all(-1) & is_within(surprise, DIVERGENCE_LIMIT**2)).all(1)
+        self.diverged |= active & ~is_finite
         self.position += active
-        return self._split(y), self._split(surprise)
+        return self._split_heads(y), self._split_heads(surprise)
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor) -> tuple[Tensor, Tensor]:
-        """`_plain` as one kernel. Answers and surprise of rows that are not active are 0."""
+    def _step_fused(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`_step_plain` as one kernel. Answers and surprise of inactive rows are 0."""
         return kernels.step(self, q, k, v, gates, active)
 
     @property
     def state(self) -> MemoryState:
-        """The memory's present state, a copy."""
+        """A copy of the memory's current state."""
         slot = (self.position % self.chunk).unsqueeze(-1)
         read = torch.arange(self.chunk - 1, device=slot.device) < slot
 
         def tail(x: Tensor) -> Tensor:
-            x = self._split(x).transpose(1, 2)[:, : self.chunk - 1]
+            x = self._split_heads(x).transpose(1, 2)[:, : self.chunk - 1]
             return torch.where(read.view(*read.shape, *[1] * (x.dim() - 2)), x, 0.0)
 
-        layers = tuple(self._split(layer).clone() for layer in self.layers)
+        layers = tuple(self._split_heads(layer).clone() for layer in self.layers)
         bad = self.diverged.clone()
         for layer in layers:
-            bad |= ~within(layer).flatten(1).all(1)
-        k = tail(cf.without_ones(self.net, self.inputs[0]))
+            bad |= ~is_within(layer).flatten(1).all(1)
+        k = tail(cf.drop_ones(self.net, self.inputs[0]))
         return MemoryState(layers, k, tail(self.v), self.gates.map(tail), self.position.clone(), bad)

@@ -1,7 +1,6 @@
-"""Any net, any inner loss and any rule, chunk by chunk, with gradients by torch.func.
+"""One chunk of a memory with any net, inner loss and rule, with gradients from torch.func.
 
-Linear rules are computed by the coefficients of their closed form (`chunk_step`), others by their own `update`
-(`rule_step`).
+Linear rules use the coefficients of their closed form (`chunk_step`), other rules their `update` (`rule_step`).
 """
 
 from __future__ import annotations
@@ -17,34 +16,42 @@ from remanence.ops.rules import Coefficients, LinearRule, Rule
 from remanence.ops.state import Gates, RuleState, Weights
 
 
-def _head(
+def _chunk_step_of_head(
     net: Net, rule: LinearRule, co: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights
 ) -> tuple[Tensor, Tensor, Weights]:
-    """One head, one chunk: keys ``[c e]``, queries ``[c' e]`` of its last c' tokens, state ``[p ...]`` per layer."""
+    """`chunk_step` of one head: keys ``[c e]``, queries ``[c' e]`` of the last c' tokens, layers ``[p ...]``."""
 
     def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
         return rule.loss_function(net.apply(weights, k), v)
 
     start = tuple(layer[0] for layer in state)
-    if co.scale is None:
+    if co.anchor_scale is None:
         u, surprise = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(start, k, v)
     else:
-        u, surprise = vmap(grad_and_value(loss))(tuple(torch.tensordot(co.scale, W, 0) for W in start), k, v)
-    asked = slice(k.shape[0] - q.shape[0], None)
-    own, end = [], []
+        u, surprise = vmap(grad_and_value(loss))(
+            tuple(torch.tensordot(co.anchor_scale, W, 0) for W in start), k, v
+        )
+    queried = slice(k.shape[0] - q.shape[0], None)
+    weights, end = [], []
     for layer, change in zip(state, u, strict=True):
-        own.append(torch.tensordot(co.own[asked], layer, 1) - torch.tensordot(co.mix[asked], change, 1))
-        end.append(torch.tensordot(co.fold, layer, 1) - torch.tensordot(co.fold_mix.mT, change, 1))
-    return vmap(net.apply)(tuple(own), q), surprise, tuple(end)
+        weights.append(
+            torch.tensordot(co.state_factors[queried], layer, 1)
+            - torch.tensordot(co.gradient_factors[queried], change, 1)
+        )
+        end.append(
+            torch.tensordot(co.end_state_factors, layer, 1)
+            - torch.tensordot(co.end_gradient_factors.mT, change, 1)
+        )
+    return vmap(net.apply)(tuple(weights), q), surprise, tuple(end)
 
 
 def chunk_step(
     net: Net, rule: LinearRule, co: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights
 ) -> tuple[Tensor, Tensor, Weights]:
-    """One chunk of every row and head, ``[m c e]``: answers, surprise, and the state at its end."""
+    """Answers, surprise and end state of one chunk ``[m c e]``, for all rows and heads m."""
 
     def head(co: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, Tensor, Weights]:
-        return _head(net, rule, Coefficients._make([*co, *[None] * (5 - len(co))]), *rest)
+        return _chunk_step_of_head(net, rule, Coefficients._make([*co, *[None] * (5 - len(co))]), *rest)
 
     return vmap(head)(tuple(x for x in co if x is not None), q, k, v, state)
 
@@ -52,22 +59,23 @@ def chunk_step(
 def rule_step(
     net: Net, rule: Rule, writes: bool, gates: Gates, q: Tensor, k: Tensor, v: Tensor, state: RuleState
 ) -> tuple[Tensor, Tensor, RuleState]:
-    """`chunk_step` by the rule's own `update`, with gates ``[m c]`` and a state ``[m ...]``.
+    """`chunk_step` with the rule's `update`, gates ``[m c]`` and a state ``[m ...]``.
 
-    Without `writes`, as while a chunk is open, the state at the end has no meaning, and only what the queries' tokens
+    With ``writes=False`` (the chunk is not complete), the returned end state is meaningless, and only what the queries
     need is computed.
     """
     present = [(name, gate) for name, gate in zip(Gates._fields, gates, strict=True) if gate is not None]
 
     def head(logs: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, Tensor, RuleState]:
-        own = Gates(**dict(zip([name for name, _ in present], logs, strict=True)))
-        by = _by_chunk if rule.granularity == "chunk" else _by_token
-        return by(net, rule, writes, own, *rest)
+        gates = Gates(**dict(zip([name for name, _ in present], logs, strict=True)))
+        step = _update_per_chunk if rule.granularity == "chunk" else _update_per_token
+        return step(net, rule, writes, gates, *rest)
 
     return vmap(head)(tuple(gate for _, gate in present), q, k, v, state)
 
 
-def _updated(rule: Rule, state: RuleState, gradients: Weights, gates: Gates) -> RuleState:
+def _checked_update(rule: Rule, state: RuleState, gradients: Weights, gates: Gates) -> RuleState:
+    """The result of the rule's `update`, if it has the shapes of the state; otherwise an error."""
     new = rule.update(state, gradients, gates)
     shapes = [[[list(x.shape) for x in part] for part in each] for each in (state, new)]
     if shapes[0] != shapes[1]:
@@ -78,36 +86,36 @@ def _updated(rule: Rule, state: RuleState, gradients: Weights, gates: Gates) -> 
     return RuleState(*new)
 
 
-def _by_token(
+def _update_per_token(
     net: Net, rule: Rule, writes: bool, gates: Gates, q: Tensor, k: Tensor, v: Tensor, start: RuleState
 ) -> tuple[Tensor, Tensor, RuleState]:
-    """One head, one chunk, an update for every token."""
+    """`rule_step` of one head, with an update for every token."""
 
     def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
         return rule.loss_function(net.apply(weights, k), v)
 
-    together = rule.anchor == "chunk" and type(rule).gradient_at is Rule.gradient_at
-    if together:
+    is_parallel = rule.anchor == "chunk" and type(rule).gradient_at is Rule.gradient_at
+    if is_parallel:
         found, losses = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(start.weights, k, v)
     now, first, answers, surprises = start, k.shape[0] - q.shape[0], [], []
     for t in range(k.shape[0]):
-        own = gates.part(t)
-        if together:
+        gates_t = gates.select(t)
+        if is_parallel:
             u, surprise = tuple(x[t] for x in found), losses[t]
         else:
-            at = rule.gradient_at((now if rule.anchor == "token" else start).weights, own)
+            at = rule.gradient_at((now if rule.anchor == "token" else start).weights, gates_t)
             u, surprise = grad_and_value(loss)(at, k[t], v[t])
-        now = _updated(rule, now, u, own)
+        now = _checked_update(rule, now, u, gates_t)
         surprises.append(surprise)
         if t >= first:
             answers.append(net.apply((now if rule.read == "token" else start).weights, q[t - first]))
     return torch.stack(answers) if answers else q, torch.stack(surprises), now
 
 
-def _by_chunk(
+def _update_per_chunk(
     net: Net, rule: Rule, writes: bool, gates: Gates, q: Tensor, k: Tensor, v: Tensor, start: RuleState
 ) -> tuple[Tensor, Tensor, RuleState]:
-    """One head, one chunk, a single update; of the tokens so far for each query, if the rule reads at the token."""
+    """`rule_step` of one head, with one update per chunk, or with ``read="token"`` one per query."""
 
     def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
         return rule.loss_function(net.apply(weights, k), v)
@@ -120,15 +128,15 @@ def _by_chunk(
     if rule.read == "chunk":
         y = vmap(net.apply, in_dims=(None, 0))(start.weights, q) if q.shape[0] else q
         if not writes:
-            own = vmap(loss, in_dims=(None, 0, 0))(start.weights, k[first:], v[first:])
-            return y, torch.cat([torch.zeros_like(step[:first]), own]), start
+            losses = vmap(loss, in_dims=(None, 0, 0))(start.weights, k[first:], v[first:])
+            return y, torch.cat([torch.zeros_like(step[:first]), losses]), start
         u, (_, losses) = grad_and_value(total, has_aux=True)(start.weights)
-        return y, losses, _updated(rule, start, u, gates)
+        return y, losses, _checked_update(rule, start, u, gates)
     found, losses = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(start.weights, k, v)
     sums = [(x * step.view(-1, *[1] * (x.dim() - 1))).cumsum(0) for x in found]
     now, answers = start, []
     for t in range(min(first, k.shape[0] - 1), k.shape[0]):
-        now = _updated(rule, start, tuple(x[t] for x in sums), gates.part(slice(t + 1)))
+        now = _checked_update(rule, start, tuple(x[t] for x in sums), gates.select(slice(t + 1)))
         if t >= first:
             answers.append(net.apply(now.weights, q[t - first]))
     return torch.stack(answers) if answers else q, losses, now

@@ -1,12 +1,11 @@
-"""Large chunks: one update for a chunk, momentum, and weights whose rows keep their norms, as in LaCT (Zhang et al.,
+"""The large-chunk rule: one update per chunk, with momentum and weight rows of fixed norm, as in LaCT (Zhang et al.,
 "Test-Time Training Done Right", arXiv 2505.23884).
 
     G = sum_i theta_i grad loss(f(k_i), v_i)            at the weights of the chunk's start
     S <- mean_i(eta_i) S - G                            momentum across chunks
     W <- W + S, then every row is scaled to the norm it had at the document's start
 
-Everything else (reference, streaming, packed documents, memory files, decoding, the layer) comes from the protocols
-`Rule` and `Net`.
+All else (reference, streaming, packed documents, memory files, decoding, the layer) follows from `Rule` and `Net`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from remanence.ops.state import Gates, RuleState, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class SwiGLU:
-    """A gated perceptron as memory: ``(silu(x A) * (x B)) C``, with `expansion` times the width of x inside."""
+    """A SwiGLU memory net, ``(silu(x A) * (x B)) C``, whose hidden width is `expansion` times the width of x."""
 
     expansion: float = 1.0
 
@@ -46,15 +45,15 @@ class SwiGLU:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeChunk(Rule):
-    """One update for each chunk, with momentum, and rows of fixed norm, so that the weights are bounded.
+    """One update per chunk, with momentum and weight rows of fixed norm, which bounds the weights.
 
     read
-        "chunk": all queries of a chunk are answered from the weights of its start (the cheaper one, and LaCT's).
-        "token": each from the weights after an update with the chunk's tokens so far.
+        "chunk": all queries of a chunk are answered from the weights at its start (cheaper, and as in LaCT).
+        "token": each query is answered from the weights after an update with the chunk's tokens so far.
     loss
-        As in `Rule`; LaCT's is "dot". Its other optimizer, Muon, is not here.
+        As in `Rule`; LaCT uses "dot". LaCT's other optimizer, Muon, is not implemented.
 
-    A row is what one input is multiplied with: ``W[i]``. Rows that are zero at a document's start keep no norm.
+    A row is ``W[i]``, the weights of one input. Rows that are zero at the start of a document are not normalised.
     """
 
     read: Literal["token", "chunk"] = "chunk"
@@ -64,8 +63,11 @@ class LargeChunk(Rule):
     granularity = "chunk"
 
     def init_state(self, weights: Weights) -> Weights:
-        """Momentum, and the rows' norms."""
-        return (*[torch.zeros_like(weight) for weight in weights], *[_norms(weight) for weight in weights])
+        """Zero momentum for each weight, then the norms of each weight's rows."""
+        return (
+            *[torch.zeros_like(weight) for weight in weights],
+            *[_row_norms(weight) for weight in weights],
+        )
 
     def update(self, state: RuleState, gradients: Weights, gates: Gates) -> RuleState:
         count = len(gradients)
@@ -74,19 +76,19 @@ class LargeChunk(Rule):
         eta = gates.log_momentum.exp().mean()
         momentum = tuple(eta * old - now for old, now in zip(past, gradients, strict=True))
         moved = [weight + change for weight, change in zip(state.weights, momentum, strict=True)]
-        weights = tuple(_scaled(weight, norm) for weight, norm in zip(moved, norms, strict=True))
+        weights = tuple(_scale_rows(weight, norm) for weight, norm in zip(moved, norms, strict=True))
         return RuleState(weights, (*momentum, *norms))
 
 
-def _norms(weight: Tensor) -> Tensor:
-    """The norm of each row, with a derivative of 0 where it is 0."""
+def _row_norms(weight: Tensor) -> Tensor:
+    """The norm of each row; where it is 0, its derivative is 0."""
     square = weight.square().sum(-1, keepdim=True)
     return torch.where(square > 0, square.where(square > 0, 1.0).sqrt(), 0.0)
 
 
-def _scaled(weight: Tensor, norm: Tensor) -> Tensor:
-    """The rows at these norms; as they are where either norm is 0."""
-    now = _norms(weight)
+def _scale_rows(weight: Tensor, norm: Tensor) -> Tensor:
+    """The weight with rows scaled to these norms; unchanged where either norm is 0."""
+    now = _row_norms(weight)
     fixed = (norm > 0) & (now > 0)
     return torch.where(fixed, weight * (norm / now.where(fixed, 1.0)), weight)
 

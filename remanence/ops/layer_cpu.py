@@ -1,8 +1,8 @@
-"""What a layer does around its memory as torch operators, on a CPU under torch.compile: the functions of
+"""The operations around a memory in its layer, as torch operators for torch.compile on a CPU: the functions of
 ops/triton/layer, with the results of `remanence.layers`.
 
 The compiler turns every group of elementwise operations into a C++ file, which takes seconds to build: twenty for a
-layer and its gradient. With these operators there are a few. Differentiable once.
+layer and its gradient, few with these operators. They can be differentiated once.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.ops.library import differentiable
+from remanence.ops.library import register_differentiable
 from remanence.runtime.state import roll_history as rolled
 
 _aten = torch.ops.aten
 
 
-def fits(x: Tensor) -> bool:
+def is_supported(x: Tensor) -> bool:
+    """Whether to use these operators: under torch.compile, on the CPU, for an input that is not empty."""
     return x.device.type == "cpu" and x.numel() > 0 and torch.compiler.is_compiling()
 
 
 def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
+    """SiLU of the causal convolution of x ``[b t w]``, as heads ``[b t h e]``, at unit length if `unit`."""
     before = past[:, past.shape[1] - weight.shape[1] + 1 :]
     return short_conv_forward(x, before.to(x.dtype), weight, heads, unit)
 
@@ -33,6 +35,7 @@ def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) 
 def log_gates(
     x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]
 ) -> tuple[Tensor, ...]:
+    """Log-sigmoid gates ``[b t h]`` of x ``[b t d]``, one per entry of `flipped`; if True, of the negated logits."""
     logs, *_ = log_gates_forward(
         x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip)
     )
@@ -40,45 +43,48 @@ def log_gates(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x ``[b t h e]`` times SiLU of `gate` ``[b t h*e]``, in the shape of the gate."""
     return gated_norm_forward(x, gate, weight, eps)
 
 
 def key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """One feature layer of a deep memory, for keys x ``[b t h e]``."""
     return key_features_forward(x, up, down)
 
 
 def roll_history(past: Tensor, new: Tensor) -> Tensor:
-    """`state.roll_history`, whose branch on the length would be compiled again for every length."""
+    """`runtime.state.roll_history` as an operator: its branch on the length would be compiled for every length."""
     return roll_history_forward(past, new)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x at unit length over its last axis, as in `remanence.layers`, and the factor."""
+def _unit_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x normalised to unit length over its last axis, and the factor."""
     factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
     return x * factor, factor
 
 
-def _unit_backward(grad: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+def _unit_norm_backward(grad: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     return torch.addcmul(grad, y, (grad * y).sum(-1, keepdim=True), value=-1).mul_(factor)
 
 
 def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
-    y = F.silu(_convolved(_image(x, past), weight)).unflatten(-1, (heads, -1))
-    return (_unit(_wide(y))[0].to(x.dtype) if unit else y).contiguous()
+    y = F.silu(_convolve(_conv_input(x, past), weight)).unflatten(-1, (heads, -1))
+    return (_unit_norm(_upcast(y))[0].to(x.dtype) if unit else y).contiguous()
 
 
 def _short_conv_backward(
     g_y: Tensor, x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    image = _image(x, past)
-    z = _convolved(image, weight)
+    image = _conv_input(x, past)
+    z = _convolve(image, weight)
     if unit:
-        y, factor = _unit(_wide(F.silu(z)).unflatten(-1, (heads, -1)))
-        g_y = _unit_backward(_wide(g_y), y, factor).to(x.dtype)
+        y, factor = _unit_norm(_upcast(F.silu(z)).unflatten(-1, (heads, -1)))
+        g_y = _unit_norm_backward(_upcast(g_y), y, factor).to(x.dtype)
     g_z = _aten.silu_backward(g_y.flatten(-2), z).mT.unsqueeze(2)
     taps, width = weight.shape[1], weight.shape[0]
     ones, none = (1, 1), (0, 0)
@@ -99,20 +105,20 @@ def _short_conv_backward(
     return g_x.contiguous(), g_past.to(past.dtype).contiguous(), g_weight.view_as(weight).to(weight.dtype)
 
 
-def _image(x: Tensor, past: Tensor) -> Tensor:
-    """As flat as torch's quicker convolution wants it; see `ShortConv`."""
+def _conv_input(x: Tensor, past: Tensor) -> Tensor:
+    """The input ``[b w 1 t]`` of a 2-D convolution, which is faster in torch than a 1-D one; see `ShortConv`."""
     return torch.cat([past, x], 1).mT.unsqueeze(2)
 
 
-def _convolved(image: Tensor, weight: Tensor) -> Tensor:
+def _convolve(image: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(image, weight.to(image.dtype)[:, None, None], groups=weight.shape[0]).squeeze(2).mT
 
 
 def _log_gates(
     x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The logs ``[gates b t heads]``; for backward the logits ``[b*t gates*heads]`` and input scales ``[b*t]``."""
-    tokens = _wide(x).flatten(0, 1)
+    """Log gates ``[gates b t heads]``; and for backward, logits ``[b*t gates*heads]`` and input scales ``[b*t]``."""
+    tokens = _upcast(x).flatten(0, 1)
     scale = torch.rsqrt(tokens.square().mean(-1, keepdim=True) + 1e-6)
     logits = F.linear(tokens, weight.to(tokens.dtype)) * scale + bias.to(tokens.dtype)
     logs = F.logsigmoid(logits * _signs(logits, heads, flipped))
@@ -129,7 +135,7 @@ def _log_gates_backward(
     heads: int,
     flipped: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, scale, signs = _wide(x).flatten(0, 1), scales.unsqueeze(-1), _signs(logits, heads, flipped)
+    tokens, scale, signs = _upcast(x).flatten(0, 1), scales.unsqueeze(-1), _signs(logits, heads, flipped)
     g_logits = g_logs.movedim(0, -2).reshape(logits.shape) * signs * torch.sigmoid(-signs * logits)
     pull = (
         (g_logits * (logits - bias.to(logits.dtype))).sum(-1, keepdim=True) * scale * scale / tokens.shape[-1]
@@ -144,7 +150,7 @@ def _log_gates_backward(
 
 
 def _signs(logits: Tensor, heads: int, flipped: int) -> Tensor:
-    """-1 for the gates that are flipped: a bit each."""
+    """-1 for the gates whose bit is set in `flipped`, otherwise 1."""
     signs = [-1.0 if flipped >> gate & 1 else 1.0 for gate in range(logits.shape[-1] // heads)]
     return torch.tensor(signs, dtype=logits.dtype).repeat_interleave(heads)
 
@@ -156,11 +162,11 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _gated_norm_backward(
     g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tall, gain = _wide(x), weight.to(_wide(x).dtype)
-    factor = torch.rsqrt(tall.square().mean(-1, keepdim=True) + eps)
-    normed = tall * factor
-    g_gate = _aten.silu_backward((_wide(g_y) * (normed * gain).flatten(-2)).to(gate.dtype), gate)
-    g_gained = (g_y * F.silu(gate)).unflatten(-1, x.shape[-2:]).to(tall.dtype)
+    wide, gain = _upcast(x), weight.to(_upcast(x).dtype)
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * factor
+    g_gate = _aten.silu_backward((_upcast(g_y) * (normed * gain).flatten(-2)).to(gate.dtype), gate)
+    g_gained = (g_y * F.silu(gate)).unflatten(-1, x.shape[-2:]).to(wide.dtype)
     g_weight = (g_gained * normed).flatten(0, -2).sum(0)
     g_normed = g_gained.mul_(gain)
     along = (g_normed * normed).mean(-1, keepdim=True)
@@ -172,35 +178,40 @@ def _gated_norm_backward(
 
 
 def _key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    rows = _by_heads(x)
-    u = _features(rows, up)[-2]
+    rows = _heads_first(x)
+    u = _gated_features(rows, up)[-2]
     return (
-        _unit(_wide(rows + u @ down.to(x.dtype)))[0].to(x.dtype).transpose(0, 1).reshape(x.shape).contiguous()
+        _unit_norm(_upcast(rows + u @ down.to(x.dtype)))[0]
+        .to(x.dtype)
+        .transpose(0, 1)
+        .reshape(x.shape)
+        .contiguous()
     )
 
 
 def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, narrow_up, narrow_down = _by_heads(x), up.to(x.dtype), down.to(x.dtype)
-    gate, value, active, u, factor = _features(rows, up)
-    y, scale = _unit(_wide(torch.baddbmm(rows, u, narrow_down)))
-    g_sum = _unit_backward(_wide(_by_heads(g_y)), y, scale).to(x.dtype)
+    rows, narrow_up, narrow_down = _heads_first(x), up.to(x.dtype), down.to(x.dtype)
+    gate, value, active, u, factor = _gated_features(rows, up)
+    y, scale = _unit_norm(_upcast(torch.baddbmm(rows, u, narrow_down)))
+    g_sum = _unit_norm_backward(_upcast(_heads_first(g_y)), y, scale).to(x.dtype)
     g_down = u.mT @ g_sum
-    g_f = _unit_backward(_wide(g_sum @ narrow_down.mT), _wide(u), factor).to(x.dtype)
+    g_f = _unit_norm_backward(_upcast(g_sum @ narrow_down.mT), _upcast(u), factor).to(x.dtype)
     g_z = torch.cat([_aten.silu_backward(g_f * value, gate), g_f * active], -1).mul_(math.sqrt(x.shape[-1]))
     g_up = rows.mT @ g_z
     g_x = g_sum.baddbmm_(g_z, narrow_up.mT).transpose(0, 1).reshape(x.shape).contiguous()
     return g_x, g_up.to(up.dtype), g_down.to(down.dtype)
 
 
-def _by_heads(x: Tensor) -> Tensor:
+def _heads_first(x: Tensor) -> Tensor:
+    """``[b t h e]`` to ``[h b*t e]``."""
     return x.flatten(0, 1).transpose(0, 1)
 
 
-def _features(rows: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gate, value, the gate's SiLU, unit features ``[h n o]`` and their factor."""
+def _gated_features(rows: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gate, value, SiLU of the gate, features ``[h n o]`` at unit length, and the factor that normalised them."""
     gate, value = (math.sqrt(rows.shape[-1]) * (rows @ up.to(rows.dtype))).chunk(2, -1)
     active = F.silu(gate)
-    u, factor = _unit(_wide(active * value))
+    u, factor = _unit_norm(_upcast(active * value))
     return gate, value, active, u.to(rows.dtype), factor
 
 
@@ -211,14 +222,14 @@ def _roll_history_backward(grad: Tensor, past: Tensor, new: Tensor) -> tuple[Ten
     return g_past, F.pad(grad[:, length - kept :], (0, 0, count - kept, 0)).to(new.dtype)
 
 
-def _conv_shape(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
+def _fake_short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
     return x.new_empty(*x.shape[:2], heads, x.shape[2] // heads)
 
 
-def _gate_shapes(
+def _fake_log_gates(
     x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    like = _wide(x)
+    like = _upcast(x)
     tokens, count = x.shape[0] * x.shape[1], weight.shape[0]
     return (
         like.new_empty(count // heads, *x.shape[:2], heads),
@@ -227,24 +238,24 @@ def _gate_shapes(
     )
 
 
-def _norm_shape(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _fake_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return gate.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
 
 
-def _key_features_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _fake_key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _register(
     name: str, forward: Any, backward: Any, shape: Any, inputs: str, constants: str = "", extra: int = 0
 ) -> Any:
-    """`library.differentiable`, with the inputs' own shapes for their gradients."""
+    """`library.register_differentiable`, with fake gradients in the shapes of the inputs."""
     count = inputs.count("Tensor")
 
     def like_inputs(g_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         return tuple(x.new_empty(x.shape) for x in inputs[:count])
 
-    return differentiable(
+    return register_differentiable(
         f"{name}_cpu",
         forward,
         backward,
@@ -260,7 +271,7 @@ short_conv_forward = _register(
     "short_conv",
     _short_conv,
     _short_conv_backward,
-    _conv_shape,
+    _fake_short_conv,
     "Tensor x, Tensor past, Tensor weight",
     "int heads, bool unit",
 )
@@ -268,7 +279,7 @@ log_gates_forward = _register(
     "log_gates",
     _log_gates,
     _log_gates_backward,
-    _gate_shapes,
+    _fake_log_gates,
     "Tensor x, Tensor weight, Tensor bias",
     "int heads, int flipped",
     extra=2,
@@ -277,7 +288,7 @@ gated_norm_forward = _register(
     "gated_norm",
     _gated_norm,
     _gated_norm_backward,
-    _norm_shape,
+    _fake_gated_norm,
     "Tensor x, Tensor gate, Tensor weight",
     "float eps",
 )
@@ -285,7 +296,7 @@ key_features_forward = _register(
     "key_features",
     _key_features,
     _key_features_backward,
-    _key_features_shape,
+    _fake_key_features,
     "Tensor x, Tensor up, Tensor down",
 )
 roll_history_forward = _register(

@@ -1,12 +1,10 @@
-"""Where each token stands: from a call's tokens to one row per document, behind what that document had already read,
-and back.
+"""The layout of a call: from batched or packed tokens to one row per document, and back.
 
     state's tail     the call's tokens            padding
-    [ k k k ]        [ k k k k k k k k k k ]      [ 0 0 ]        one row, cut into chunks of c from its left end
+    [ k k k ]        [ k k k k k k k k k k ]      [ 0 0 ]        one row, split into chunks of c from the left
 
-Chunk borders count from the document's start, so a row begins with the tail of its open chunk. Padding stands at the
-right, where the closed form's triangles keep it from everything before it, and a chunk that is not complete never
-changes the state.
+Chunk borders are counted from the start of the document, so a row starts with the tail of the incomplete chunk. Padding
+is on the right, where causality keeps it from affecting other tokens, and an incomplete chunk never changes the state.
 """
 
 from __future__ import annotations
@@ -19,14 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.ops.state import LARGEST, Gates, MemoryState, Weights, within
+from remanence.ops.state import DIVERGENCE_LIMIT, Gates, MemoryState, Weights, is_within
 from remanence.runtime.positions import advance_position, positions_of
 
 
 class Layout:
-    """One call's arrangement. `offsets` are the packed documents' borders in the only batch row; None means a row each.
+    """The layout of one call, for backends on the host. `offsets` are the offsets of packed documents; None: each batch
+    row is one document.
 
-    `replay` keeps the tail's places among the queries, for a tier that goes through every token of a row again.
+    With `replay`, queries keep slots for the tail, for a backend that recomputes every token of a row.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Layout:
     ) -> None:
         self.batch, self.tokens, self.chunk = batch, tokens, chunk
         self.tails = [position % chunk for position in positions_of(state.position)]
-        self.equal = offsets is None
+        self.is_batch = offsets is None
         if offsets is None:
             self.starts, self.counts = [row * tokens for row in range(batch)], [tokens] * batch
         else:
@@ -49,86 +48,90 @@ class Layout:
         self.totals = [tail + count for tail, count in zip(self.tails, self.counts, strict=True)]
         longest = max(self.totals)
         self.chunks = max(1, -(-longest // chunk))
-        # A single chunk is not padded: while decoding, the closed form is only as large as what has been read of it.
+        # A single chunk is not padded, so that decoding computes only with the tokens so far.
         self.length = longest if self.chunks == 1 else self.chunks * chunk
-        self.uniform = offsets is None and len(set(self.tails)) == 1
-        self.lead = self.tails[0] if self.uniform and self.chunks == 1 and not replay else 0
+        self.is_uniform = offsets is None and len(set(self.tails)) == 1
+        self.query_offset = self.tails[0] if self.is_uniform and self.chunks == 1 and not replay else 0
         self.device = state.position.device
 
-    def rows(self, tail: Tensor, x: Tensor) -> Tensor:
-        """The call's ``[b t ...]`` behind the state's ``[r c-1 ...]``, as ``[r length ...]``."""
-        if self.uniform:
+    def rows_with_tail(self, tail: Tensor, x: Tensor) -> Tensor:
+        """Rows ``[r length ...]``: the state's tail ``[r c-1 ...]``, then the call's tokens ``[b t ...]``."""
+        if self.is_uniform:
             x = torch.cat([tail[:, : self.tails[0]], x], 1) if self.tails[0] else x
-            return _pad(x, self.length)
+            return _pad_right(x, self.length)
         index = torch.full((len(self.tails), self.length), -1)
         first = tail.shape[0] * tail.shape[1]
         for row, (kept, start, count) in enumerate(zip(self.tails, self.starts, self.counts, strict=True)):
             index[row, :kept] = torch.arange(kept) + row * tail.shape[1]
             index[row, kept : kept + count] = torch.arange(count) + first + start
-        return pick(torch.cat([tail.flatten(0, 1), x.flatten(0, 1)]), index)
+        return gather_or_zero(torch.cat([tail.flatten(0, 1), x.flatten(0, 1)]), index)
 
-    def rows_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """From the gradient of `rows` ``[r length ...]`` to those of the state's tail and of the call's tokens."""
+    def rows_with_tail_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the tail and of the call's tokens, from that of `rows_with_tail` ``[r length ...]``."""
         tail = grad.new_zeros(len(self.tails), self.chunk - 1, *grad.shape[2:])
         for row, kept in enumerate(self.tails):
             tail[row, :kept] = grad[row, :kept]
-        return tail, self._back(grad, 0)
+        return tail, self._to_batch(grad, 0)
 
-    def queries(self, q: Tensor) -> Tensor:
-        """Like `rows`, but without the tail's slots if a call lies in one chunk: their answers are not needed."""
-        if self.lead:
+    def query_rows(self, q: Tensor) -> Tensor:
+        """`rows_with_tail` for queries; without slots for the tail if all tokens are in one chunk."""
+        if self.query_offset:
             return q
-        return self.rows(q.new_zeros(len(self.tails), self.chunk - 1, *q.shape[2:]), q)
+        return self.rows_with_tail(q.new_zeros(len(self.tails), self.chunk - 1, *q.shape[2:]), q)
 
-    def back(self, y: Tensor) -> Tensor:
-        """From what `queries` arranged to the call's ``[b t ...]``. Each is the other's backward."""
-        return self._back(y, self.lead)
+    def to_batch(self, y: Tensor) -> Tensor:
+        """The call's ``[b t ...]`` from rows arranged by `query_rows`. Each is the backward of the other."""
+        return self._to_batch(y, self.query_offset)
 
-    def _back(self, y: Tensor, lead: int) -> Tensor:
-        if self.uniform:
-            start = self.tails[0] - lead
+    def _to_batch(self, y: Tensor, offset: int) -> Tensor:
+        if self.is_uniform:
+            start = self.tails[0] - offset
             return y if y.shape[1] == self.tokens else y[:, start : start + self.tokens]
         index = torch.empty(self.batch * self.tokens, dtype=torch.int64)
         for row, (kept, start, count) in enumerate(zip(self.tails, self.starts, self.counts, strict=True)):
             index[start : start + count] = torch.arange(count) + row * self.length + kept
-        return pick(y.flatten(0, 1), index.view(self.batch, self.tokens))
+        return gather_or_zero(y.flatten(0, 1), index.view(self.batch, self.tokens))
 
-    def tail(self, x: Tensor) -> Tensor:
-        """What is left open at each row's end, ``[r length ...]`` to ``[r c-1 ...]``."""
-        if self.uniform:
+    def next_tail(self, x: Tensor) -> Tensor:
+        """The next state's tail ``[r c-1 ...]``: the incomplete chunk at the end of each row ``[r length ...]``."""
+        if self.is_uniform:
             complete = self.totals[0] // self.chunk * self.chunk
             left = x[:, complete : self.totals[0]]
-            # Never a view: a state would keep all of a call's rows, and go on with other roundings than after it was
-            # saved.
-            whole = left.shape[1] == self.chunk - 1
-            return left.clone(memory_format=torch.contiguous_format) if whole else _pad(left, self.chunk - 1)
+            # Not a view, which would keep all rows of the call in memory, and whose strides could change the rounding
+            # of later calls.
+            is_full = left.shape[1] == self.chunk - 1
+            return (
+                left.clone(memory_format=torch.contiguous_format)
+                if is_full
+                else _pad_right(left, self.chunk - 1)
+            )
         index = torch.full((len(self.tails), self.chunk - 1), -1)
         for row, total in enumerate(self.totals):
             complete = total // self.chunk * self.chunk
             index[row, : total - complete] = torch.arange(complete, total) + row * self.length
-        return pick(x.flatten(0, 1), index)
+        return gather_or_zero(x.flatten(0, 1), index)
 
-    def tail_backward(self, grad: Tensor, into: Tensor) -> None:
-        """Add the gradient of `tail` ``[r c-1 ...]`` to that of the rows it was cut from."""
+    def next_tail_backward(self, grad: Tensor, into: Tensor) -> None:
+        """Add the gradient of `next_tail` ``[r c-1 ...]`` to that of its rows, in place."""
         for row, total in enumerate(self.totals):
             first = total // self.chunk * self.chunk
             into[row, first:total] += grad[row, : total - first]
 
-    def complete(self) -> Tensor:
-        """``[n r]``: which chunks are whole, and so change the state."""
+    def complete_chunks(self) -> Tensor:
+        """A mask ``[n r]`` of the chunks that are complete and change the state."""
         totals = torch.tensor(self.totals, device=self.device)
         ends = torch.arange(1, self.chunks + 1, device=self.device) * self.chunk
         return ends.unsqueeze(-1) <= totals
 
-    def _any(self, tokens: Tensor) -> Tensor:
-        """Whether it is true ``[b t]`` of any token of a document, ``[r]``."""
-        if self.equal:
+    def _any_per_document(self, tokens: Tensor) -> Tensor:
+        """Whether a mask ``[b t]`` is true for any token of each document, ``[r]``."""
+        if self.is_batch:
             return tokens.any(1)
         return torch.stack([part.any() for part in tokens[0].split(self.counts)])
 
     @property
-    def folds(self) -> bool:
-        """Whether any chunk is completed, that is, whether the call changes a state's layers at all."""
+    def completes_chunk(self) -> bool:
+        """Whether the call completes any chunk, and so changes the layers of a state."""
         return any(total >= self.chunk for total in self.totals)
 
     def next_state(
@@ -141,26 +144,28 @@ class Layout:
         outputs: tuple[Tensor, Tensor],
         buffers: Weights = (),
     ) -> MemoryState:
-        """The state after the call, from its rows ``[r length ...]``. It is flagged where the new layers or buffers, or
-        an output ``[b t ...]`` of a document's own tokens, are too large (`state.py: LARGEST`). Padding does not count:
-        how long it is depends on the other documents of the call.
+        """The state after the call, from its rows ``[r length ...]``. `diverged` is set where the new layers or
+        buffers, or an output ``[b t ...]`` for a token of the document, exceed `state.py: DIVERGENCE_LIMIT`. Padding is
+        ignored, because its length depends on the other documents of the call.
         """
         bad = state.diverged
-        for tensor, bound in zip(outputs, (LARGEST, LARGEST**2), strict=True):
-            bad = bad | self._any(~within(tensor, bound).flatten(2).all(2))
-        for tensor in (*layers, *buffers) if self.folds else ():
-            bad = bad | ~within(tensor).flatten(1).all(1)
+        for tensor, bound in zip(outputs, (DIVERGENCE_LIMIT, DIVERGENCE_LIMIT**2), strict=True):
+            bad = bad | self._any_per_document(~is_within(tensor, bound).flatten(2).all(2))
+        for tensor in (*layers, *buffers) if self.completes_chunk else ():
+            bad = bad | ~is_within(tensor).flatten(1).all(1)
         position = advance_position(
-            state.position, self.tokens if self.equal else torch.tensor(self.counts, device=self.device)
+            state.position, self.tokens if self.is_batch else torch.tensor(self.counts, device=self.device)
         )
-        return MemoryState(layers, self.tail(k), self.tail(v), gates.map(self.tail), position, bad, buffers)
+        return MemoryState(
+            layers, self.next_tail(k), self.next_tail(v), gates.map(self.next_tail), position, bad, buffers
+        )
 
 
 class DeviceLayout:
-    """`Layout`'s arrangement where nothing is asked of the device: how far each row stands in its chunk is a tensor
-    there, and shapes allow for any of it. A row may end with a chunk that holds no token.
+    """`Layout` without synchronisation: positions stay on the device, and shapes allow for any position in a chunk. A
+    row may end with a chunk without tokens.
 
-    `aligned` is the caller's word that every row stands at a chunk's border, which spares the rearrangement.
+    `aligned`: the caller guarantees that every row is at a chunk border, so that nothing has to be rearranged.
     """
 
     def __init__(
@@ -174,47 +179,47 @@ class DeviceLayout:
     ) -> None:
         self.batch, self.tokens, self.chunk, self.aligned = batch, tokens, chunk, aligned
         self.device, self.count = state.position.device, len(state.position)
-        self.uniform = offsets is None and aligned
+        self.is_uniform = offsets is None and aligned
         longest = tokens if offsets is None else max(b - a for a, b in pairwise(offsets))
         self.length = longest + (0 if aligned else chunk - 1)
-        self.folds = self.length >= chunk
+        self.completes_chunk = self.length >= chunk
         self.counts: Tensor | int = tokens
-        if self.uniform:
+        if self.is_uniform:
             self.totals = torch.full((self.count,), tokens, device=self.device)
             return
         if offsets is None:
             self.starts = torch.arange(self.count, device=self.device) * tokens
         else:
-            places = _on_device(tuple(offsets), self.device)
+            places = _device_tensor(tuple(offsets), self.device)
             self.starts, self.counts = places[:-1], places.diff()
         self.tails = torch.zeros_like(self.starts) if aligned else state.position % chunk
         self.totals = self.tails + self.counts
-        self.there, self.here = self._there(), self._here()
+        self.source_index, self.slot_index = self._source_index(), self._slot_index()
 
-    def rows(self, tail: Tensor, x: Tensor) -> Tensor:
-        """The call's ``[b t ...]`` behind the state's ``[r c-1 ...]``, as ``[r length ...]``."""
-        if self.uniform:
+    def rows_with_tail(self, tail: Tensor, x: Tensor) -> Tensor:
+        """Rows ``[r length ...]``: the state's tail ``[r c-1 ...]``, then the call's tokens ``[b t ...]``."""
+        if self.is_uniform:
             return x
         both = torch.cat([x.flatten(0, 1), tail.to(x.dtype).flatten(0, 1)])
-        return _Moved.apply(both, self.there.flatten(), self.here.flatten()).view(
-            *self.there.shape, *x.shape[2:]
+        return _GatherInjective.apply(both, self.source_index.flatten(), self.slot_index.flatten()).view(
+            *self.source_index.shape, *x.shape[2:]
         )
 
-    def queries(self, q: Tensor) -> Tensor:
-        return self.rows(q.new_zeros(self.count, self.chunk - 1, *q.shape[2:]), q)
+    def query_rows(self, q: Tensor) -> Tensor:
+        return self.rows_with_tail(q.new_zeros(self.count, self.chunk - 1, *q.shape[2:]), q)
 
-    def back(self, y: Tensor) -> Tensor:
-        """From ``[r length ...]`` to the call's ``[b t ...]``."""
-        if self.uniform:
+    def to_batch(self, y: Tensor) -> Tensor:
+        """The call's ``[b t ...]`` from rows ``[r length ...]``."""
+        if self.is_uniform:
             return y
         tokens = self.batch * self.tokens
-        there = torch.where(self.there < tokens, self.there, -1).flatten()
-        return _Moved.apply(y.flatten(0, 1), self.here[:tokens], there).view(
+        index = torch.where(self.source_index < tokens, self.source_index, -1).flatten()
+        return _GatherInjective.apply(y.flatten(0, 1), self.slot_index[:tokens], index).view(
             self.batch, self.tokens, *y.shape[2:]
         )
 
-    def _there(self) -> Tensor:
-        """``[r length]``: the index of the call's token (then of the tail's slots) at each slot of a row; -1: none."""
+    def _source_index(self) -> Tensor:
+        """``[r length]``: for each slot of a row, the index of its token (tail slots follow all tokens); -1: none."""
         place = torch.arange(self.length, device=self.device)
         tails, totals, row = (
             x.unsqueeze(-1) for x in (self.tails, self.totals, torch.arange(self.count, device=self.device))
@@ -222,8 +227,8 @@ class DeviceLayout:
         new = torch.where(place < totals, self.starts.unsqueeze(-1) + place - tails, -1)
         return torch.where(place < tails, self.batch * self.tokens + row * (self.chunk - 1) + place, new)
 
-    def _here(self) -> Tensor:
-        """The way back: where in the rows ``[r length]`` each token and each slot of the tail stands; -1: nowhere."""
+    def _slot_index(self) -> Tensor:
+        """The inverse: for each token and each tail slot, its index in the rows ``[r length]``; -1: none."""
         token = torch.arange(self.batch * self.tokens, device=self.device)
         row = torch.searchsorted(self.starts + self.counts, token, right=True)
         tokens = row * self.length + self.tails[row] + token - self.starts[row]
@@ -231,49 +236,49 @@ class DeviceLayout:
         first = torch.arange(self.count, device=self.device).unsqueeze(-1) * self.length
         return torch.cat([tokens, torch.where(slot < self.tails.unsqueeze(-1), first + slot, -1).flatten()])
 
-    def tail(self, x: Tensor) -> Tensor:
-        """What is left open at each row's end, ``[r length ...]`` to ``[r c-1 ...]``."""
-        if self.uniform:
-            return _pad(x[:, self.tokens // self.chunk * self.chunk :], self.chunk - 1)
+    def next_tail(self, x: Tensor) -> Tensor:
+        """The next state's tail ``[r c-1 ...]``: the incomplete chunk at the end of each row ``[r length ...]``."""
+        if self.is_uniform:
+            return _pad_right(x[:, self.tokens // self.chunk * self.chunk :], self.chunk - 1)
         place = (self.totals // self.chunk * self.chunk).unsqueeze(-1) + torch.arange(
             self.chunk - 1, device=self.device
         )
         row = torch.arange(self.count, device=self.device).unsqueeze(-1)
-        return pick(
+        return gather_or_zero(
             x.flatten(0, 1), torch.where(place < self.totals.unsqueeze(-1), place + row * self.length, -1)
         )
 
 
-class _Moved(torch.autograd.Function):
-    """`pick`, of what stands at no more than one place: its gradient is picked back, not added up."""
+class _GatherInjective(torch.autograd.Function):
+    """`gather_or_zero` for an index without repetitions: its backward is a gather with the inverse index."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, here: Tensor) -> Tensor:
-        ctx.save_for_backward(here)
-        return pick(x, there)
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return gather_or_zero(x, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return pick(grad, ctx.saved_tensors[0]), None, None
+        return gather_or_zero(grad, ctx.saved_tensors[0]), None, None
 
 
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copied once for all the layers that read the same documents: each copy from the host waits for the device."""
+def _device_tensor(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Integers as a tensor on a device, cached: all layers share it, and each copy from the host synchronises."""
     if (
         torch.compiler.is_compiling()
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     ):
-        return torch.tensor(numbers, device=device)  # a tensor without numbers must not be kept
-    return _copied(numbers, device)
+        return torch.tensor(numbers, device=device)  # a fake tensor must not be cached
+    return _cached_device_tensor(numbers, device)
 
 
 @lru_cache(maxsize=16)
-def _copied(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def _cached_device_tensor(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)
 
 
 def to_rows(x: Tensor, offsets: list[int] | None) -> tuple[Tensor, Tensor | None]:
-    """``[b t ...]`` or packed ``[1 t ...]`` to one padded row per document ``[r longest ...]``, and the index back."""
+    """A padded row per document ``[r longest ...]`` from ``[b t ...]`` or packed ``[1 t ...]``, and an index back."""
     if offsets is None:
         return x, None
     counts = [b - a for a, b in pairwise(offsets)]
@@ -283,35 +288,39 @@ def to_rows(x: Tensor, offsets: list[int] | None) -> tuple[Tensor, Tensor | None
     for row, (start, count) in enumerate(zip(offsets, counts, strict=False)):
         index[row, :count] = torch.arange(count) + start
         back[start : start + count] = torch.arange(count) + row * longest
-    return pick(x[0], index), back.to(x.device)
+    return gather_or_zero(x[0], index), back.to(x.device)
 
 
 def from_rows(rows: Tensor, back: Tensor | None) -> Tensor:
-    """Undo `to_rows`."""
+    """The inverse of `to_rows`."""
     return rows if back is None else rows.flatten(0, 1).index_select(0, back).unsqueeze(0)
 
 
-def repad(packed: Tensor, mask: Tensor) -> Tensor:
-    """``[1 tokens ...]`` back to where the mask is true, zeros elsewhere."""
+def pad_to_mask(packed: Tensor, mask: Tensor) -> Tensor:
+    """Packed tokens ``[1 tokens ...]`` at the positions ``[b t]`` where the mask is true, zeros elsewhere."""
     index = mask.flatten().cumsum(0).mul(mask.flatten()).view_as(mask)
     zero = packed.new_zeros(1, *packed.shape[2:])
     return torch.cat([zero, packed[0]]).index_select(0, index.flatten()).view(*mask.shape, *packed.shape[2:])
 
 
-def _pad(x: Tensor, length: int) -> Tensor:
+def _pad_right(x: Tensor, length: int) -> Tensor:
     missing = length - x.shape[1]
     return F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) if missing else x
 
 
-def pick(rows: Tensor, index: Tensor) -> Tensor:
+def gather_or_zero(rows: Tensor, index: Tensor) -> Tensor:
     """``rows[index]``, with zeros where the index is -1."""
     zero = rows.new_zeros(1, *rows.shape[1:])
     picked = torch.cat([rows, zero]).index_select(0, index.flatten().to(rows.device) % (rows.shape[0] + 1))
     return picked if index.dim() == 1 else picked.view(*index.shape, *rows.shape[1:])
 
 
-def gates_rows(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:
+def gates_with_tail(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:
+    """`rows_with_tail` of each gate."""
     pairs = zip(state.gates, gates, strict=True)
     return Gates._make(
-        [layout.rows(old, new) if old is not None and new is not None else None for old, new in pairs]
+        [
+            layout.rows_with_tail(old, new) if old is not None and new is not None else None
+            for old, new in pairs
+        ]
     )

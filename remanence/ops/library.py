@@ -1,4 +1,4 @@
-"""Functions registered as torch operators: no graph breaks at them, and they are differentiable once."""
+"""Registration of functions as torch operators, which torch.compile does not trace. Differentiable once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GATES = "Tensor log_step, Tensor? log_momentum, Tensor? log_keep"
 _library = torch.library.Library("remanence", "DEF")
 
 
-def operator(
+def register_operator(
     name: str,
     function: Callable[..., Any],
     schema: str,
@@ -26,9 +26,9 @@ def operator(
 ) -> Any:
     """Register a function as ``torch.ops.remanence.<name>`` and return it.
 
-    `backward` is its gradient, from what `setup_context` saved. `fake` returns empty results where the function itself
-    should not run on fake tensors. torch.library.custom_op is not used: its checks took half of the host's time for a
-    layer (0.4 ms a call). torch.library.opcheck makes the same checks in the tests.
+    `backward` computes its gradient from what `setup_context` saved. `fake` returns empty results of the right shapes,
+    if the function itself should not run on fake tensors. torch.library.custom_op is not used, because its checks took
+    half of the host's time for a layer (0.4 ms a call); the tests make the same checks with torch.library.opcheck.
     """
     _library.define(f"{name}{schema}", tags=tags)
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -41,18 +41,18 @@ def operator(
 
 
 def raise_on_double_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    """The gradient of an operator that is itself a gradient."""
-    raise RuntimeError(ONCE)
+    """The backward of an operator that is itself a backward: an error."""
+    raise RuntimeError(DOUBLE_BACKWARD_ERROR)
 
 
-ONCE = (
+DOUBLE_BACKWARD_ERROR = (
     "a memory is differentiable once; for second derivatives use remanence.memorize(..., backend='reference')"
 )
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator for the backward of an autograd.Function, with an error that says what to use instead. It is
-    raised also where the gradients given do not require one themselves.
+    """torch's `once_differentiable` for the backward of an autograd.Function, with an error that says what to use
+    instead. The error is also raised if the incoming gradients do not require a gradient.
     """
 
     @wraps(backward)
@@ -62,7 +62,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():  # that is, create_graph=False
             return found
         present = [grad.detach().requires_grad_() for grad in found if isinstance(grad, Tensor)]
-        refused = iter(torch._C._functions.DelayedError(ONCE.encode(), len(present))(*present))
+        refused = iter(
+            torch._C._functions.DelayedError(DOUBLE_BACKWARD_ERROR.encode(), len(present))(*present)
+        )
         return tuple(next(refused) if isinstance(grad, Tensor) else grad for grad in found)
 
     return once
@@ -71,17 +73,17 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 def fill_missing_grads(
     grads: tuple[Tensor | None, ...], like: list[tuple[torch.Size, torch.dtype]], device: torch.device
 ) -> list[Tensor]:
-    """The gradients of results with these shapes and dtypes; zeros for those without one."""
+    """The gradients of results with these shapes and dtypes, with zeros in place of None."""
     pairs = zip(grads, like, strict=False)
     return [torch.zeros(x[0], dtype=x[1], device=device) if g is None else g.contiguous() for g, x in pairs]
 
 
-def results(count: int) -> str:
-    """So many tensors as the results in a schema."""
+def results_schema(count: int) -> str:
+    """The result type of an operator schema for `count` tensors."""
     return "(" + ", ".join(["Tensor"] * count) + ")"
 
 
-def differentiable(
+def register_differentiable(
     name: str,
     forward: Callable[..., Any],
     backward: Callable[..., Any],
@@ -92,11 +94,11 @@ def differentiable(
     fake: Callable[..., Any] | None = None,
     fake_backward: Callable[..., Any] | None = None,
 ) -> Any:
-    """Register an operator of tensors `inputs` and then `constants` (both as in a schema) with its gradient.
+    """Register an operator with its gradient. Its arguments are tensors, `inputs`, then `constants` (as in a schema).
 
-    The first result is the differentiable one; `extra` results follow it that only the gradient needs. The gradient is
-    called with the first result's gradient, the inputs, the extra results and the constants. It returns one gradient
-    per input.
+    The first result is differentiable; the `extra` results after it are only saved for backward. `backward` is called
+    with the gradient of the first result, the inputs, the extra results and the constants, and returns one gradient per
+    input.
     """
     count = inputs.count("Tensor")
     constants = constants and f", {constants}"
@@ -108,14 +110,14 @@ def differentiable(
         ctx.save_for_backward(*inputs[:count], *saved)
         ctx.constants = inputs[count:]
 
-    def through(ctx: Any, g_y: Tensor, *_: Any) -> tuple[Any, ...]:
+    def autograd_backward(ctx: Any, g_y: Tensor, *_: Any) -> tuple[Any, ...]:
         return *gradient(g_y, *ctx.saved_tensors, *ctx.constants), *[None] * len(ctx.constants)
 
     saved = "".join(f", Tensor saved{index}" for index in range(extra))
-    gradient = operator(
-        f"{name}_backward", backward, f"(Tensor g_y, {inputs}{saved}{constants}) -> {results(count)}",
+    gradient = register_operator(
+        f"{name}_backward", backward, f"(Tensor g_y, {inputs}{saved}{constants}) -> {results_schema(count)}",
         raise_on_double_backward, fake=fake_backward,
     )  # fmt: skip
-    returned = results(1 + extra) if extra else "Tensor"
+    returned = results_schema(1 + extra) if extra else "Tensor"
     schema = f"({inputs}{constants}) -> {returned}"
-    return operator(name, forward, schema, through, setup_context, fake)
+    return register_operator(name, forward, schema, autograd_backward, setup_context, fake)

@@ -1,7 +1,7 @@
-"""What a memory is: its weights and what they answer. Knows no time.
+"""Memory nets: functions with weights that map a query to an answer.
 
-A net is any object with ``init`` and ``apply``; a user's own takes the generic path. ``MLP`` also has a closed form
-(closed_form), which is where the speed is.
+A net is any object with ``init`` and ``apply``; custom nets run on the generic path. ``MLP`` also has a fast closed
+form (closed_form).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from remanence.ops.state import Weights
 
-EPS = 1e-5
-"""Of the memory's own LayerNorm, inside the square root."""
+LAYER_NORM_EPS = 1e-5
+"""The epsilon of the memory's LayerNorm, inside the square root."""
 
 
 @runtime_checkable
 class Net(Protocol):
-    """A memory: how its weights start and what they answer.
+    """A memory net: initial weights, and answers given weights.
 
-    If it has slow parameters of its own (a learned gain, say), give it a method ``parameters()``: they then get their
-    gradients. Keep it a plain object inside a layer: ``nn.Module.apply(fn)`` walks all submodules, and would meet this
+    A net with slow parameters of its own (for example, a learned gain) needs a method ``parameters()``, so that they
+    get gradients. It should not be an `nn.Module`: ``nn.Module.apply(fn)`` of an enclosing module would call this
     `apply`.
     """
 
@@ -42,11 +42,11 @@ class Net(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MLP:
-    """A multi-layer perceptron memory: ``x + LN(W ... act(W x))``, the paper's, unless told otherwise.
+    """A multi-layer perceptron memory, ``x + LN(W ... act(W x))`` by default, as in the paper.
 
-    norm=False is the plain residual net, which is unstable with more than one layer (docs/paper.md); with
-    residual=False too and depth 1 it is a matrix, the memory of linear attention and DeltaNet. The LayerNorm has no
-    gain: one would have to be declared slow or fast. A bias is one more row of its layer's weight.
+    ``norm=False`` is the plain residual net, which is unstable with more than one layer (docs/paper.md). With
+    ``residual=False`` and depth 1 as well, it is a matrix, the memory of linear attention and DeltaNet. The LayerNorm
+    has no gain. A bias is one more row of its layer's weight.
     """
 
     depth: int = 2
@@ -66,16 +66,16 @@ class MLP:
 
     @property
     def linear(self) -> bool:
-        """Whether the answer is linear in the weights, so that the token-exact rule can run in parallel."""
+        """Whether answers are linear in the weights, so that the token-exact rule can be computed in parallel."""
         return self.depth == 1 and not self.norm
 
     @property
     def rectangular(self) -> bool:
-        """Whether values may have another width than keys."""
+        """Whether the widths of keys and values may differ."""
         return self.linear and not self.residual
 
     def widths(self, width: int, values: int | None = None) -> list[int]:
-        """The width after each layer, the input's first; values are as wide as keys unless given."""
+        """The width of the input and of each layer's output; `values` defaults to `width`."""
         return [
             width,
             *[max(1, round(self.expansion * width))] * (self.depth - 1),
@@ -83,15 +83,15 @@ class MLP:
         ]
 
     def shapes(self, width: int, values: int | None = None) -> list[tuple[int, int]]:
-        """The shape of each layer's weight, one head's."""
+        """The shape of each layer's weight, for one head."""
         return [(a + self.bias, b) for a, b in pairwise(self.widths(width, values))]
 
     def init(
         self, heads: int, width: int, generator: torch.Generator | None = None, *, values: int | None = None
     ) -> Weights:
-        """Normal, such that each layer keeps its input's scale: variance 1 / inputs, and 4 / inputs after an
-        activation, which halves what is small. Anything that shrinks from layer to layer would meet LN at up to
-        1/sqrt(eps) times the gradient.
+        """Normally distributed weights that preserve the scale of activations: variance 1 / inputs, and 4 / inputs
+        after an activation, which halves small inputs. If activations shrank from layer to layer, the final LayerNorm
+        would multiply gradients by up to 1 / sqrt(eps).
         """
         weights = []
         for layer, (rows, columns) in enumerate(self.shapes(width, values)):
@@ -111,21 +111,22 @@ class MLP:
                 y = ACTIVATIONS[self.activation](y)
             y = y @ weight[:-1] + weight[-1] if self.bias else y @ weight
         if self.norm:
-            y = normalise(y)
+            y = layer_norm(y)
         return x + y if self.residual else y
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deep:
-    """A deep memory that is steady by design: ``phi(x) (A + W)``, of which reading writes W alone.
+    """A deep memory with stable dynamics, ``phi(x) (A + W)``: only W is written at test time.
 
-    phi are the first layers, learned in training: each adds SwiGLU features to the unit key and brings it back to
-    length 1. W, the last layer, starts at zero and forgets towards zero; A is what training left there, which surprise
-    never sees and nothing forgets. With the rule ``gated_delta`` a write is then
-    ``gamma (I - beta phi' phi) W + beta phi' v``: for any text and any gates neither a difference of states nor its
-    adjoint ever grows.
+    phi are the first layers, learned in training: each adds SwiGLU features to the unit key and normalises the sum to
+    length 1. W, the last layer, starts at zero and decays towards zero. A is a learned matrix that is never written or
+    forgotten and does not enter the surprise. With the rule ``gated_delta`` an update is
+    ``gamma (I - beta phi' phi) W + beta phi' v``: for any text and any gates, neither a difference between two states
+    nor a gradient can grow.
 
-    A layer's, not the operator's, which is given phi(k) for keys and the net `fast`. depth 1: phi(x) is x, a matrix.
+    `NeuralMemory` computes phi; the operator gets phi(k) as keys and the net `fast`. With depth 1, phi(x) = x and the
+    memory is a matrix.
     """
 
     depth: int = 2
@@ -139,24 +140,24 @@ class Deep:
 
     @property
     def fast(self) -> MLP:
-        """What is written: a matrix."""
+        """The net of the fast weights W, which are written at test time: a matrix."""
         return MLP(depth=1, norm=False, residual=False)
 
     def hidden(self, width: int) -> int:
-        """Gated features in each of the first layers."""
+        """The number of gated features in each of the first layers."""
         return max(1, round(self.expansion * width))
 
 
-def shrink(x: Tensor) -> Tensor:
-    """1 for rows up to 1e12, less beyond: LayerNorm ignores a row's scale, but float32 squares overflow at 1e19."""
+def overflow_scale(x: Tensor) -> Tensor:
+    """Factors that limit rows to 1e12: LayerNorm ignores a row's scale, but float32 squares overflow at 1e19."""
     return (1e12 / x.detach().abs().amax(-1, keepdim=True)).clamp(max=1.0)
 
 
-def normalise(x: Tensor) -> Tensor:
-    """LayerNorm without gain, written out: torch's own has a wrong third derivative, which a second backward needs."""
-    x = x * shrink(x)
+def layer_norm(x: Tensor) -> Tensor:
+    """LayerNorm without gain, written out: the third derivative of torch's is wrong, and double backward needs it."""
+    x = x * overflow_scale(x)
     centred = x - x.mean(-1, keepdim=True)
-    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + LAYER_NORM_EPS)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}

@@ -11,20 +11,20 @@ from torch.func import vmap
 
 from remanence.ops import chunked, opaque, reference
 from remanence.ops.checks import (
+    check_arguments,
     check_buffers,
-    check_call,
     check_chunk,
-    check_kinds,
+    check_net_and_rule,
     check_offsets,
     check_start,
     check_state,
     check_values,
 )
-from remanence.ops.closed_form import unsupported
+from remanence.ops.closed_form import unsupported_reason
 from remanence.ops.layout import from_rows, to_rows
 from remanence.ops.nets import MLP, NETS, Net
-from remanence.ops.rules import RULES, Rule, is_linear, stored
-from remanence.ops.state import Gates, MemoryState, Weights, fresh
+from remanence.ops.rules import RULES, Rule, is_linear, pack_state
+from remanence.ops.state import Gates, MemoryState, Weights, initial_state
 from remanence.ops.triton import dispatch, layer, memory
 from remanence.runtime.state import needs_grad
 
@@ -47,23 +47,23 @@ def start(
 ) -> MemoryState:
     """The state before any token is read: `rows` copies of the initial weights ``[h ...]`` of each head.
 
-    `width` is the head width. By default it is the number of the last layer's columns, which a net of your own may not
-    have. `keys` is the keys' width if it differs from the values', as a matrix allows. `momentum` ``[r h ...]`` is zero
-    by default.
+    `width` is the head width; by default, the last dimension of the last weight. Set it for a custom net whose weights
+    have another shape. `keys` is the width of the keys if it differs from that of the values, which a matrix memory
+    allows. `momentum` ``[r h ...]`` is zero by default.
     """
     check_chunk(chunk)
     check_start(weights, momentum, rows, rule)
     width = weights[-1].shape[-1] if width is None else width
     keys = width if keys is None else keys
     first = [weight.expand(rows, *weight.shape) for weight in weights]
-    layers, buffers = stored(rule, first, momentum or _buffers(weights, rows, rule))
-    return fresh(
+    layers, buffers = pack_state(rule, first, momentum or _initial_buffers(weights, rows, rule))
+    return initial_state(
         layers, buffers, chunk=chunk, keys=keys, values=width, momentum=rule.momentum, forget=rule.forget
     )
 
 
-def _buffers(weights: Weights, rows: int, rule: Rule) -> Weights:
-    """A rule's buffers ``[r h ...]`` at a document's start."""
+def _initial_buffers(weights: Weights, rows: int, rule: Rule) -> Weights:
+    """The rule's buffers ``[r h ...]`` at the start of a document."""
     if is_linear(rule):
         return rule.init_state(tuple(weight.expand(rows, *weight.shape) for weight in weights))
     made = vmap(rule.init_state)(tuple(weights))
@@ -87,13 +87,13 @@ def memorize(
     backend: str = "auto",
     check: bool | None = None,
 ) -> tuple[Float[Tensor, "b t h e"], MemoryState, Float[Tensor, "b t h"]]:
-    """Read tokens into a memory and query it: answers, the state afterwards, and how surprising each token was.
+    """Write tokens to a memory and query it: the answers, the new state and each token's surprise.
 
-    Every token is written before it is queried (eq. 15's read is inclusive), with the gradient taken at the weights of
-    its chunk's start, unless the rule declares otherwise (see `Rule`). Differentiable in q, k, v, the gates, and the
-    state's weights, buffers and tail. Answers have
-    q's dtype; the arithmetic, the state and the surprise are float32, or float64 if q is (the triton backend multiplies
-    bfloat16 operands as they are, and adds up in float32).
+    Every token is written before it is queried (the read of eq. 15 is inclusive), with the gradient taken at the
+    weights of its chunk's start, unless the rule declares otherwise (see `Rule`). Differentiable in q, k, v, the gates,
+    and the state's weights, buffers and tail. Answers have the dtype of q; the arithmetic, the state and the surprise
+    are float32, or float64 if q is float64 (the triton backend multiplies bfloat16 operands and accumulates in
+    float32).
 
     Args:
         q: queries.
@@ -102,22 +102,23 @@ def memorize(
         gates: log step size, log momentum, log of the share that stays, ``[b t h]`` each; see `Gates`.
         state: from `start` or from the call before. One row per batch row, or per document if packed.
         net: what the memory is: `MLP(...)`, an entry of `NETS`, or any object with ``init`` and ``apply``.
-        rule: how it changes: an entry of `RULES`, `Rule(...)`, or an instance of your own subclass of `Rule`.
-        chunk: tokens that share the gradient's anchor. Part of what the model is: another chunk is another function.
-        offsets: for documents packed one behind the other in a single batch row: 0, each one's end, the last being t.
-        aligned: a promise that every row is at a chunk's border, as at a document's start. The kernels then rearrange
-            nothing. Without it they copy, because reading the positions would wait for the device.
+        rule: how the memory is updated: an entry of `RULES`, `Rule(...)`, or an instance of a subclass of `Rule`.
+        chunk: number of tokens whose gradients are taken at the same weights. It is part of the model: a different
+            chunk computes a different function.
+        offsets: for documents packed in a single batch row: 0, then the end of each document; the last one is t.
+        aligned: True if every row is at a chunk border, as at the start of a document. The kernels then copy nothing to
+            align rows. Otherwise they do, because looking at the positions would synchronise with the device.
         backend: "auto", or one of `BACKENDS`.
-        check: whether to check values (finite, gates in range). None: on the CPU only, since a check waits for a GPU.
-            An unchecked value that is not finite sets the state's flag, and can affect all of its own chunk.
+        check: whether to check values (finite, gates in range). None: on the CPU only, since a check synchronises with
+            a GPU. An unchecked value that is not finite sets `state.diverged` and can affect its whole chunk.
 
     Returns:
         answers, the new state, and the surprise: the inner loss of each token and head before it was written.
 
     Raises:
-        ValueError: an argument's shape, dtype or value is not what it should be; the message names it.
+        ValueError: an argument has a wrong shape, dtype or value; the message names the argument.
     """
-    borders = check_call(q, k, v, gates, state, net, rule, chunk, offsets)
+    borders = check_arguments(q, k, v, gates, state, net, rule, chunk, offsets)
     if check is None:
         check = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if check:
@@ -126,19 +127,19 @@ def memorize(
         raise ValueError(f"backend: expected 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
     if q.shape[0] == 0 or q.shape[1] == 0:
         return v, state, q.new_zeros(q.shape[:3], dtype=state.k.dtype)
-    backend = _backend(backend, q, k, v, gates, state, net, rule, chunk)
+    backend = _choose_backend(backend, q, k, v, gates, state, net, rule, chunk)
     exact = state.k.dtype
     operands = (q, k, v) if backend == "triton" else (q.to(exact), k.to(exact), v.to(exact))
     known = {"aligned": aligned} if backend == "triton" else {}
     run = BACKENDS[backend]
     if backend == "chunked" and torch.compiler.is_compiling():
-        run = opaque.memorize if unsupported(net, rule) is None else torch.compiler.disable(run)
+        run = opaque.memorize if unsupported_reason(net, rule) is None else torch.compiler.disable(run)
     with torch.autocast(q.device.type, enabled=False):
         y, new, surprise = run(*operands, gates, state, net, rule, chunk, borders, **known)
     return y.to(q.dtype), new, surprise
 
 
-def _backend(
+def _choose_backend(
     backend: str,
     q: Tensor,
     k: Tensor,
@@ -149,7 +150,7 @@ def _backend(
     rule: Rule,
     chunk: int,
 ) -> str:
-    """The backend of a call. The kernels run only what `dispatch` lets them."""
+    """The backend that runs a call; `dispatch` decides whether the kernels can."""
     if backend not in ("auto", "triton"):
         return backend
     train = needs_grad([q, k, v, *gates, *state.layers, *state.buffers, state.k, state.v, *state.gates])
@@ -169,8 +170,8 @@ def recall(
     rule: Rule = RULES["titans"],
     offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
 ) -> Float[Tensor, "b t h e"]:
-    """Query a memory without writing to it, at its weights after everything that was read."""
-    check_kinds(net, rule)
+    """The answers of a memory to queries, without writing to it, from its current weights."""
+    check_net_and_rule(net, rule)
     if not isinstance(state, MemoryState):
         raise ValueError(f"state: expected a MemoryState, got {type(state).__name__}")
     check_state(q, state, net, rule, state.chunk, offsets)
@@ -180,8 +181,8 @@ def recall(
 def current_weights(
     state: MemoryState, *, net: Net = NETS["titans"], rule: Rule = RULES["titans"]
 ) -> Weights:
-    """A memory's weights ``[r h ...]`` after everything that was read, its open chunk included; for a rule that reads
-    at the chunk's start, those of the chunk's start.
+    """The weights ``[r h ...]`` of a memory after all tokens so far, including those of the incomplete chunk; for a
+    rule with ``read="chunk"``, the weights at the start of that chunk.
     """
     with torch.autocast(state.k.device.type, enabled=False):
         return chunked.current_weights(state, net, rule)
@@ -194,7 +195,7 @@ def query(
     net: Net = NETS["titans"],
     offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
 ) -> Float[Tensor, "b t h e"]:
-    """The answers of weights ``[r h ...]`` (from `settle`), one row of them for each batch row or packed document."""
+    """The answers of given weights ``[r h ...]`` (see `current_weights`), one row per batch row or packed document."""
     rows = weights[0].shape[0]
     borders = check_offsets(offsets, q.shape[0], q.shape[1], rows)
     if q.shape[0] == 0 or q.shape[1] == 0:
@@ -202,10 +203,10 @@ def query(
     with torch.autocast(q.device.type, enabled=False):
         matrix = isinstance(net, MLP) and net.rectangular and not net.bias
         widest = max(q.shape[-1], weights[0].shape[-1])
-        # Rounded as the kernels round.
-        if matrix and q.dtype == torch.bfloat16 and layer.fits(q, width=widest):
+        # The same rounding as in the kernels.
+        if matrix and q.dtype == torch.bfloat16 and layer.is_supported(q, width=widest):
             queries, index = to_rows(q, borders)
-            return from_rows(layer.by_heads(queries, weights[0]), index)
+            return from_rows(layer.per_head_matmul(queries, weights[0]), index)
         queries, index = to_rows(q.to(weights[0].dtype), borders)
         y = vmap(vmap(net.apply, in_dims=(0, 1), out_dims=1))(weights, queries)
     return from_rows(y, index).to(q.dtype)

@@ -1,8 +1,9 @@
-"""The memory rule as the paper writes it: one head, one document, one token after the other. This is the truth.
+"""The memory rule as the paper writes it: one head, one document, one token after the other.
 
-Every rule is run by its own `update`, also those that have a closed form. The gradient is taken by autograd of the
-written loss, never derived by hand. Slow, exact in float64, differentiable
-(twice, too).
+All other backends are tested against this one.
+
+Every rule runs its own `update`, including the rules that have a closed form. The gradient is autograd of the written
+loss, never a derivation by hand. Slow, exact in float64, and twice differentiable.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
 
-from remanence.ops.layout import Layout, gates_rows
+from remanence.ops.layout import Layout, gates_with_tail
 from remanence.ops.nets import Net
-from remanence.ops.rules import Rule, stored
+from remanence.ops.rules import Rule, pack_state
 from remanence.ops.state import Gates, MemoryState, RuleState, Weights
 
 
 def memorize_document(
     net: Net, rule: Rule, chunk: int, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: RuleState
 ) -> tuple[Tensor, Tensor, RuleState]:
-    """Equations 12 to 15, or what another rule has in their place, for one head, from a chunk's start on: q, k, v
-    ``[t e]``, log gates ``[t]``.
+    """Answers, surprise, and the state at the end of the last complete chunk, for one head of one document.
 
-    Returns answers, surprise, and the state when the last complete chunk ended.
+    Equations 12 to 15, or the update of another rule. q, k, v are ``[t e]``, log gates ``[t]``; `state` is the state at
+    a chunk's start.
     """
 
     def loss(W: Weights, t: int) -> Tensor:  # eq. 12
@@ -36,19 +37,19 @@ def memorize_document(
     for t in range(k.shape[0]):
         first, ends = t - t % chunk, (t + 1) % chunk == 0
         if rule.granularity == "token":
-            own = gates.part(t)
-            at = rule.gradient_at((now if rule.anchor == "token" else start).weights, own)
-            u, surprise = grad_and_value(loss)(at, t)
-            now = rule.update(now, u, own)  # eqs. 13 and 14
+            gates_t = gates.select(t)
+            W = rule.gradient_at((now if rule.anchor == "token" else start).weights, gates_t)
+            u, surprise = grad_and_value(loss)(W, t)
+            now = rule.update(now, u, gates_t)  # eqs. 13 and 14
         else:
             surprise = loss(start.weights, t)
             if rule.read == "token" or ends:
-                own = gates.part(slice(first, t + 1))
+                gates_so_far = gates.select(slice(first, t + 1))
 
                 def total(W: Weights, first: int = first, t: int = t) -> Tensor:
                     return sum(gates.log_step[i].exp() * loss(W, i) for i in range(first, t + 1))  # type: ignore[return-value]
 
-                now = rule.update(start, grad(total)(start.weights), own)
+                now = rule.update(start, grad(total)(start.weights), gates_so_far)
         answers.append(net.apply((now if rule.read == "token" else start).weights, q[t]))  # eq. 15
         surprises.append(surprise)
         if ends:
@@ -67,13 +68,13 @@ def memorize(
     chunk: int,
     offsets: list[int] | None,
 ) -> tuple[Tensor, MemoryState, Tensor]:
-    """The truth for every row and head; the arguments are those of `remanence.ops.memorize`, already checked."""
+    """`memorize_document` for every row and head; the arguments are those of `remanence.ops.memorize`, checked."""
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets, replay=True)
     queries, k, v, gates = (
-        layout.queries(q),
-        layout.rows(state.k, k),
-        layout.rows(state.v, v),
-        gates_rows(layout, state, gates),
+        layout.query_rows(q),
+        layout.rows_with_tail(state.k, k),
+        layout.rows_with_tail(state.v, v),
+        gates_with_tail(layout, state, gates),
     )
     memory = state.rule_state
     present = [(name, gate) for name, gate in zip(Gates._fields, gates, strict=True) if gate is not None]
@@ -85,8 +86,8 @@ def memorize(
 
             def document(*head: Any) -> tuple[Tensor, Tensor, RuleState]:
                 q, k, v, logs, start = head
-                own = Gates(**dict(zip([name for name, _ in present], logs, strict=True)))
-                return memorize_document(net, rule, chunk, q, k, v, own, start)
+                gates = Gates(**dict(zip([name for name, _ in present], logs, strict=True)))
+                return memorize_document(net, rule, chunk, q, k, v, gates, start)
 
             logs = tuple(gate[row, :total] for _, gate in present)
             head = (queries[row, :total], k[row, :total], v[row, :total], logs, end)
@@ -95,6 +96,6 @@ def memorize(
             surprises = surprises.index_put((torch.tensor(row), torch.arange(total)), surprise)
         rows.append(end)
     weights, buffers = ([torch.stack(x) for x in zip(*part, strict=True)] for part in zip(*rows, strict=True))
-    layers, kept = stored(rule, weights, buffers)
-    answers, surprises = layout.back(answers), layout.back(surprises)
+    layers, kept = pack_state(rule, weights, buffers)
+    answers, surprises = layout.to_batch(answers), layout.to_batch(surprises)
     return answers, layout.next_state(state, layers, k, v, gates, (answers, surprises), kept), surprises

@@ -1,8 +1,8 @@
-"""How a memory changes. Knows no net.
+"""Update rules: how gradients change the weights of a memory, whatever its net.
 
-A `Rule` is any object with ``update``; a user's own takes the generic path (reference.py, generic.py). The rules that
-are linear in the gradients, `LinearRule`, also have a closed form over a chunk, whose coefficients are computed here.
-With gamma = 1 - alpha, and products over (j, t]:  Gamma[t, j] = prod gamma,  E[t, j] = prod eta  for t >= j, else 0:
+A `Rule` has a method ``update``; custom rules run on the generic path (reference.py, generic.py). Rules that are linear
+in the gradients, `LinearRule`, also have a closed form over a chunk, whose coefficients are computed here. With gamma
+= 1 - alpha, and products over (j, t]:  Gamma[t, j] = prod gamma,  E[t, j] = prod eta  for t >= j, else 0:
 
     S_t = m_t S_0 - sum_i E[t, i] theta_i u_i                                  past surprise, eq. 14
     M_t = a_t M_0 + r_t S_0 - sum_i P[t, i] u_i                                write, eq. 13
@@ -25,17 +25,17 @@ from remanence.ops.state import Gates, RuleState, Weights
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def squared(prediction: Tensor, value: Tensor) -> Tensor:
-    """Half the squared distance (eq. 12; its factor 2 lives in the step size, as in the paper's appendix C)."""
+def squared_loss(prediction: Tensor, value: Tensor) -> Tensor:
+    """Half the squared distance (eq. 12; its factor 2 is absorbed by the step size, as in the paper's appendix C)."""
     return 0.5 * (prediction - value).square().sum(-1)
 
 
-def dot(prediction: Tensor, value: Tensor) -> Tensor:
-    """Minus the inner product: its gradient ignores what is already stored, which makes linear attention."""
+def dot_product_loss(prediction: Tensor, value: Tensor) -> Tensor:
+    """Minus the inner product: its gradient does not depend on the prediction, which gives linear attention."""
     return -(prediction * value).sum(-1)
 
 
-LOSSES: dict[str, Loss] = {"squared": squared, "dot": dot}
+LOSSES: dict[str, Loss] = {"squared": squared_loss, "dot": dot_product_loss}
 
 
 class ConstructorSignature:
@@ -47,11 +47,11 @@ class ConstructorSignature:
 
 
 class Rule:
-    """How gradients change a memory: subclass it, write `update`, and add an instance to `RULES`.
+    """Base class of update rules: subclass it, define `update`, and add an instance to `RULES`.
 
-    ``class Mine(Rule)`` with `update`, and `init_state` if the rule has a state beside the weights, is all that the
-    operator, the layer, streaming, decoding and memory files need. `update` is written for one head and one document;
-    torch.func maps it over heads and rows, so it must not change its arguments or branch on their values.
+    The operator, the layer, streaming, decoding and memory files need no more than `update`, and `init_state` if the
+    rule keeps buffers beside the weights. `update` is written for one head and one document; torch.func.vmap maps it
+    over heads and rows, so it must not modify its arguments or branch on their values.
 
     ``Rule(momentum=False, ...)`` makes a `LinearRule`.
 
@@ -59,10 +59,10 @@ class Rule:
         momentum, forget: whether the rule takes a momentum gate and a forget gate beside the step size.
         granularity: "token": `update` is called for every token, with the gradient of that token's loss. "chunk": it is
             called once for a chunk, with the gradient of the chunk's losses, weighted by their step sizes and summed.
-        anchor: where the gradient is taken: at the weights of the chunk's start, or, with granularity "token", at each
-            token's own.
-        read: the weights that a token's query is answered from: "token", those after the update with all tokens of the
-            chunk up to this one; or "chunk", those of the chunk's start.
+        anchor: the weights at which the gradient is taken: "chunk", those at the start of the chunk; "token" (only with
+            granularity "token"), those before the token's own update.
+        read: the weights that answer a token's query: "token", those after the update with all tokens of the chunk up
+            to this one; "chunk", those at the start of the chunk.
         loss: ``"squared"``, ``"dot"``, or any function (prediction, value) -> loss that torch.func can differentiate.
     """
 
@@ -82,23 +82,24 @@ class Rule:
         """The state after an update.
 
         Args:
-            state: the head's weights and buffers before it: with granularity "chunk", at the chunk's start.
+            state: the head's weights and buffers before the update; with granularity "chunk", at the chunk's start.
             gradients: one for each of the weights, in their shapes.
-            gates: the logarithms of the token's gates, numbers; or, with granularity "chunk", of the gates of the
-                chunk's tokens, ``[c]`` each. With ``read="token"`` these are the tokens so far.
+            gates: logarithms of the token's gates, scalars; with granularity "chunk", of the gates of all tokens of the
+                chunk, ``[c]`` each (with ``read="token"``, of the tokens so far).
         """
         raise NotImplementedError(f"{type(self).__name__}: expected a method update(state, gradients, gates)")
 
     def init_state(self, weights: Weights) -> Weights:
-        """The buffers of one head at a document's start, floating-point tensors of any shapes; none by default."""
+        """The buffers of one head at the start of a document: floating-point tensors of any shape, none by default."""
         return ()
 
     def gradient_at(self, weights: Weights, gates: Gates) -> Weights:
-        """The weights at which a token's gradient is taken, from those of the anchor; for granularity "token"."""
+        """The weights at which a token's gradient is taken, given the anchor's weights; for granularity "token"."""
         return weights
 
     @property
     def loss_function(self) -> Loss:
+        """The function (prediction, value) -> loss."""
         return LOSSES[self.loss] if isinstance(self.loss, str) else self.loss
 
 
@@ -111,8 +112,9 @@ class LinearRule(Rule):
     decay_first
         Take the gradient at the weights already decayed by the token's own gate, as Gated DeltaNet does.
     anchor
-        Where the gradient is taken: at the weights of the chunk's start (eq. 16), or at each token's own (eq. 14 to the
-        letter). ``"token"`` runs in parallel for a memory that is linear in its weights; others use ``chunk=1`` for it.
+        Where the gradient is taken: ``"chunk"``, at the weights at the start of the chunk (eq. 16); ``"token"``, at the
+        weights before each token (eq. 14 as printed). ``"token"`` is computed in parallel for a memory that is linear
+        in its weights; other nets need ``chunk=1`` for it.
     loss
         ``"squared"``, ``"dot"``, or any function (prediction, value) -> loss that torch.func can differentiate.
     """
@@ -154,23 +156,23 @@ class LinearRule(Rule):
         return tuple(gates.log_keep.exp() * weight for weight in weights)
 
 
-_CLOSED = ("update", "init_state", "gradient_at", "loss_function", "granularity", "read")
+_CLOSED_FORM_METHODS = ("update", "init_state", "gradient_at", "loss_function", "granularity", "read")
 
 
 def is_linear(rule: object) -> TypeGuard[LinearRule]:
-    """Whether a rule is a `LinearRule` as written here, for the closed forms and kernels; not a subclass that changes
-    how it computes.
+    """Whether the closed forms and kernels apply to a rule: it is a `LinearRule`, and not a subclass that overrides
+    how it is computed.
     """
     kind = type(rule)
     return kind is LinearRule or (
         isinstance(rule, LinearRule)
-        and all(getattr(kind, name) is getattr(LinearRule, name) for name in _CLOSED)
+        and all(getattr(kind, name) is getattr(LinearRule, name) for name in _CLOSED_FORM_METHODS)
     )
 
 
-def stored(rule: Rule, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> tuple[Weights, Weights]:
-    """A memory's weights and buffers ``[r h ...]`` as a state's `layers` and `buffers`: the closed forms have each
-    weight and its momentum in one tensor.
+def pack_state(rule: Rule, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> tuple[Weights, Weights]:
+    """The `layers` and `buffers` of a `MemoryState`, from a memory's weights and buffers ``[r h ...]``. For a
+    `LinearRule` with momentum, each weight and its momentum are stacked in one tensor.
     """
     if is_linear(rule) and buffers:
         pairs = zip(weights, buffers, strict=True)
@@ -190,121 +192,140 @@ RULES: dict[str, Rule] = {
 
 
 class Coefficients(NamedTuple):
-    """One chunk's part of the closed form, or many chunks' (leading axes).
+    """The coefficients of the closed form for one chunk, or for many chunks (leading axes).
 
-    The state is J = (M, S), p = 2, or just M, p = 1, for a rule without momentum.
+    The state J is (M, S), p = 2, or M alone, p = 1, for a rule without momentum.
 
-    mix ``[c c]``: P. own ``[c p]``: a, r: how much of J each token's own weights still hold. fold ``[p p]`` and
-    fold_mix ``[c p]``: what turns J and the tokens' gradients into the chunk's end state; they leave it alone where the
-    chunk is not complete. scale ``[c]``: shrinks the anchor per token, for decay_first.
+    gradient_factors
+        P ``[c c]``: the factor of each gradient in the weights of each token.
+    state_factors
+        (a, r) ``[c p]``: the factors of J in the weights of each token.
+    end_state_factors, end_gradient_factors
+        ``[p p]`` and ``[c p]``: the factors of J and of the gradients in the state at the end of the chunk. If the
+        chunk is not complete, they are the identity and zero.
+    anchor_scale
+        ``[c]``: each token's factor on the anchor weights, for decay_first; otherwise None.
     """
 
-    mix: Tensor
-    own: Tensor
-    fold: Tensor
-    fold_mix: Tensor
-    scale: Tensor | None
+    gradient_factors: Tensor
+    state_factors: Tensor
+    end_state_factors: Tensor
+    end_gradient_factors: Tensor
+    anchor_scale: Tensor | None
 
 
-class _Decay(torch.autograd.Function):
+class _DecayMatrix(torch.autograd.Function):
+    """`decay_matrix`, with its gradient."""
+
     @staticmethod
     def forward(ctx: Any, log_gate: Tensor) -> Tensor:
-        products = _products(log_gate)
+        products = _gate_products(log_gate)
         ctx.save_for_backward(products)
         return products.mT
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return decay_backward(ctx.saved_tensors[0].mT, grad)
+        return decay_matrix_backward(ctx.saved_tensors[0].mT, grad)
 
 
-def _products(log_gate: Tensor) -> Tensor:
+def _gate_products(log_gate: Tensor) -> Tensor:
     """``[... j t]``: the product of gates over (j, t]."""
     c = log_gate.shape[-1]
     later = torch.ones(c, c, dtype=log_gate.dtype, device=log_gate.device).triu(1)  # [j t], 1 where t > j
     return torch.addcmul(1.0 - later, log_gate.exp().unsqueeze(-2), later).cumprod(-1).triu_()
 
 
-def decay_backward(decayed: Tensor, grad: Tensor) -> Tensor:
-    """The log gates' gradient ``[... c]``, from what `decay` made of them and its gradient ``[... c c]``.
+def decay_matrix_backward(decayed: Tensor, grad: Tensor) -> Tensor:
+    """The gradient ``[... c]`` of the log gates, from the output of `decay_matrix` and its gradient ``[... c c]``.
 
-    A product over (j, t] changes with the log of its gate m by itself: no quotient, so nothing to lose at a gate of 0.
+    The derivative of a product of gates with respect to the log of one of them is the product itself. No division is
+    needed, so a gate of 0 is exact.
     """
     c = decayed.shape[-1]
     until = torch.ones(c, c, dtype=decayed.dtype, device=decayed.device).tril()
     return ((grad * decayed).mT @ until).triu_(1).sum(-2)
 
 
-def decay(log_gate: Tensor) -> Tensor:
-    """``[... c]`` logs to ``[... c c]``: the product of gates over (j, t] for t >= j, 0 above the diagonal. Exact at
-    -inf.
+def decay_matrix(log_gate: Tensor) -> Tensor:
+    """The matrix ``[... c c]`` of gate products over (j, t] for t >= j, else 0, from log gates ``[... c]``.
 
-    Products of the gates themselves, never quotients of two products; the derivative is taken with respect to the logs.
+    Exact at -inf: the gates themselves are multiplied, and no product is divided by another.
     """
-    return _Decay.apply(log_gate)
+    return _DecayMatrix.apply(log_gate)
 
 
 def coefficients(rule: LinearRule, gates: Gates, complete: Tensor) -> Coefficients:
-    """The closed form's coefficients for gates ``[... c]`` of chunks that are complete where told ``[...]``."""
+    """The closed form's coefficients for gates ``[... c]`` of chunks; `complete` ``[...]`` tells which."""
     step = gates.log_step.exp()
-    kept = decay(gates.log_keep if gates.log_keep is not None else torch.zeros_like(step))
+    kept = decay_matrix(gates.log_keep if gates.log_keep is not None else torch.zeros_like(step))
     keep = gates.log_keep.cumsum(-1).exp() if gates.log_keep is not None else torch.ones_like(step)
     scale = gates.log_keep.exp() if rule.decay_first and gates.log_keep is not None else None
     if gates.log_momentum is None:
-        mix = kept * step.unsqueeze(-2)
-        own = keep.unsqueeze(-1)
-        fold_mix = mix[..., -1, :].unsqueeze(-1)
-        fold = keep[..., -1, None, None]
+        gradient_factors = kept * step.unsqueeze(-2)
+        state_factors = keep.unsqueeze(-1)
+        end_gradient_factors = gradient_factors[..., -1, :].unsqueeze(-1)
+        end_state_factors = keep[..., -1, None, None]
     else:
-        moved = decay(gates.log_momentum)
+        moved = decay_matrix(gates.log_momentum)
         past = gates.log_momentum.cumsum(-1).exp()
         carry = (kept @ past.unsqueeze(-1)).squeeze(-1)
-        mix = (kept @ moved) * step.unsqueeze(-2)
-        own = torch.stack([keep, carry], -1)
-        fold_mix = torch.stack([mix[..., -1, :], moved[..., -1, :] * step], -1)
+        gradient_factors = (kept @ moved) * step.unsqueeze(-2)
+        state_factors = torch.stack([keep, carry], -1)
+        end_gradient_factors = torch.stack([gradient_factors[..., -1, :], moved[..., -1, :] * step], -1)
         last = past[..., -1]
-        fold = torch.stack([keep[..., -1], carry[..., -1], torch.zeros_like(last), last], -1).unflatten(
-            -1, (2, 2)
-        )
-    same = torch.eye(fold.shape[-1], dtype=fold.dtype, device=fold.device)
-    fold = torch.where(complete[..., None, None], fold, same)
-    fold_mix = torch.where(complete[..., None, None], fold_mix, 0.0)
-    return Coefficients(mix, own, fold, fold_mix, scale)
+        end_state_factors = torch.stack(
+            [keep[..., -1], carry[..., -1], torch.zeros_like(last), last], -1
+        ).unflatten(-1, (2, 2))
+    same = torch.eye(
+        end_state_factors.shape[-1], dtype=end_state_factors.dtype, device=end_state_factors.device
+    )
+    end_state_factors = torch.where(complete[..., None, None], end_state_factors, same)
+    end_gradient_factors = torch.where(complete[..., None, None], end_gradient_factors, 0.0)
+    return Coefficients(gradient_factors, state_factors, end_state_factors, end_gradient_factors, scale)
 
 
 def coefficients_backward(gates: Gates, complete: Tensor, grad: Coefficients) -> Gates:
-    """The gates' gradients from those of their coefficients, written out: inside a torch operator nothing is taped."""
+    """The gradients of the gates from those of the coefficients, written out: inside a torch operator, autograd records
+    nothing.
+    """
     step = gates.log_step.exp()
-    g_fold, g_fold_mix = (torch.where(complete[..., None, None], x, 0.0) for x in (grad.fold, grad.fold_mix))
-    kept = decay(gates.log_keep if gates.log_keep is not None else torch.zeros_like(step))
+    g_end_state_factors, g_end_gradient_factors = (
+        torch.where(complete[..., None, None], x, 0.0)
+        for x in (grad.end_state_factors, grad.end_gradient_factors)
+    )
+    kept = decay_matrix(gates.log_keep if gates.log_keep is not None else torch.zeros_like(step))
     keep = gates.log_keep.cumsum(-1).exp() if gates.log_keep is not None else torch.ones_like(step)
-    g_mix, g_keep = grad.mix.clone(), grad.own[..., 0].clone()
-    g_mix[..., -1, :] += g_fold_mix[..., 0]
-    g_keep[..., -1] += g_fold[..., 0, 0]
+    g_gradient_factors, g_keep = grad.gradient_factors.clone(), grad.state_factors[..., 0].clone()
+    g_gradient_factors[..., -1, :] += g_end_gradient_factors[..., 0]
+    g_keep[..., -1] += g_end_state_factors[..., 0, 0]
     g_momentum = None
     if gates.log_momentum is None:
-        g_step = (g_mix * kept).sum(-2)
-        g_kept = g_mix.mul_(step.unsqueeze(-2))
+        g_step = (g_gradient_factors * kept).sum(-2)
+        g_kept = g_gradient_factors.mul_(step.unsqueeze(-2))
     else:
-        moved, past = decay(gates.log_momentum), gates.log_momentum.cumsum(-1).exp()
-        g_carry, g_past = grad.own[..., 1].clone(), torch.zeros_like(past)
-        g_carry[..., -1] += g_fold[..., 0, 1]
-        g_past[..., -1] += g_fold[..., 1, 1]
-        g_step = (g_mix * (kept @ moved)).sum(-2).addcmul_(g_fold_mix[..., 1], moved[..., -1, :])
-        g_product = g_mix.mul_(step.unsqueeze(-2))
+        moved, past = decay_matrix(gates.log_momentum), gates.log_momentum.cumsum(-1).exp()
+        g_carry, g_past = grad.state_factors[..., 1].clone(), torch.zeros_like(past)
+        g_carry[..., -1] += g_end_state_factors[..., 0, 1]
+        g_past[..., -1] += g_end_state_factors[..., 1, 1]
+        g_step = (
+            (g_gradient_factors * (kept @ moved))
+            .sum(-2)
+            .addcmul_(g_end_gradient_factors[..., 1], moved[..., -1, :])
+        )
+        g_product = g_gradient_factors.mul_(step.unsqueeze(-2))
         g_kept = (g_product @ moved.mT).add_(g_carry.unsqueeze(-1) * past.unsqueeze(-2))
         g_moved = kept.mT @ g_product
-        g_moved[..., -1, :] += g_fold_mix[..., 1] * step
+        g_moved[..., -1, :] += g_end_gradient_factors[..., 1] * step
         g_past += (kept.mT @ g_carry.unsqueeze(-1)).squeeze(-1)
-        g_momentum = decay_backward(moved, g_moved).add_(_suffix(g_past * past))
+        g_momentum = decay_matrix_backward(moved, g_moved).add_(_suffix_sum(g_past * past))
     g_forget = None
     if gates.log_keep is not None:
-        g_forget = decay_backward(kept, g_kept).add_(_suffix(g_keep * keep))
-        if grad.scale is not None:
-            g_forget.addcmul_(grad.scale, gates.log_keep.exp())
+        g_forget = decay_matrix_backward(kept, g_kept).add_(_suffix_sum(g_keep * keep))
+        if grad.anchor_scale is not None:
+            g_forget.addcmul_(grad.anchor_scale, gates.log_keep.exp())
     return Gates(g_step.mul_(step), g_momentum, g_forget)
 
 
-def _suffix(x: Tensor) -> Tensor:
-    """Sums from each place to the end: backward of cumsum."""
+def _suffix_sum(x: Tensor) -> Tensor:
+    """Sums from each index to the end: the backward of cumsum."""
     return x.flip(-1).cumsum(-1).flip(-1)

@@ -1,4 +1,4 @@
-"""What a memory carries between two calls, and the gates that steer it."""
+"""The state of a memory between calls, and its gates."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from remanence.runtime.positions import with_host_copy
 from remanence.runtime.state import TensorTuple
 
 Weights = tuple[Tensor, ...]
-"""A memory's weights: one tensor per layer. Per head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]`` in a
-state.
+"""The weights of a memory, one tensor per layer: of one head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]``
+in a state.
 """
 
 
-LARGEST_LOG_STEP = 40.0
-"""Of a gate in a state."""
+MAX_LOG_STEP = 40.0
+"""The largest log step size in a valid state."""
 
-LARGEST = 1e12
-"""Weights and answers beyond this are flagged as diverged: in float32 nothing of ordinary size is left beside them."""
+DIVERGENCE_LIMIT = 1e12
+"""Weights and answers beyond this are flagged as diverged: in float32, adding a number of ordinary size to them changes
+nothing."""
 
 
-def within(tensor: Tensor, bound: float = LARGEST) -> Tensor:
-    """Where a tensor is at most `bound` in absolute value; not where it is NaN."""
+def is_within(tensor: Tensor, bound: float = DIVERGENCE_LIMIT) -> Tensor:
+    """An elementwise mask: absolute value of at most `bound`, and not NaN."""
     return tensor.detach().abs() <= bound
 
 
@@ -35,28 +36,29 @@ class _Gates(NamedTuple):
 
 
 class Gates(_Gates, TensorTuple):
-    """Per token and head, as logarithms: the step size (theta), the momentum (eta), and what is kept (1 - alpha).
+    """Logarithms of the gates ``[b t h]`` of each token and head: step size (theta), momentum (eta) and retention
+    (1 - alpha).
 
-    Logs, because products of gates become sums that cannot underflow halfway, and because -inf says exactly 0. A rule
-    without momentum or without forgetting takes None there. ``[b t h]`` each.
+    In logarithms, products of gates are sums and do not underflow, and -inf is exactly 0. `log_momentum` is None for a
+    rule without momentum, `log_keep` for one without forgetting.
     """
 
     __slots__ = ()
     minus_infinity = ("log_step", "log_momentum", "log_keep")
 
-    def part(self, index: int | slice) -> Gates:
+    def select(self, index: int | slice) -> Gates:
         """The gates at this index of the first axis."""
         return self.map(lambda gate: gate[index])
 
     def agrees(self, read: Tensor) -> Tensor:
-        """A step is a number that float32 can hold; momentum and what is kept are at most 1, up to rounding."""
-        limits = zip(self, (LARGEST_LOG_STEP, 0.01, 0.01), strict=True)
+        """Whether each row's gates are in range: momentum and retention at most 1, up to rounding."""
+        limits = zip(self, (MAX_LOG_STEP, 0.01, 0.01), strict=True)
         rows = [(gate <= most).flatten(1).all(1) for gate, most in limits if gate is not None]
         return torch.stack(rows).all(0)
 
 
 class RuleState(NamedTuple):
-    """What a rule updates: a head's weights, and the buffers that it keeps beside them, such as momentum."""
+    """What a rule updates: the weights of a head and the rule's buffers, such as momentum."""
 
     weights: Weights
     buffers: Weights = ()
@@ -73,57 +75,60 @@ class _MemoryState(NamedTuple):
 
 
 class MemoryState(_MemoryState, TensorTuple):
-    """One memory per row and head, wherever its document stands; returned by every call, never changed in place.
+    """The state of one memory per row and head; returned by every call, never changed in place.
 
     layers
-        One ``[r h p ...]`` for each of the net's weights: the weight itself and, for a rule with momentum (p = 2), its
-        momentum; as they were at the start of the chunk being read (the closed form's anchor). `weights` and `momentum`
-        are views of them.
+        One ``[r h p ...]`` for each of the net's weights: the weight and, for a rule with momentum (p = 2), its
+        momentum, at the start of the incomplete chunk. `weights` and `momentum` are views of them.
     k, v, gates
-        The tail: what has been read since that chunk began, ``[r c-1 h ...]``; the first ``position % chunk`` slots
-        count.
+        The tail: keys, values and gates of the incomplete chunk, ``[r c-1 h ...]``, of which the first
+        ``position % chunk`` slots are used.
     position
-        Tokens read since the document began, ``[r]``. Chunk borders are counted from there, never from a call's start.
+        The number of tokens of the document so far, ``[r]``. Chunk borders are counted from the start of the document,
+        not from the start of a call.
     diverged
-        ``[r]``, true once a row's weights or answers have been NaN or beyond `LARGEST`, or its surprise NaN or beyond
-        the square of that; and from then on.
+        ``[r]``, true from the first time that a row's weights or answers are NaN or beyond `DIVERGENCE_LIMIT`, or its
+        surprise is NaN or beyond the square of that.
     buffers
-        Further tensors ``[r h ...]`` of the rule, as `Rule.init_state` makes them, at the start of the chunk being
-        read. Empty for a `LinearRule`, whose momentum is in `layers`.
+        Other tensors ``[r h ...]`` of the rule, as returned by `Rule.init_state`, at the start of the incomplete chunk.
+        Empty for a `LinearRule`, whose momentum is in `layers`.
     """
 
     __slots__ = ()
 
     @property
     def weights(self) -> Weights:
+        """``[r h ...]`` at the start of the incomplete chunk."""
         return tuple(layer[:, :, 0] for layer in self.layers)
 
     @property
     def momentum(self) -> Weights:
-        """Empty for a rule without momentum."""
+        """``[r h ...]`` at the start of the incomplete chunk; empty for a rule without momentum."""
         return tuple(layer[:, :, 1] for layer in self.layers if layer.shape[2] > 1)
 
     @property
     def rule_state(self) -> RuleState:
-        """What the rule updates, ``[r h ...]`` each."""
+        """The tensors that the rule updates, ``[r h ...]`` each."""
         return RuleState(self.weights, (*self.momentum, *self.buffers))
 
     @property
     def chunk(self) -> int:
+        """The number of tokens in a chunk."""
         return self.k.shape[1] + 1
 
     def agrees(self, read: Tensor) -> Tensor:
+        """Whether each row's position fits a document of `read` tokens, and the row has not diverged."""
         return (self.position >= 0) & (self.position <= read) & ~self.diverged
 
     def crop(self, tokens: int) -> MemoryState:
-        """The state before each row's last `tokens` tokens were read. They must lie in the open chunk: the rest is
-        written.
+        """The state without the last `tokens` tokens of each row. They must be in the incomplete chunk: earlier tokens
+        are already written to the weights.
         """
         left = self.position % self.chunk - tokens
         if tokens < 0 or bool((left < 0).any()):
             most = int((self.position % self.chunk).min())
             raise ValueError(
-                f"tokens: expected at most {most}, what has been read since the last full chunk, got {tokens}"
+                f"tokens: expected at most {most}, the tokens since the last complete chunk, got {tokens}"
             )
         kept = torch.arange(self.chunk - 1, device=self.k.device) < left.unsqueeze(-1)
 
@@ -136,13 +141,13 @@ class MemoryState(_MemoryState, TensorTuple):
 
 
 def memories(node: Any) -> list[MemoryState]:
-    """Every `MemoryState` in a state, in the order of the layers."""
+    """A list of all `MemoryState` objects in a nested state, in the order of the layers."""
     if isinstance(node, MemoryState):
         return [node]
     return [found for child in node for found in memories(child)] if isinstance(node, tuple) else []
 
 
-def fresh(
+def initial_state(
     layers: Weights,
     buffers: Weights,
     *,
@@ -152,9 +157,7 @@ def fresh(
     momentum: bool,
     forget: bool,
 ) -> MemoryState:
-    """The state of documents of which nothing has been read, from the state's layers and buffers; `momentum` and
-    `forget` say which gates there are.
-    """
+    """A state at position 0, from its layers and buffers. `momentum` and `forget`: whether the rule has these gates."""
     first = layers[0]
     rows, heads = first.shape[:2]
     tail = lambda width: first.new_zeros(rows, chunk - 1, heads, width)

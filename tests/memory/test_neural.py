@@ -456,7 +456,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match="offsets: expected None beside a mask"):
             memory(x, mask=torch.ones(2, 21, dtype=torch.bool), offsets=[0, 42])
         with pytest.raises(
-            ValueError, match="offsets: packed documents lie in a single batch row, got a batch of 2"
+            ValueError, match="offsets: expected a single batch row of packed documents, got a batch of 2"
         ):
             memory(x, offsets=[0, 10, 21])
         with pytest.raises(ValueError, match="offsets: expected to rise from 0 to 21"):
@@ -471,7 +471,7 @@ class TestBadInput:
             memory(tokens(3, dtype=torch.float32), state)
         with pytest.raises(ValueError, match=r"state: expected dtype torch\.float64"):
             paper()(tokens(), state)
-        with pytest.raises(ValueError, match="state: expected one of chunk 8, got one of chunk 4"):
+        with pytest.raises(ValueError, match="state: expected chunk 8, got chunk 4"):
             paper(dtype=torch.float32, chunk=8)(x, state)
         with pytest.raises(ValueError, match="state: expected weights of shapes"):
             paper(dtype=torch.float32, depth=3)(x, state)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from remanence.ops import Gates, Rule
-from remanence.ops.nets import EPS, MLP
+from remanence.ops.nets import LAYER_NORM_EPS, MLP
 from remanence.ops.rules import coefficients
 
 
@@ -30,7 +30,7 @@ def plain(q, k, v, gates, weights, momentum=None, *, net: MLP, rule: Rule, chunk
     for i in range(n):
         complete = torch.full((b, h), (i + 1) * chunk <= t, device=W[0].device)
         co = coefficients(rule, Gates(*[column[i] for column in columns]), complete)
-        own, fold_mix = co.own.unsqueeze(-1), co.fold_mix.unsqueeze(-1)
+        own, fold_mix = co.state_factors.unsqueeze(-1), co.end_gradient_factors.unsqueeze(-1)
         # What the chunk's first weights make of its keys.
         z = product(k[i], W[0])
         x, slope = _activate(net, z)
@@ -43,13 +43,15 @@ def plain(q, k, v, gates, weights, momentum=None, *, net: MLP, rule: Rule, chunk
         read = q[i]
         for layer, (keys, errors) in enumerate([(k[i], D1), (x, D2)]):
             a = _activate(net, read)[0] if layer else read
-            read = own[..., 0, :] * product(a, W[layer]) - product(product(a, keys.mT) * co.mix, errors)
+            read = own[..., 0, :] * product(a, W[layer]) - product(
+                product(a, keys.mT) * co.gradient_factors, errors
+            )
             read = read + own[..., 1, :] * product(a, S[layer]) if rule.momentum else read
         answer = _norm(read)[0] if net.norm else read
         answers.append(answer + q[i] if net.residual else answer)
         ends, pasts = [], []
         for weight, past, inputs, errors in ((W[0], S[0], k[i], D1), (W[1], S[1], x, D2)):
-            fold = co.fold[..., None, None]
+            fold = co.end_state_factors[..., None, None]
             end = fold[..., 0, 0, :, :] * weight - product((fold_mix[..., 0, :] * inputs).mT, errors)
             if rule.momentum:
                 end = end + fold[..., 0, 1, :, :] * past
@@ -77,5 +79,5 @@ def _mean(x):
 
 def _norm(x):
     centred = x - _mean(x)
-    rstd = torch.rsqrt(_mean(centred.square()) + EPS)
+    rstd = torch.rsqrt(_mean(centred.square()) + LAYER_NORM_EPS)
     return centred * rstd, rstd

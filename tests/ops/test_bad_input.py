@@ -59,14 +59,14 @@ def test_the_good_call_is_good():
         ),
         (lambda c: {"chunk": 0}, "chunk: expected an integer of at least 1, got 0"),
         (lambda c: {"chunk": 2.5}, "chunk: expected an integer of at least 1, got 2.5"),
-        (lambda c: {"chunk": 8}, "state: expected one of chunk 8, got one of chunk 4"),
+        (lambda c: {"chunk": 8}, "state: expected chunk 8, got chunk 4"),
         (
             lambda c: {"state": c["state"].rows(0)},
             "state: expected 2 rows, one for each row of the batch, got 1",
         ),
         (
             lambda c: {"state": c["state"].map(lambda x: x.double())},
-            "state: expected dtype torch.float32 beside q of torch.float32",
+            "state: expected dtype torch.float32 for q of torch.float32",
         ),
         (lambda c: {"state": None}, "state: expected a MemoryState .* got NoneType"),
         (lambda c: {"net": MLP(depth=3)}, "state: expected weights of shapes"),
@@ -80,7 +80,7 @@ def test_the_good_call_is_good():
             lambda c: {"backend": "cuda"},
             "backend: expected 'auto' or one of reference, chunked, triton, got 'cuda'",
         ),
-        (lambda c: {"offsets": [0, 2, 5]}, "offsets: packed documents lie in a single batch row"),
+        (lambda c: {"offsets": [0, 2, 5]}, "offsets: expected a single batch row of packed documents"),
         (lambda c: {"q": c["q"] / 0}, "q: expected finite numbers, got 80 infinite or NaN of 80"),
         (
             lambda c: {"gates": c["gates"]._replace(log_momentum=c["gates"].log_momentum + 9)},
@@ -134,7 +134,7 @@ def test_recall_and_start_refuse():
         with pytest.raises(ValueError, match="offsets: expected integers"):
             memorize(**good(offsets=offsets))
     with pytest.raises(
-        ValueError, match=r"offsets: packed documents lie in a single batch row, got a batch of 2"
+        ValueError, match=r"offsets: expected a single batch row of packed documents, got a batch of 2"
     ):
         memorize(**good(offsets=[0]))
     with pytest.raises(ValueError, match="chunk: expected an integer"):

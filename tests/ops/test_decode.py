@@ -272,5 +272,5 @@ def test_a_net_without_a_closed_form_is_refused():
     class Own:
         init, apply = MLP().init, MLP().apply
 
-    with pytest.raises(ValueError, match="net: expected a memory that can be written in place, got Own"):
+    with pytest.raises(ValueError, match="net: expected a memory that can be updated in place, got Own"):
         decode.InPlaceMemory(start(MLP().init(1, 4), 1), Own(), Rule())

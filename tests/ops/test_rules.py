@@ -25,9 +25,9 @@ from remanence.ops import (
     recall,
     start,
 )
-from remanence.ops.closed_form import unsupported
+from remanence.ops.closed_form import unsupported_reason
 from remanence.ops.large_chunk import LargeChunk, SwiGLU
-from remanence.ops.scans import AutogradScan, ClosedFormScan, RuleScan, TokenExactScan, scan_for
+from remanence.ops.scans import AutogradScan, ClosedFormScan, RuleScan, TokenExactScan, choose_scan
 from remanence.testing import (
     assert_causal,
     assert_close,
@@ -241,17 +241,17 @@ def test_gradcheck(rule):
 
 def test_fast_paths_are_found_by_dispatch():
     matrix, net = NETS["linear"], NETS["titans"]
-    assert type(scan_for(net, RULES["titans"], True, 2)) is ClosedFormScan
-    assert type(scan_for(matrix, RULES["delta"], True, 1)) is TokenExactScan
-    assert type(scan_for(SwiGLU(), RULES["titans"], True, 3)) is AutogradScan
+    assert type(choose_scan(net, RULES["titans"], True, 2)) is ClosedFormScan
+    assert type(choose_scan(matrix, RULES["delta"], True, 1)) is TokenExactScan
+    assert type(choose_scan(SwiGLU(), RULES["titans"], True, 3)) is AutogradScan
     for own in (Bounded(), RULES["large_chunk"], Newest()):
-        assert type(scan_for(matrix, own, True, 1)) is RuleScan
-        assert type(own).__name__ in unsupported(matrix, own)
+        assert type(choose_scan(matrix, own, True, 1)) is RuleScan
+        assert type(own).__name__ in unsupported_reason(matrix, own)
 
     class Renamed(LinearRule):
         """Changes nothing, so it keeps its closed form."""
 
-    assert type(scan_for(net, Renamed(), True, 2)) is ClosedFormScan
+    assert type(choose_scan(net, Renamed(), True, 2)) is ClosedFormScan
 
 
 def test_rules_made_as_before_are_linear_rules():

@@ -151,7 +151,7 @@ def cases():
         leaves = [randn(rows, tokens, width), randn(width)]
         yield f"rms, {name}", torch_rms, layer.rms_norm, leaves, (1e-6, torch.float64)
         leaves = [randn(rows, tokens, width), randn(rows, tokens, width), randn(width), randn(width)]
-        yield f"join, {name}", torch_join, layer.join, leaves, (1e-6,)
+        yield f"join, {name}", torch_join, layer.sigmoid_gated_norm, leaves, (1e-6,)
     yield "swiglu", torch_swiglu, layer.swiglu, [randn(2, 37, 100), randn(2, 37, 100)], ()
     for name, (rows, tokens, heads, width, starts) in ROTARIES.items():
         position = torch.tensor(starts).unsqueeze(-1) + torch.arange(tokens)
@@ -162,8 +162,8 @@ def cases():
             randn(heads, inputs, outputs),
             randn(rows, tokens, heads, outputs),
         ]
-        yield f"product, {name}", torch_heads, layer.by_heads, leaves, ()
-        yield f"product alone, {name}", torch_heads, layer.by_heads, leaves[:2], ()
+        yield f"product, {name}", torch_heads, layer.per_head_matmul, leaves, ()
+        yield f"product alone, {name}", torch_heads, layer.per_head_matmul, leaves[:2], ()
     for groups in (2, 3):  # several layers' weights, each for its share of the rows
         rows = 2 * groups
         leaves = [randn(rows, 19, 2 * 12), randn(rows, 7, 2 * 12), randn(groups, 2 * 12, 4)]
@@ -185,11 +185,11 @@ def cases():
             (),
         )
         leaves = [randn(rows, 21, 2, 12), randn(groups, 2, 12, 20), randn(rows, 21, 2, 20)]
-        yield f"product, {groups} layers", torch_heads, layer.by_heads, leaves, ()
+        yield f"product, {groups} layers", torch_heads, layer.per_head_matmul, leaves, ()
         leaves = [randn(rows, 5, 24), randn(groups, 24)]
         yield f"rms, {groups} layers", torch_rms, layer.rms_norm, leaves, (1e-6, torch.float64)
         leaves = [randn(rows, 5, 24), randn(rows, 5, 24), randn(groups, 24), randn(groups, 24)]
-        yield f"join, {groups} layers", torch_join, layer.join, leaves, (1e-6,)
+        yield f"join, {groups} layers", torch_join, layer.sigmoid_gated_norm, leaves, (1e-6,)
 
 
 NUMBER = 53
@@ -409,12 +409,16 @@ def test_under_autocast_dtypes_are_torchs(monkeypatch):
 
 
 def test_what_they_cannot_run_stays_with_torch():
-    assert not layer.fits(torch.zeros(1))
+    assert not layer.is_supported(torch.zeros(1))
     if torch.cuda.is_available():
         x = torch.zeros(1, device="cuda")
-        assert layer.fits(x)
+        assert layer.is_supported(x)
         for refused in (x.double(), x[:0]):
-            assert not layer.fits(refused)
-        assert not layer.fits(x, width=512) and not layer.fits(x, taps=17) and not layer.fits(x, gates=200)
-        assert layer.fits(x, width=256, features=512)
-        assert not layer.fits(x, width=257, features=1) and not layer.fits(x, features=513)
+            assert not layer.is_supported(refused)
+        assert (
+            not layer.is_supported(x, width=512)
+            and not layer.is_supported(x, taps=17)
+            and not layer.is_supported(x, gates=200)
+        )
+        assert layer.is_supported(x, width=256, features=512)
+        assert not layer.is_supported(x, width=257, features=1) and not layer.is_supported(x, features=513)

@@ -274,7 +274,7 @@ def test_what_the_leash_held_is_told_by_line(tmp_path, monkeypatch, command):
 
     def short(self, *args):
         real(self, *args)
-        self.reach = 1e-9
+        self.relative_limit = 1e-9
 
     monkeypatch.setattr(chunked.GradientClamp, "__init__", short)
     recipe = tmp_path / "recipe.py"

@@ -1,4 +1,4 @@
-"""Activations and LayerNorm with their derivatives, and products with a state of weights and momentum."""
+"""Activations and LayerNorm with their derivatives, and helpers for products with a state of weights and momentum."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.ops.nets import EPS, MLP, shrink
+from remanence.ops.nets import LAYER_NORM_EPS, MLP, overflow_scale
 
 _aten = torch.ops.aten
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 
 def activate(net: MLP, z: Tensor) -> Tensor:
+    """act(z)."""
     return _aten.gelu(z) if net.activation == "gelu" else _aten.silu(z)
 
 
-def pull(net: MLP, grad: Tensor, z: Tensor) -> Tensor:
-    """grad * act'(z), in one pass."""
+def activation_backward(net: MLP, grad: Tensor, z: Tensor) -> Tensor:
+    """grad * act'(z), in one operation."""
     return _aten.gelu_backward(grad, z) if net.activation == "gelu" else _aten.silu_backward(grad, z)
 
 
 def activate_with_slope(net: MLP, z: Tensor) -> tuple[Tensor, Tensor]:
-    """act(z) and act'(z), which share their costly half."""
+    """act(z) and act'(z), which share the most expensive part."""
     if net.activation == "gelu":
         below = torch.erf(z * math.sqrt(0.5)).add_(1.0).mul_(0.5)
         return z * below, below.addcmul_(z, (z * z).mul_(-0.5).exp_(), value=DENSITY)
@@ -33,7 +34,7 @@ def activate_with_slope(net: MLP, z: Tensor) -> tuple[Tensor, Tensor]:
     return value, torch.addcmul(gate, value, 1.0 - gate)
 
 
-def curvature(net: MLP, z: Tensor) -> Tensor:
+def activation_second_derivative(net: MLP, z: Tensor) -> Tensor:
     """act''(z)."""
     if net.activation == "gelu":
         square = z * z
@@ -43,74 +44,78 @@ def curvature(net: MLP, z: Tensor) -> Tensor:
 
 
 class Norm(NamedTuple):
-    """LayerNorm without gain of one tensor, kept for its derivatives.
+    """The result of LayerNorm without gain, with what its derivatives need.
 
-    Rows beyond float32's squares are shrunk first (nets.py), and their derivatives with them.
+    Rows whose squares would overflow are scaled down first (`nets.overflow_scale`), and their derivatives with them.
     """
 
-    source: Tensor  # shrunk
+    source: Tensor  # scaled down
     value: Tensor
     mean: Tensor
     rstd: Tensor
-    shrink: Tensor
+    overflow_scale: Tensor
 
-    def pull(self, grad: Tensor) -> Tensor:
-        """Backward: rstd (grad - mean(grad) - value mean(grad value))."""
+    def backward(self, grad: Tensor) -> Tensor:
+        """The gradient of the source: rstd (grad - mean(grad) - value mean(grad value))."""
         only_input = [True, False, False]
         shape = self.source.shape[-1:]
         g = _aten.native_layer_norm_backward(
             grad, self.source, shape, self.mean, self.rstd, None, None, only_input
         )[0]
-        return g.mul_(self.shrink)
+        return g.mul_(self.overflow_scale)
 
-    def backward(self, g_value: Tensor, grad: Tensor, pulled: Tensor, g_pulled: Tensor) -> Tensor:
-        """The source's gradient, from those of value and of pulled = pull(grad), which follows the source through value
-        and rstd.
+    def double_backward(self, g_value: Tensor, grad: Tensor, pulled: Tensor, g_pulled: Tensor) -> Tensor:
+        """The gradient of the source from those of `value` and of ``pulled = backward(grad)``, which depends on the
+        source through `value` and `rstd`.
         """
-        rstd = self.rstd * self.shrink
+        rstd = self.rstd * self.overflow_scale
         along = (grad * self.value).mean(-1, keepdim=True)
         g_along = (g_pulled * self.value).mean(-1, keepdim=True)
         through_value = (g_pulled * along).addcmul_(grad, g_along)
         through_rstd = (g_pulled * pulled).mean(-1, keepdim=True).mul_(rstd)
-        return self.pull(torch.addcmul(g_value, through_value, rstd, value=-1)).addcmul_(
+        return self.backward(torch.addcmul(g_value, through_value, rstd, value=-1)).addcmul_(
             self.value, through_rstd, value=-1
         )
 
 
-def normalise(x: Tensor) -> Norm:
-    factor = shrink(x)
+def layer_norm(x: Tensor) -> Norm:
+    """LayerNorm without gain over the last axis."""
+    factor = overflow_scale(x)
     x = x * factor
-    value, mean, rstd = _aten.native_layer_norm(x, x.shape[-1:], None, None, EPS)
+    value, mean, rstd = _aten.native_layer_norm(x, x.shape[-1:], None, None, LAYER_NORM_EPS)
     return Norm(x, value, mean, rstd, factor)
 
 
-def with_ones(net: MLP, x: Tensor) -> Tensor:
+def append_ones(net: MLP, x: Tensor) -> Tensor:
+    """x with a column of ones for the bias, if the net has one."""
     return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1) if net.bias else x
 
 
-def without_ones(net: MLP, x: Tensor) -> Tensor:
+def drop_ones(net: MLP, x: Tensor) -> Tensor:
+    """x without the column of `append_ones`."""
     return x[..., :-1] if net.bias else x
 
 
-def scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+def scale_tokens(x: Tensor, factor: Tensor | None) -> Tensor:
+    """x ``[m c f]`` times a factor ``[m c]`` per token; x itself if None."""
     return x if factor is None else x * factor.unsqueeze(-1)
 
 
-def spread(x: Tensor, factors: Tensor) -> Tensor:
-    """x ``[m c f]`` times each of its token's factors ``[m c p]``, side by side: ``[m c pf]``."""
+def stack_scaled(x: Tensor, factors: Tensor) -> Tensor:
+    """x ``[m c f]`` times each of the p factors ``[m c p]`` of its token, concatenated: ``[m c p*f]``."""
     return (x.unsqueeze(-2) * factors.unsqueeze(-1)).flatten(-2)
 
 
-def spread_backward(
+def stack_scaled_backward(
     grad: Tensor, x: Tensor, factors: Tensor, g_x: Tensor, g_factors: Tensor, sign: int = 1
 ) -> None:
-    """Backward of `spread`, added in place."""
+    """The backward of `stack_scaled`, added to `g_x` and `g_factors` in place."""
     grad = grad.unflatten(-1, (factors.shape[-1], -1))
     g_factors.add_((grad * x.unsqueeze(-2)).sum(-1), alpha=sign)
     for p in range(factors.shape[-1]):
         g_x.addcmul_(grad[..., p, :], factors[..., p : p + 1], value=sign)
 
 
-def rows(state: Tensor) -> Tensor:
-    """J ``[m p f f']`` as one tall matrix ``[m pf f']``, to stand behind a `spread`."""
+def flatten_state(state: Tensor) -> Tensor:
+    """J ``[m p f f']`` as one matrix ``[m p*f f']``, to be multiplied with the result of `stack_scaled`."""
     return state.flatten(1, 2)

@@ -1,4 +1,4 @@
-"""The answers to a chunk's queries, each at the weights of its own token."""
+"""The answers to a chunk's queries, each at the weights after its own token."""
 
 from __future__ import annotations
 
@@ -10,68 +10,73 @@ from torch import Tensor
 from remanence.ops.closed_form.layers import (
     Norm,
     activate,
-    normalise,
-    pull,
-    rows,
-    spread,
-    spread_backward,
-    with_ones,
-    without_ones,
+    activation_backward,
+    append_ones,
+    drop_ones,
+    flatten_state,
+    layer_norm,
+    stack_scaled,
+    stack_scaled_backward,
 )
-from remanence.ops.closed_form.records import Anchor, Grads
+from remanence.ops.closed_form.records import Anchor, ChunkGrads
 from remanence.ops.nets import MLP
 from remanence.ops.rules import Coefficients
 
 
-class Reading(NamedTuple):
-    """The queries' way through the memory, kept for backward."""
+class QueryActivations(NamedTuple):
+    """The answers to queries, and the activations that backward needs."""
 
     answers: Tensor
     inputs: list[Tensor]  # A_l
-    spreads: list[Tensor]  # (a A_l | r A_l)
+    scaled_inputs: list[Tensor]  # (a A_l | r A_l)
     scores: list[Tensor]  # A_l X_l^T
     outputs: list[Tensor]  # Y_l
     norm: Norm | None
 
 
-def read(net: MLP, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], q: Tensor) -> Reading:
-    """The answers to queries ``[m c' e]``, the chunk's last c' tokens, each at its own token's weights."""
-    mix, own = _last(anchor.co, q.shape[1])
+def read_queries(
+    net: MLP, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], q: Tensor
+) -> QueryActivations:
+    """The answers to queries ``[m c' e]`` of the last c' tokens of a chunk, each at the weights after its token."""
+    mix, own = _query_factors(anchor.co, q.shape[1])
     outputs: list[Tensor] = []
-    queries, spreads, scores = [], [], []
+    queries, scaled_inputs, scores = [], [], []
     x = q
     for layer, state in enumerate(anchor.state):
         if layer:
             x = activate(net, outputs[-1])
-        queries.append(with_ones(net, x))
-        spreads.append(spread(queries[-1], own))
+        queries.append(append_ones(net, x))
+        scaled_inputs.append(stack_scaled(queries[-1], own))
         scores.append(torch.bmm(queries[-1], inputs[layer].mT))
-        y = torch.bmm(spreads[-1], rows(state))
+        y = torch.bmm(scaled_inputs[-1], flatten_state(state))
         outputs.append(y.baddbmm_(scores[-1] * mix, errors[layer], alpha=-1))
-    norm = normalise(outputs[-1]) if net.norm else None
+    norm = layer_norm(outputs[-1]) if net.norm else None
     answer = norm.value if norm else outputs[-1]
-    return Reading(answer + q if net.residual else answer, queries, spreads, scores, outputs, norm)
+    return QueryActivations(
+        answer + q if net.residual else answer, queries, scaled_inputs, scores, outputs, norm
+    )
 
 
-def _last(co: Coefficients, count: int) -> tuple[Tensor, Tensor]:
-    first = co.mix.shape[1] - count
-    return co.mix[:, first:], co.own[:, first:]
+def _query_factors(co: Coefficients, count: int) -> tuple[Tensor, Tensor]:
+    """The gradient factors and state factors of the last `count` tokens."""
+    first = co.gradient_factors.shape[1] - count
+    return co.gradient_factors[:, first:], co.state_factors[:, first:]
 
 
-def read_backward(
+def read_queries_backward(
     net: MLP,
     anchor: Anchor,
     inputs: list[Tensor],
     errors: list[Tensor],
-    reading: Reading,
+    reading: QueryActivations,
     g_answers: Tensor,
     g_co: Coefficients,
-) -> tuple[Tensor, Grads]:
-    """The queries' gradient, and those of everything they met; the coefficients' are added in place."""
-    mix, own = _last(anchor.co, g_answers.shape[1])
-    g_mix, g_own = _last(g_co, g_answers.shape[1])
+) -> tuple[Tensor, ChunkGrads]:
+    """The gradients of the queries and of inputs, errors and state; those of the coefficients are added in place."""
+    mix, own = _query_factors(anchor.co, g_answers.shape[1])
+    g_mix, g_own = _query_factors(g_co, g_answers.shape[1])
     g_inputs, g_errors, g_state = [], [], []
-    g_y = reading.norm.pull(g_answers) if reading.norm else g_answers
+    g_y = reading.norm.backward(g_answers) if reading.norm else g_answers
     for layer in range(len(anchor.state) - 1, -1, -1):
         a, scores, state = reading.inputs[layer], reading.scores[layer], anchor.state[layer]
         g_blend = torch.bmm(g_y, errors[layer].mT).neg_()
@@ -79,11 +84,11 @@ def read_backward(
         g_scores = g_blend.mul_(mix)
         g_errors.append(torch.bmm((scores * mix).neg_().mT, g_y))
         g_inputs.append(torch.bmm(g_scores.mT, a))
-        g_state.append(torch.bmm(reading.spreads[layer].mT, g_y).view_as(state))
+        g_state.append(torch.bmm(reading.scaled_inputs[layer].mT, g_y).view_as(state))
         g_a = torch.bmm(g_scores, inputs[layer])
-        spread_backward(torch.bmm(g_y, rows(state).mT), a, own, g_a, g_own)
-        g_a = without_ones(net, g_a)
-        g_y = pull(net, g_a, reading.outputs[layer - 1]) if layer else g_a
-    return (g_y + g_answers if net.residual else g_y), Grads(
+        stack_scaled_backward(torch.bmm(g_y, flatten_state(state).mT), a, own, g_a, g_own)
+        g_a = drop_ones(net, g_a)
+        g_y = activation_backward(net, g_a, reading.outputs[layer - 1]) if layer else g_a
+    return (g_y + g_answers if net.residual else g_y), ChunkGrads(
         g_inputs[::-1], g_errors[::-1], g_state[::-1], g_co
     )

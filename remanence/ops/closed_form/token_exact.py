@@ -1,4 +1,4 @@
-"""The token-exact rule for a memory that is linear in its weights: one triangular system per chunk."""
+"""The token-exact rule for a memory that is linear in its weights, by one triangular system per chunk."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.ops.closed_form.layers import rows, scaled, spread, spread_backward, with_ones, without_ones
+from remanence.ops.closed_form.layers import (
+    append_ones,
+    drop_ones,
+    flatten_state,
+    scale_tokens,
+    stack_scaled,
+    stack_scaled_backward,
+)
 from remanence.ops.closed_form.records import (
     Anchor,
-    Grads,
-    Record,
-    exact,
+    ChunkGrads,
+    KeyActivations,
+    is_token_exact,
     prediction_and_slope,
     prediction_backward,
 )
@@ -20,33 +27,40 @@ from remanence.ops.nets import MLP
 from remanence.ops.rules import Coefficients, LinearRule
 
 
-def _before(x: Tensor, first: Tensor) -> Tensor:
-    """Each token's coefficients ``[m c n]`` as they stood one token earlier; `first` ``[n]`` at the chunk's start."""
+def _shift_by_one_token(x: Tensor, first: Tensor) -> Tensor:
+    """The coefficients ``[m c n]`` of the previous token; `first` ``[n]`` for the first token of a chunk."""
     return torch.cat([first.expand(x.shape[0], 1, -1), x[:, :-1]], 1)
 
 
-def earlier(co: Coefficients) -> tuple[Tensor, Tensor]:
-    """P and (a, r) as each token meets them before its own write (but after its own decay, for decay_first)."""
-    # Not copied from the host, which a graph cannot capture.
-    untouched = (torch.arange(co.own.shape[-1], device=co.own.device) == 0).to(co.own.dtype)
-    mix = _before(co.mix, co.mix.new_zeros(co.mix.shape[-1]))
-    return scaled(mix, co.scale), scaled(_before(co.own, untouched), co.scale)
+def previous_token_factors(co: Coefficients) -> tuple[Tensor, Tensor]:
+    """P and (a, r) before each token's own update (but after its own decay, for decay_first)."""
+    # Not copied from the host, because a CUDA graph cannot capture such a copy.
+    untouched = (torch.arange(co.state_factors.shape[-1], device=co.state_factors.device) == 0).to(
+        co.state_factors.dtype
+    )
+    mix = _shift_by_one_token(
+        co.gradient_factors, co.gradient_factors.new_zeros(co.gradient_factors.shape[-1])
+    )
+    return scale_tokens(mix, co.anchor_scale), scale_tokens(
+        _shift_by_one_token(co.state_factors, untouched), co.anchor_scale
+    )
 
 
-def solver(net: MLP, rule: LinearRule, k: Tensor, co: Coefficients) -> Tensor | None:
-    """(I + (X X^T) P~)^-1 of every chunk at once, where the rule needs it: no part of it waits for a state."""
-    if not exact(net, rule) or rule.loss != "squared":
+def token_exact_solver(net: MLP, rule: LinearRule, k: Tensor, co: Coefficients) -> Tensor | None:
+    """(I + (X X^T) P~)^-1 for every chunk, which does not depend on the state; None if the rule does not need it."""
+    if not is_token_exact(net, rule) or rule.loss != "squared":
         return None
-    x = with_ones(net, k)
-    return inverse(torch.bmm(x, x.mT).mul_(earlier(co)[0]))
+    x = append_ones(net, k)
+    return invert_unit_triangular(torch.bmm(x, x.mT).mul_(previous_token_factors(co)[0]))
 
 
-def inverse(A: Tensor) -> Tensor:
-    """(I + A)^-1 for A ``[m c c]`` below the diagonal: blocks merged two by two, -X2 A21 X1 standing between them.
+def invert_unit_triangular(A: Tensor) -> Tensor:
+    """(I + A)^-1 for strictly lower triangular A ``[m c c]``. Inverses of diagonal blocks are merged in pairs: below
+    the diagonal, the merged block is -X2 A21 X1.
 
-    Products over all of them at once: torch's triangular solver goes matrix by matrix, and on a CPU whose cores are
-    shared each waits for the threads of the one before (1 to 2 s for 256 of 32 x 32, where this takes 0.1 s; alone,
-    about the same).
+    All matrices are processed at once. torch's triangular solver processes one after the other, and synchronises its
+    threads after each: on a busy CPU, 256 matrices of 32 x 32 took it 1 to 2 s, and this 0.1 s (on an idle one, both
+    take about the same).
     """
     count, c = A.shape[0], A.shape[-1]
     size = 1 << (c - 1).bit_length()
@@ -63,15 +77,15 @@ def inverse(A: Tensor) -> Tensor:
     return X[:, 0, :c, :c]
 
 
-def record_exact(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tensor) -> Record:
-    """Every token's error at its own weights, for a memory linear in them: one unit triangular system per chunk.
+def record_token_exact(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tensor) -> KeyActivations:
+    """`record_keys` for the token-exact rule: each token's error at the weights before it.
 
-    With ~ for one token earlier, Z = (a~ X W + r~ X S) - [(X X^T) P~] D. For the squared loss D = Z - target, so that
-    (I + (X X^T) P~) D equals what is known; for the dot loss D = -v is known itself, and nothing has to be solved.
+    With ~ for the previous token, Z = (a~ X W + r~ X S) - [(X X^T) P~] D. For the squared loss, D = Z - target, so D
+    solves a unit triangular system with the matrix I + (X X^T) P~. For the dot loss, D = -v.
     """
-    x = with_ones(net, k)
-    mix, own = earlier(anchor.co)
-    output = torch.bmm(spread(x, own), rows(anchor.state[0]))
+    x = append_ones(net, k)
+    mix, own = previous_token_factors(anchor.co)
+    output = torch.bmm(stack_scaled(x, own), flatten_state(anchor.state[0]))
     if anchor.solver is not None:
         target = v - k if net.residual else v
         error = torch.bmm(anchor.solver, output - target)
@@ -80,102 +94,117 @@ def record_exact(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tenso
         error = -v
         output = output.baddbmm_(torch.bmm(x, x.mT).mul_(mix), error, alpha=-1)
     _, prediction, slope = prediction_and_slope(net, rule, k, v, output)
-    return Record([x], [error], [output], [], [], [], None, prediction, slope)
+    return KeyActivations([x], [error], [output], [], [], [], None, prediction, slope)
 
 
-def record_exact_backward(
-    net: MLP, rule: LinearRule, anchor: Anchor, rec: Record, g: Grads, g_surprise: Tensor
+def record_token_exact_backward(
+    net: MLP, rule: LinearRule, anchor: Anchor, rec: KeyActivations, g: ChunkGrads, g_surprise: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of the dot loss; for the squared one see `prepare_backward`."""
+    """The backward of `record_token_exact` for the dot loss; for the squared loss, see `prepare_chunks_backward`."""
     x, error, g_x = rec.inputs[0], rec.errors[0], g.inputs[0]
-    mix, own = earlier(anchor.co)
+    mix, own = previous_token_factors(anchor.co)
     g_k, g_v, g_output = prediction_backward(net, rule, rec, g.errors[0], g_surprise)
-    g_v = g_v.baddbmm((torch.bmm(x, x.mT) * mix).mT, g_output)  # D = -v is met a second time, inside Z
-    rows(g.state[0]).baddbmm_(spread(x, own).mT, g_output)
-    _blend_backward(anchor.co, anchor.state[0], x, mix, own, error, g_output, g_x, g.co)
-    g_x = without_ones(net, g_x)
+    g_v = g_v.baddbmm((torch.bmm(x, x.mT) * mix).mT, g_output)  # D = -v also enters Z
+    flatten_state(g.state[0]).baddbmm_(stack_scaled(x, own).mT, g_output)
+    _token_outputs_backward(anchor.co, anchor.state[0], x, mix, own, error, g_output, g_x, g.co)
+    g_x = drop_ones(net, g_x)
     return (g_x if g_k is None else g_k + g_x), g_v
 
 
-def _blend_backward(
+def _token_outputs_backward(
     co: Coefficients, state: Tensor, x: Tensor, mix: Tensor, own: Tensor, error: Tensor, g_output: Tensor, g_x: Tensor,
     g_co: Coefficients,
 ) -> None:  # fmt: skip
-    """From Z, what each token's own weights answered, to the keys and coefficients it came from, added in place."""
+    """The backward of the outputs Z to keys and coefficients, added to `g_x` and `g_co` in place."""
     g_blend = torch.bmm(g_output, error.mT).neg_()
     g_gram = g_blend * mix
     g_mix, g_own = g_blend.mul_(torch.bmm(x, x.mT)), torch.zeros_like(own)
     g_x.baddbmm_(g_gram + g_gram.mT, x)
-    spread_backward(torch.bmm(g_output, rows(state).mT), x, own, g_x, g_own)
-    _earlier_backward(co, g_co, g_mix, g_own)
+    stack_scaled_backward(torch.bmm(g_output, flatten_state(state).mT), x, own, g_x, g_own)
+    _previous_token_factors_backward(co, g_co, g_mix, g_own)
 
 
-class Prepared(NamedTuple):
-    """Of many chunks by the token-exact rule with the squared loss, what waits for no state: D = T (X~ J - target) = U
-    J - known (`record_exact`), and the state at a chunk's end is F J - K^T D.
+class PreparedChunks(NamedTuple):
+    """What the token-exact rule with the squared loss computes for many chunks before their states are known.
+
+    D = T (X~ J - target) = U J - known (`record_token_exact`), and the state at the end of a chunk is F J - K^T D.
     """
 
     x: Tensor  # keys, with ones
-    mix: Tensor  # P and (a, r) one token earlier
-    own: Tensor
+    gradient_factors: Tensor  # P of the previous token
+    state_factors: Tensor  # (a, r) of the previous token
     solver: Tensor  # T
     U: Tensor
     known: Tensor  # overwritten by the errors D, chunk by chunk
     K: Tensor
 
 
-def prepare(net: MLP, co: Coefficients, k: Tensor, v: Tensor) -> Prepared:
-    x = with_ones(net, k)
-    mix, own = earlier(co)
-    solver = inverse(torch.bmm(x, x.mT).mul_(mix))
+def prepare_chunks(net: MLP, co: Coefficients, k: Tensor, v: Tensor) -> PreparedChunks:
+    """What does not depend on the states, for many chunks."""
+    x = append_ones(net, k)
+    mix, own = previous_token_factors(co)
+    solver = invert_unit_triangular(torch.bmm(x, x.mT).mul_(mix))
     target = v - k if net.residual else v
-    return Prepared(
+    return PreparedChunks(
         x,
         mix,
         own,
         solver,
-        torch.bmm(solver, spread(x, own)),
+        torch.bmm(solver, stack_scaled(x, own)),
         torch.bmm(solver, target),
-        spread(x, co.fold_mix),
+        stack_scaled(x, co.end_gradient_factors),
     )
 
 
-def exact_step(state: Tensor, U: Tensor, known: Tensor, K: Tensor, fold: Tensor, end: Tensor | None) -> None:
-    """One chunk: what is known becomes its errors, and the state's end is written, if it has one."""
-    known.baddbmm_(U, rows(state), beta=-1)
+def token_exact_step(
+    state: Tensor, U: Tensor, known: Tensor, K: Tensor, fold: Tensor, end: Tensor | None
+) -> None:
+    """One chunk, in place: `known` becomes the errors D, and the end state is written to `end`, if given."""
+    known.baddbmm_(U, flatten_state(state), beta=-1)
     if end is not None:
         torch.bmm(fold, state.flatten(2), out=end.flatten(2))
-        rows(end).baddbmm_(K.mT, known, alpha=-1)
+        flatten_state(end).baddbmm_(K.mT, known, alpha=-1)
 
 
-def exact_step_backward(
+def token_exact_step_backward(
     g_end: Tensor | None, U: Tensor, K: Tensor, fold: Tensor, g_error: Tensor, g_start: Tensor
 ) -> None:
-    """Adds what a chunk's end brings to the gradients of its errors and, through these too, of its start."""
+    """The backward of `token_exact_step`, added to the gradients of the errors and of the start state."""
     if g_end is not None:
-        g_error.baddbmm_(K, rows(g_end), alpha=-1)
+        g_error.baddbmm_(K, flatten_state(g_end), alpha=-1)
         g_start.flatten(2).baddbmm_(fold.mT, g_end.flatten(2))
-    rows(g_start).baddbmm_(U.mT, g_error)
+    flatten_state(g_start).baddbmm_(U.mT, g_error)
 
 
-def prepare_backward(
-    net: MLP, co: Coefficients, ready: Prepared, state: Tensor, error: Tensor,
+def prepare_chunks_backward(
+    net: MLP, co: Coefficients, ready: PreparedChunks, state: Tensor, error: Tensor,
     g_error: Tensor, g_end: Tensor | None, g_x: Tensor, g_co: Coefficients,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of k and v, of many chunks at once, from those of their errors and of the states at their ends."""
+    """The gradients of k and v for many chunks, from those of their errors and end states."""
     if g_end is not None:
-        spread_backward(torch.bmm(error, rows(g_end).mT), ready.x, co.fold_mix, g_x, g_co.fold_mix, sign=-1)
-        g_co.fold.baddbmm_(g_end.flatten(2), state.flatten(2).mT)
+        stack_scaled_backward(
+            torch.bmm(error, flatten_state(g_end).mT),
+            ready.x,
+            co.end_gradient_factors,
+            g_x,
+            g_co.end_gradient_factors,
+            sign=-1,
+        )
+        g_co.end_state_factors.baddbmm_(g_end.flatten(2), state.flatten(2).mT)
     g_output = torch.bmm(ready.solver.mT, g_error)
-    _blend_backward(co, state, ready.x, ready.mix, ready.own, error, g_output, g_x, g_co)
-    g_x = without_ones(net, g_x)
+    _token_outputs_backward(
+        co, state, ready.x, ready.gradient_factors, ready.state_factors, error, g_output, g_x, g_co
+    )
+    g_x = drop_ones(net, g_x)
     return (g_x + g_output if net.residual else g_x), -g_output
 
 
-def _earlier_backward(co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own: Tensor) -> None:
-    if co.scale is not None and g_co.scale is not None:
-        mix, own = earlier(co._replace(scale=None))
-        g_co.scale.add_((g_mix * mix).sum(-1)).add_((g_own * own).sum(-1))
-        g_mix, g_own = scaled(g_mix, co.scale), scaled(g_own, co.scale)
-    g_co.mix[:, :-1] += g_mix[:, 1:].tril()
-    g_co.own[:, :-1] += g_own[:, 1:]
+def _previous_token_factors_backward(
+    co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own: Tensor
+) -> None:
+    if co.anchor_scale is not None and g_co.anchor_scale is not None:
+        mix, own = previous_token_factors(co._replace(anchor_scale=None))
+        g_co.anchor_scale.add_((g_mix * mix).sum(-1)).add_((g_own * own).sum(-1))
+        g_mix, g_own = scale_tokens(g_mix, co.anchor_scale), scale_tokens(g_own, co.anchor_scale)
+    g_co.gradient_factors[:, :-1] += g_mix[:, 1:].tril()
+    g_co.state_factors[:, :-1] += g_own[:, 1:]

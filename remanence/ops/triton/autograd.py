@@ -8,7 +8,13 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from remanence.ops.library import GATES, fill_missing_grads, operator, raise_on_double_backward, results
+from remanence.ops.library import (
+    GATES,
+    fill_missing_grads,
+    raise_on_double_backward,
+    register_operator,
+    results_schema,
+)
 from remanence.ops.state import Gates
 
 
@@ -64,16 +70,16 @@ def memory_operator(
 
     fields = ", ".join(f"{kind.__name__} {field}" for field, kind in get_type_hints(plan).items())
     inputs = f"Tensor q, Tensor k, Tensor v, {GATES}, " + "".join(f"Tensor {layer}, " for layer in layers)
-    back = operator(
+    back = register_operator(
         f"{name}_backward",
         run_backward,
-        f"({GATES}, Tensor[] saved, Tensor[] grads, {fields}) -> {results(6 + count)}",
+        f"({GATES}, Tensor[] saved, Tensor[] grads, {fields}) -> {results_schema(6 + count)}",
         raise_on_double_backward,
     )
-    return operator(
+    return register_operator(
         f"{name}_forward",
         run_forward,
-        f"({inputs}Tensor totals, bool train, {fields}) -> {results(differentiable + 1 + saved)}",
+        f"({inputs}Tensor totals, bool train, {fields}) -> {results_schema(differentiable + 1 + saved)}",
         gradient,
         setup_context,
     )

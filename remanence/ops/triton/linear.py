@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from remanence.ops.clamp import counter
+from remanence.ops.clamp import clamp_counter
 from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
 from remanence.ops.state import Gates
@@ -172,7 +172,7 @@ def _forward(
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J.dtype, q.dtype, power(plan.chunk)
     if train:
-        counter(q)  # made now: backward may run where nothing can be allocated
+        clamp_counter(q)  # made now: backward may run where nothing can be allocated
     empty = lambda *shape, dtype=op: torch.empty(shape, dtype=dtype, device=q.device)
     like = lambda x, wanted: torch.empty_like(x) if wanted else empty(0)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
@@ -231,8 +231,8 @@ def _backward(
     for held, block in ((False, columns), (True, whole)):
         _launch(
             "linear_carry", (m, -(-plan.values // block)),
-            k, v, U, R, co, fold, values, rstds, g_J, received, received_end, g_end, g_first, g_ends, over, counter(q),
-            L, n, heads,
+            k, v, U, R, co, fold, values, rstds, g_J, received, received_end, g_end, g_first, g_ends, over,
+            clamp_counter(q), L, n, heads,
             **plan.tiles("linear_carry", acc, op, BV=block, HELD=held, PROGRAMS=whole // columns),
         )  # fmt: skip
     g_scale = torch.empty_like(gates.log_step) if plan.scaled else received

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from remanence.ops.layout import DeviceLayout, gates_rows
+from remanence.ops.layout import DeviceLayout, gates_with_tail
 from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
-from remanence.ops.state import LARGEST, Gates, MemoryState
+from remanence.ops.state import DIVERGENCE_LIMIT, Gates, MemoryState
 from remanence.ops.triton import linear, mlp
 from remanence.runtime.positions import advance_position
 from remanence.runtime.state import needs_grad
@@ -44,8 +44,8 @@ def memorize(
     op = q.dtype if q.dtype == torch.bfloat16 else exact
     layout = DeviceLayout(q.shape[0], q.shape[1], state, chunk, offsets, aligned)
     q, k, v = (x.to(op) for x in (q, k, v))
-    q, k, v = layout.queries(q), layout.rows(state.k, k), layout.rows(state.v, v)
-    gates = gates_rows(layout, state, gates)
+    q, k, v = layout.query_rows(q), layout.rows_with_tail(state.k, k), layout.rows_with_tail(state.v, v)
+    gates = gates_with_tail(layout, state, gates)
     rows, _, heads, width = q.shape
     inputs = [*[x.contiguous() for x in (q, k, v)], *[None if x is None else x.contiguous() for x in gates]]
     start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
@@ -54,15 +54,22 @@ def memorize(
     # Without gradients a long call goes piece by piece: the states at all chunks' starts would fill a GPU.
     piece = layout.length if train else min(layout.length, PIECE * chunk)
     y, surprise, bad, ends = _pieces(plan, inputs, start, layout.totals, piece, layout.length, train)
-    layers = tuple(end.view(rows, heads, *end.shape[1:]) for end in ends) if layout.folds else state.layers
+    layers = (
+        tuple(end.view(rows, heads, *end.shape[1:]) for end in ends)
+        if layout.completes_chunk
+        else state.layers
+    )
     # NaN is the largest of all.
     largest = lambda x: torch.linalg.vector_norm(x.detach().flatten(1), torch.inf, 1)
-    sizes = [largest(surprise) / LARGEST, *(largest(layer) for layer in layers if layout.folds)]
-    diverged = state.diverged | bad.view(rows, -1).any(1) | ~(torch.stack(sizes) <= LARGEST).all(0)
-    tail_k, tail_v = layout.tail(k).to(exact), layout.tail(v).to(exact)
+    sizes = [
+        largest(surprise) / DIVERGENCE_LIMIT,
+        *(largest(layer) for layer in layers if layout.completes_chunk),
+    ]
+    diverged = state.diverged | bad.view(rows, -1).any(1) | ~(torch.stack(sizes) <= DIVERGENCE_LIMIT).all(0)
+    tail_k, tail_v = layout.next_tail(k).to(exact), layout.next_tail(v).to(exact)
     position = advance_position(state.position, layout.counts)
-    new = MemoryState(layers, tail_k, tail_v, gates.map(layout.tail), position, diverged)
-    return layout.back(y), new, layout.back(surprise)
+    new = MemoryState(layers, tail_k, tail_v, gates.map(layout.next_tail), position, diverged)
+    return layout.to_batch(y), new, layout.to_batch(surprise)
 
 
 def _pieces(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remanence.ops.clamp import counter
+from remanence.ops.clamp import clamp_counter
 from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
 from remanence.ops.state import Gates
@@ -247,7 +247,7 @@ def _forward(
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J1.dtype, q.dtype, plan.tile
     if train:
-        counter(q)  # made now: backward may run where nothing can be allocated
+        clamp_counter(q)  # made now: backward may run where nothing can be allocated
     P, co = _empty(q, m, n, C, C, dtype=op), _empty(q, m, n, 4, C, dtype=acc)
     fold = _empty(q, m, n, 4, dtype=acc)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
@@ -338,7 +338,7 @@ def _backward(
         carry, grid,
         k, v, starts2, co, fold, errors, values, rstds, hiddens, slopes, bends, g_surprise,
         g_X2, g_D1, g_D2, g_J1, g_J2, received, received_end, g_end1, g_end2, g_first1, g_first2, *ends, g_v,
-        counter(q), *meeting, L, n, heads,
+        clamp_counter(q), *meeting, L, n, heads,
         **plan.tiles(carry, acc, op),
     )  # fmt: skip
     _launch(

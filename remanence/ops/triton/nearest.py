@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remanence.ops.library import operator
+from remanence.ops.library import register_operator
 from remanence.ops.triton import launch
 from remanence.ops.triton.resources import Constants, Launch, recording
 
@@ -193,7 +193,7 @@ def _shapes(q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int) ->
     return score, torch.empty_like(score, dtype=torch.int64)
 
 
-nearest = operator(
+nearest = register_operator(
     "nearest",
     _nearest,
     "(Tensor q, Tensor keys, Tensor position, Tensor limit, int k) -> (Tensor, Tensor)",

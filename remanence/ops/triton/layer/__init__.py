@@ -1,30 +1,30 @@
-"""What a block does around its memory and its projections, on a GPU: convolution, gates, features, norms and rotary
-angles, each as one kernel. (Wide features use torch's batched products, with kernels in between.)
+"""The operations of a layer around its memory and projections, on a GPU: convolution, gates, features, norms and rotary
+embeddings, each as one kernel. (Wide features use torch's batched matrix products, with kernels in between.)
 
-Weights may have one more axis in front: groups, the weights of several layers at once. The rows are then split into as
-many equal shares, one after the other.
+Weights may have a leading axis of groups, the weights of several layers. The rows of the input are then divided equally
+among the groups, in order.
 
-The functions do what `remanence.layers` does in torch; `fits` decides which of the two runs. They are torch operators,
-so no graph breaks at them, and differentiable once.
+The functions compute the same as `remanence.layers` in torch; `is_supported` tells whether they can run. They are torch
+operators, so torch.compile has no graph breaks at them, and can be differentiated once.
 """
 
 from remanence.ops.triton.layer.conv import short_conv
 from remanence.ops.triton.layer.features import key_features
 from remanence.ops.triton.layer.gates import log_gates
-from remanence.ops.triton.layer.heads import by_heads
-from remanence.ops.triton.layer.norms import gated_norm, join, rms_norm
+from remanence.ops.triton.layer.heads import per_head_matmul
+from remanence.ops.triton.layer.norms import gated_norm, rms_norm, sigmoid_gated_norm
 from remanence.ops.triton.layer.pointwise import rotary, swiglu
-from remanence.ops.triton.layer.tiles import fits
+from remanence.ops.triton.layer.tiles import is_supported
 
 __all__ = [
-    "by_heads",
-    "fits",
     "gated_norm",
-    "join",
+    "is_supported",
     "key_features",
     "log_gates",
+    "per_head_matmul",
     "rms_norm",
     "rotary",
     "short_conv",
+    "sigmoid_gated_norm",
     "swiglu",
 ]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.ops.library import operator, raise_on_double_backward
+from remanence.ops.library import raise_on_double_backward, register_operator
 from remanence.ops.triton.layer import tiles
 from remanence.ops.triton.layer.tiles import (
     PARTS,
@@ -122,13 +122,13 @@ def _conv_gradient(ctx: Any, g_y: Tensor | None, g_kept: Tensor | None, _: None)
 
 
 _CONV = "Tensor x, Tensor past, Tensor weight"
-short_conv_backward = operator(
+short_conv_backward = register_operator(
     "short_conv_backward",
     _short_conv_backward,
     f"(Tensor g_y, Tensor? g_kept, {_CONV}, int heads, bool unit, Tensor like) -> (Tensor, Tensor, Tensor)",
     raise_on_double_backward,
 )
-short_conv_forward = operator(
+short_conv_forward = register_operator(
     "short_conv",
     _short_conv,
     f"({_CONV}, int heads, bool unit) -> (Tensor, Tensor, Tensor)",

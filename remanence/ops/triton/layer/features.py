@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remanence.ops.library import differentiable
+from remanence.ops.library import register_differentiable
 from remanence.ops.triton.layer import tiles
 from remanence.ops.triton.layer.heads import heads_product, heads_weight_gradient
 from remanence.ops.triton.layer.tiles import (
@@ -211,7 +211,7 @@ def key_features_launches(heads: int, width: int, count: int, op: torch.dtype, a
     ]
 
 
-key_features_forward = differentiable(
+key_features_forward = register_differentiable(
     "key_features",
     _key_features,
     _key_features_backward,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from remanence.ops.library import differentiable
+from remanence.ops.library import register_differentiable
 from remanence.ops.triton import launch
 from remanence.ops.triton.layer import tiles
 from remanence.ops.triton.layer.tiles import PARTS, group_sizes, next_power, split_tiles, sum_dtype, sum_parts
@@ -106,7 +106,7 @@ def _gates_backward(
     return g_x, summed[0].to(weight.dtype), summed[1].to(bias.dtype)
 
 
-gates_forward = differentiable(
+gates_forward = register_differentiable(
     "log_gates",
     _gates,
     _gates_backward,

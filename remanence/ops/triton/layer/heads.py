@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remanence.ops.library import operator, raise_on_double_backward
+from remanence.ops.library import raise_on_double_backward, register_operator
 from remanence.ops.triton.layer import tiles
 from remanence.ops.triton.layer.tiles import (
     group_sizes,
@@ -20,7 +20,7 @@ from remanence.ops.triton.layer.tiles import (
 from remanence.ops.triton.resources import Constants
 
 
-def by_heads(x: Tensor, weight: Tensor, base: Tensor | None = None) -> Tensor:
+def per_head_matmul(x: Tensor, weight: Tensor, base: Tensor | None = None) -> Tensor:
     """Each head of x ``[b t h i]`` times its matrix ``[h i o]``, in x's dtype, plus `base` ``[b t h o]`` if given."""
     return heads_forward(x, weight, base)
 
@@ -64,7 +64,7 @@ HEAD_PROGRAMS = 528
 
 
 def heads_weight_gradient(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of `weight` in ``by_heads(x, weight)``."""
+    """The gradient of `weight` in ``per_head_matmul(x, weight)``."""
     inputs, outputs = weight.shape[-2:]
     groups, per = group_sizes(weight, 3, x.shape[0] * x.shape[1])
     side = 128 if x.dtype == torch.bfloat16 else 64
@@ -98,12 +98,16 @@ def _heads_gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return *heads_backward(g, *ctx.saved_tensors), g.to(ctx.base) if ctx.base is not None else None
 
 
-heads_backward = operator(
+heads_backward = register_operator(
     "heads_backward",
     _heads_backward,
     "(Tensor g_y, Tensor x, Tensor weight) -> (Tensor, Tensor)",
     raise_on_double_backward,
 )
-heads_forward = operator(
-    "by_heads", _heads, "(Tensor x, Tensor weight, Tensor? base) -> Tensor", _heads_gradient, _save_heads
+heads_forward = register_operator(
+    "per_head_matmul",
+    _heads,
+    "(Tensor x, Tensor weight, Tensor? base) -> Tensor",
+    _heads_gradient,
+    _save_heads,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remanence.ops.library import differentiable, operator, raise_on_double_backward
+from remanence.ops.library import raise_on_double_backward, register_differentiable, register_operator
 from remanence.ops.triton.layer import tiles
 from remanence.ops.triton.layer.tiles import (
     PARTS,
@@ -31,9 +31,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
     return rms_norm_forward(x, weight, eps, dtype)
 
 
-def join(x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps: float) -> Tensor:
+def sigmoid_gated_norm(x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm of x with the one gain, times the sigmoid of RMSNorm of m with the other."""
-    return join_forward(x, m, weight, gain, eps)
+    return sigmoid_gated_norm_forward(x, m, weight, gain, eps)
 
 
 def _norm_tiles(name: str, width: int, eps: float) -> Constants:
@@ -109,28 +109,36 @@ def _rms_norm_backward(g_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
     return g_x, sum_parts(g_weight, groups).view_as(weight).to(weight.dtype)
 
 
-def _join(x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps: float) -> Tensor:
+def _sigmoid_gated_norm(x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps: float) -> Tensor:
     x, m, weight, gain = (tensor.contiguous() for tensor in (x, m, weight, gain))
     y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, m.dtype), device=x.device)
-    constants, groups, per = _wide_norm("join_kernel", weight, x.numel() // x.shape[-1], eps)
+    constants, groups, per = _wide_norm("sigmoid_gated_norm_kernel", weight, x.numel() // x.shape[-1], eps)
     tiles.launch_kernel(
-        "join_kernel", (-(-per // constants["BT"]), groups), x, m, weight, gain, y, per, **constants
+        "sigmoid_gated_norm_kernel",
+        (-(-per // constants["BT"]), groups),
+        x,
+        m,
+        weight,
+        gain,
+        y,
+        per,
+        **constants,
     )
     return y
 
 
-def _join_backward(
+def _sigmoid_gated_norm_backward(
     g_y: Tensor, x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g_y, x, m, weight, gain = (tensor.contiguous() for tensor in (g_y, x, m, weight, gain))
-    constants, groups, per = _wide_norm("join_backward", weight, x.numel() // x.shape[-1], eps)
+    constants, groups, per = _wide_norm("sigmoid_gated_norm_backward", weight, x.numel() // x.shape[-1], eps)
     parts, steps = split_tiles(-(-per // constants["BT"]), max(1, PARTS["rms_norm"] // groups))
     g_x, g_m = torch.empty_like(x), torch.empty_like(m)
     g_weight, g_gain = (
         torch.empty((groups * parts, x.shape[-1]), dtype=sum_dtype(x), device=x.device) for _ in range(2)
     )
     tensors = (x, m, weight, gain, g_y, g_x, g_m, g_weight, g_gain)
-    tiles.launch_kernel("join_backward", (parts, groups), *tensors, per, steps, **constants)
+    tiles.launch_kernel("sigmoid_gated_norm_backward", (parts, groups), *tensors, per, steps, **constants)
     sums = [
         sum_parts(parts, groups).view_as(like).to(like.dtype)
         for parts, like in ((g_weight, weight), (g_gain, gain))
@@ -143,22 +151,26 @@ def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.eps = inputs[2]
 
 
-gated_norm_forward = differentiable(
+gated_norm_forward = register_differentiable(
     "gated_norm", _gated_norm, _gated_norm_backward, "Tensor x, Tensor gate, Tensor weight", "float eps"
 )
-rms_norm_backward = operator(
+rms_norm_backward = register_operator(
     "rms_norm_backward",
     _rms_norm_backward,
     "(Tensor g_y, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     raise_on_double_backward,
 )
-rms_norm_forward = operator(
+rms_norm_forward = register_operator(
     "rms_norm",
     _rms_norm,
     "(Tensor x, Tensor weight, float eps, ScalarType dtype) -> Tensor",
     lambda ctx, g: (*rms_norm_backward(g, *ctx.saved_tensors, ctx.eps), None, None),
     _save_norm,
 )
-join_forward = differentiable(
-    "join", _join, _join_backward, "Tensor x, Tensor m, Tensor weight, Tensor gain", "float eps"
+sigmoid_gated_norm_forward = register_differentiable(
+    "sigmoid_gated_norm",
+    _sigmoid_gated_norm,
+    _sigmoid_gated_norm_backward,
+    "Tensor x, Tensor m, Tensor weight, Tensor gain",
+    "float eps",
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remanence.ops.library import differentiable, operator
+from remanence.ops.library import register_differentiable, register_operator
 from remanence.ops.triton.layer import tiles
 from remanence.ops.triton.layer.tiles import TILE, next_power
 
@@ -78,8 +78,8 @@ def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.back = inputs[3]
 
 
-swiglu_forward = differentiable("swiglu", _swiglu, _swiglu_backward, "Tensor gate, Tensor up")
-rotary_forward = operator(
+swiglu_forward = register_differentiable("swiglu", _swiglu, _swiglu_backward, "Tensor gate, Tensor up")
+rotary_forward = register_operator(
     "rotary",
     _rotary,
     "(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",

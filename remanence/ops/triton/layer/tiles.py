@@ -25,8 +25,8 @@ TILE = {
     "gated_norm_backward": 1024,
     "rms_norm_kernel": 2048,
     "rms_norm_backward": 2048,
-    "join_kernel": 2048,
-    "join_backward": 2048,
+    "sigmoid_gated_norm_kernel": 2048,
+    "sigmoid_gated_norm_backward": 2048,
     "rotary_kernel": 2048,
     "key_features_gated": 2048,
     "key_features_gated_backward": 1024,
@@ -44,7 +44,7 @@ def kernels() -> ModuleType:
     return layer
 
 
-def fits(
+def is_supported(
     x: Tensor, *, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0, channels: int = 1
 ) -> bool:
     """Whether x can take these kernels; `dispatch.layer_reason` says why not."""

@@ -6,7 +6,7 @@ memory once.
     gates_kernel          logits of the input at unit mean square, and their log-sigmoids
     gated_norm_kernel     RMSNorm per head times SiLU of another tensor
     rms_norm_kernel       RMSNorm of whole vectors
-    join_kernel           RMSNorm of one tensor times a sigmoid of another's
+    sigmoid_gated_norm_kernel           RMSNorm of one tensor times a sigmoid of another's
     swiglu_kernel         SiLU of one tensor times another
     rotary_kernel         pairs of channels turned by an angle
     heads_kernel          each head times a matrix of its own
@@ -34,10 +34,10 @@ from remanence.ops.triton.kernels.layer.heads import heads_kernel, heads_weight
 from remanence.ops.triton.kernels.layer.norms import (
     gated_norm_backward,
     gated_norm_kernel,
-    join_backward,
-    join_kernel,
     rms_norm_backward,
     rms_norm_kernel,
+    sigmoid_gated_norm_backward,
+    sigmoid_gated_norm_kernel,
 )
 from remanence.ops.triton.kernels.layer.pointwise import rotary_kernel, swiglu_backward, swiglu_kernel
 
@@ -49,8 +49,6 @@ __all__ = [
     "gates_slopes",
     "heads_kernel",
     "heads_weight",
-    "join_backward",
-    "join_kernel",
     "key_features_added",
     "key_features_added_backward",
     "key_features_gated",
@@ -63,6 +61,8 @@ __all__ = [
     "short_conv_kernel",
     "short_conv_slopes",
     "short_conv_turned",
+    "sigmoid_gated_norm_backward",
+    "sigmoid_gated_norm_kernel",
     "swiglu_backward",
     "swiglu_kernel",
 ]

@@ -112,7 +112,7 @@ def rms_norm_backward(
 
 
 @kernel
-def join_kernel(
+def sigmoid_gated_norm_kernel(
     x,
     m,
     weight,
@@ -137,7 +137,7 @@ def join_kernel(
 
 
 @kernel
-def join_backward(
+def sigmoid_gated_norm_backward(
     x, m, weight, gain, g_y, g_x, g_m, g_weight, g_gain, per, steps,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
