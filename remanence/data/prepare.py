@@ -18,11 +18,9 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from multiprocessing import Event
+from multiprocessing import Event, synchronize
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypedDict
 
 from remanence.data import streams
 from remanence.data.shards import (
@@ -31,6 +29,8 @@ from remanence.data.shards import (
     NAME,
     TOKENIZER,
     Room,
+    ShardInfo,
+    TokenType,
     cut_shard,
     describes_shard,
     dtype_for,
@@ -49,8 +49,16 @@ OWN = "|".join((*map(re.escape, (PLAN, INDEX, "sources.json", *TOKENIZER)), SHAR
 """The names of all files that a preparation writes; sources.json was a part of the plan in earlier versions."""
 
 Done = Callable[[int, int, int], None]
-Shard = dict[str, Any]
+Shard = ShardInfo
 Plan = dict[str, Any]
+
+
+class _Settings(TypedDict):
+    """What all shards depend on: the field of texts, the digest of the tokenizer's file, the token after a document."""
+
+    field: str
+    tokenizer: str | None
+    end: int | None
 
 
 def prepare(
@@ -86,7 +94,7 @@ def prepare(
     tokenizer = None if tokenizer is None else tokenizer_file(tokenizer)
     own = _tokenizer(tokenizer)
     digest = None if tokenizer is None else sha256(Path(tokenizer).read_bytes()).hexdigest()
-    settings = {"field": field, "tokenizer": digest, "end": own.end}
+    settings: _Settings = {"field": field, "tokenizer": digest, "end": own.end}
     with locked(out, "another preparation"):
         pinned = {} if overwrite else _revisions(_read_plan(out))
         parts = _parts([str(source) for source in sources], pinned, shard_tokens)
@@ -226,8 +234,8 @@ class _Job:
     number: int
     out: Path
     tokenizer: str | Path | None
-    settings: dict[str, Any]
-    dtype: np.dtype[Any]
+    settings: _Settings
+    dtype: TokenType
 
     def shards(self, room: Room) -> Iterator[Shard]:
         """All of them, or those that have room: what is missing is made."""
@@ -263,7 +271,7 @@ class _Job:
                 return
             row += shard["rows"]
 
-    def _made_from(self, row: int) -> dict[str, Any]:
+    def _made_from(self, row: int) -> dict[str, object]:
         """What a shard depends on."""
         return {**self.part.made_from(), **self.settings, **({"row": row} if row else {})}
 
@@ -303,7 +311,7 @@ class _HaltedError(Exception):
     """Raised in a process that has nothing more to do."""
 
 
-_halt: Any = None
+_halt: synchronize.Event | None = None
 """In the processes of a pool: an event that ends what they do, when a limit is reached or another has failed."""
 
 
@@ -364,7 +372,7 @@ def _reached(there: dict[int, list[Shard]], room: Room) -> bool:
     return False
 
 
-def _start(halt: Any, parent: int) -> None:
+def _start(halt: synchronize.Event, parent: int) -> None:
     global _halt
     _halt = halt
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,12 +33,23 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json"
 """What a tokenizer saves; the last only if documents have an end."""
 
 
+TokenType = np.dtype[np.uint16] | np.dtype[np.uint32]
+"""The type of tokens on disk, by the size of the vocabulary."""
+
+
+ShardInfo = dict[str, Any]
+"""The description of a shard, as its JSON file and the index hold it: `name` (of its files, without suffix), `tokens`,
+`documents`, `blocks` (digests of blocks of tokens), `ends` (the digest of the ends of documents), `rows` of the source
+and `nulls` among them, and why it `stopped`: "end" of the source, "full", or "room" (a limit was reached).
+"""
+
+
 def digest(data: Any) -> str:
-    """Of bytes, or of an array's."""
+    """The shortened SHA-256 of bytes, or of an array's bytes."""
     return sha256(data).hexdigest()[:DIGITS]
 
 
-def dtype_for(vocabulary: int) -> np.dtype[Any]:
+def dtype_for(vocabulary: int) -> TokenType:
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
@@ -52,7 +63,7 @@ class Room(NamedTuple):
         fits = self.tokens is None or tokens <= self.tokens
         return fits and (self.documents is None or documents <= self.documents)
 
-    def after(self, shard: dict[str, Any]) -> Room:
+    def after(self, shard: ShardInfo) -> Room:
         """What is left after a shard; negative where it was too large."""
         return Room(
             None if self.tokens is None else self.tokens - shard["tokens"],
@@ -110,12 +121,12 @@ def write_shard(
     folder: Path,
     name: str,
     documents: Iterable[Iterable[Sequence[int]] | None],
-    dtype: np.dtype[Any],
+    dtype: TokenType,
     *,
     end: int | None = None,
     full: int | None = None,
     room: Room = NO_LIMIT,
-) -> dict[str, Any]:
+) -> ShardInfo:
     """Write a shard that is complete or absent, and return its description.
 
     Documents, each a text's tokens in pieces, are written a piece at a time, so that no more than a piece is in memory.
@@ -174,7 +185,7 @@ def write_shard(
     }
 
 
-def cut_shard(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any], room: Room) -> dict[str, Any]:
+def cut_shard(folder: Path, shard: ShardInfo, dtype: TokenType, room: Room) -> ShardInfo:
     """The same shard as if it had been written with this room, which is too small for it."""
     bin_path, ends_path = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".ends"))
     ends = np.fromfile(ends_path, "<i8")
@@ -193,7 +204,7 @@ def cut_shard(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any], room: R
     return {**shard, **counts, "blocks": blocks, "ends": digest(ends)}
 
 
-def describes_shard(shard: Any, dtype: np.dtype[Any], *, digests: bool = True) -> bool:
+def describes_shard(shard: object, dtype: TokenType, *, digests: bool = True) -> bool:
     """Whether this can be the description of a shard; its files show whether it is true."""
     if not isinstance(shard, dict):
         return False
@@ -212,14 +223,14 @@ def describes_shard(shard: Any, dtype: np.dtype[Any], *, digests: bool = True) -
     )
 
 
-def shard_exists(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any]) -> bool:
+def shard_exists(folder: Path, shard: ShardInfo, dtype: TokenType) -> bool:
     """Whether both files have the size in the shard's description."""
     sizes = {".bin": shard["tokens"] * dtype.itemsize, ".ends": shard["documents"] * 8}
     paths = {folder / f"{shard['name']}{suffix}": size for suffix, size in sizes.items()}
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
-def write_index(folder: Path, shards: list[dict[str, Any]], vocabulary: int) -> None:
+def write_index(folder: Path, shards: list[ShardInfo], vocabulary: int) -> None:
     """Written last: it says that the folder is whole, and of what."""
     kept = ("name", "tokens", "documents", "blocks", "ends")
     saved = [folder / name for name in TOKENIZER if (folder / name).is_file()]
@@ -234,7 +245,7 @@ def write_index(folder: Path, shards: list[dict[str, Any]], vocabulary: int) -> 
     write_json(folder / INDEX, sealed(index))
 
 
-def _well_formed(index: dict[str, Any]) -> bool:
+def _well_formed(index: Mapping[str, Any]) -> bool:
     """Whether an index has all its fields; the shards show whether they are true."""
     vocabulary, shards, digests = index.get("vocabulary"), index.get("shards"), index["schema"] > 1
     if type(vocabulary) is not int or not 0 < vocabulary <= 2**32 or not isinstance(shards, list):
@@ -251,9 +262,7 @@ class Shard:
     Threads and forked processes may check a block twice, and never read one that was not checked.
     """
 
-    def __init__(
-        self, path: Path, dtype: np.dtype[Any], blocks: Sequence[str] | None, vocabulary: int
-    ) -> None:
+    def __init__(self, path: Path, dtype: TokenType, blocks: Sequence[str] | None, vocabulary: int) -> None:
         self.path, self.blocks, self.vocabulary = path, blocks, vocabulary
         self.tokens = np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.empty(0, dtype)
         self.size = BLOCK // dtype.itemsize
@@ -316,7 +325,7 @@ class Tokens:
         if not self.lengths.sum():
             raise ValueError(f"data: expected at least one token in {folder}, got an empty corpus")
 
-    def _open(self, shard: dict[str, Any], dtype: np.dtype[Any]) -> tuple[Shard, np.ndarray]:
+    def _open(self, shard: ShardInfo, dtype: TokenType) -> tuple[Shard, np.ndarray]:
         """A shard, and where its documents end."""
         bin_path, ends_path = (self.folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".ends"))
         for path in (bin_path, ends_path):

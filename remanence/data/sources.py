@@ -131,7 +131,7 @@ class File:
         """Of the shards it makes, as the source of this number."""
         yield f"{number:05d}"
 
-    def made_from(self) -> dict[str, Any]:
+    def made_from(self) -> dict[str, object]:
         """What its shard depends on, as far as can be seen without reading."""
         stat = self.path.stat()
         return {"source": self.path.name, "size": stat.st_size, "changed": stat.st_mtime_ns}

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from remanence.data.sources import Document
 
@@ -43,6 +43,14 @@ def read_name(source: str) -> Name:
     return Name(name, revision or None, config or None, split or "train")
 
 
+class _Rows(Protocol):
+    """A streamed dataset (`datasets.IterableDataset`)."""
+
+    def skip(self, n: int) -> _Rows: ...
+
+    def __iter__(self) -> Iterator[dict[str, str | None]]: ...
+
+
 @dataclass(frozen=True)
 class Part:
     """One of the files of a dataset, read as a stream. Its shards do not depend on who reads the other files."""
@@ -51,7 +59,7 @@ class Part:
     revision: str
     number: int
     of: int
-    rows: Any
+    rows: _Rows
     full: int
 
     @property
@@ -62,7 +70,7 @@ class Part:
         """Of the shards it makes, as the source of this number; how many is known only at its end."""
         return (f"{number:05d}-{shard:05d}" for shard in count())
 
-    def made_from(self) -> dict[str, Any]:
+    def made_from(self) -> dict[str, object]:
         return {
             "source": self.source,
             "revision": self.revision,
@@ -87,7 +95,7 @@ class Part:
                 self._check(row, field)
             yield {field: row[field] for field in columns}
 
-    def _check(self, row: dict[str, Any], field: str) -> None:
+    def _check(self, row: Mapping[str, object], field: str) -> None:
         hint = "--field names another"
         if field not in row:
             raise ValueError(f"{self.source}: expected a column {field!r}, got {', '.join(row)}; {hint}")

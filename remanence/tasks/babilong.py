@@ -222,7 +222,7 @@ class Questions:
         return [right, *sorted({story.answer for story in self.stories[task]} - {right})]
 
 
-def score(task: str, story: Story, answer: Answer, options: Sequence[str]) -> dict[str, Any]:
+def score(task: str, story: Story, answer: Answer, options: Sequence[str]) -> dict[str, bool | int | str]:
     """Whether the generated text gives the answer, and whether the answer is the likeliest of the options."""
     return {
         "right": is_right(story, answer.said, options, ordered=task in ORDERED),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ def ramp_progress(step: int, ramp: int) -> float:
     return min(1.0, step / ramp) ** 2 if ramp else 1.0
 
 
-def unit_rng(seed: int, unit: Mapping[str, Any]) -> np.random.Generator:
+def unit_rng(seed: int, unit: Mapping[str, object]) -> np.random.Generator:
     """The random numbers of one evaluation unit, a function of the seed and the unit's setting."""
     digest = hashlib.sha256(f"{seed} {sorted(unit.items())}".encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16])))

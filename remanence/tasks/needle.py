@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -194,7 +194,7 @@ def options(sample: Sample) -> list[str]:
     return [f" {', '.join(sample.right)}", *(f" {value}" for value in (*sample.right, *sample.wrong))]
 
 
-def score(sample: Sample, answer: Answer) -> dict[str, Any]:
+def score(sample: Sample, answer: Answer) -> dict[str, float | str | list[str]]:
     """Shares of the right values: in the generated text; as the likeliest text; among the likeliest of the choices.
 
     In the first two, a value has to end where it should: "41702835" does not state 4170283.

@@ -3,8 +3,6 @@
 `Run` is the same one step at a time.
 """
 
-from typing import Any
-
 from remanence.train.config import OptimizerConfig, TrainConfig, override
 from remanence.train.data_config import (
     DATA_KINDS,
@@ -56,5 +54,5 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     return moved_attribute(__name__, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ TEXT = {"file": "book.txt", "stem": "book", "prompt": "And then", "text": "A tex
 """What a card reads, unless the tokenizer has an `example` of its own."""
 
 
-def write_card(model: Any, folder: Path, name: str, trained: dict[str, Any], data: DataConfig) -> None:
+def write_card(model: Any, folder: Path, name: str, trained: Mapping[str, object], data: DataConfig) -> None:
     """Write ``README.md`` to a model's folder, which is to have this name. `data` is what it was trained on: its
     commands run as they are written, on files of that kind. A model that is no `Model` describes itself, by a method
     `card_parts`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +32,7 @@ from remanence.runtime.overrides import differences
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import World, is_sharded, spread
 from remanence.train.initial_state import InitialState
+from remanence.train.trainable import ModelDescription, TrainableModel
 from remanence.verticals import model_loader
 
 PARTS = "parts"
@@ -49,7 +50,7 @@ class Progress(NamedTuple):
 
 def save(
     folder: Path,
-    model: Any,
+    model: TrainableModel,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     carried: State | None,
@@ -95,7 +96,7 @@ def save(
 
 def _write(
     temporary: Path,
-    model: Any,
+    model: TrainableModel,
     optimizer: torch.optim.Optimizer,
     carried: State | None,
     world: World,
@@ -144,12 +145,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def load(
     path: Path,
-    model: Any,
+    model: TrainableModel,
     optimizer: torch.optim.Optimizer,
     world: World,
     initial_state: InitialState | None = None,
     *,
-    stored_config: Callable[[Path, Any], Any] = lambda path, _: read_config(path),
+    stored_config: Callable[[Path, TrainableModel], ModelDescription] = lambda path, _: read_config(path),
 ) -> tuple[Progress, State | None]:
     """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood.
 
@@ -192,7 +193,7 @@ def read_progress(path: Path) -> Progress:
     return _progress(path)[0]
 
 
-def saved_config(path: Path) -> dict[str, Any] | None:
+def saved_config(path: Path) -> Mapping[str, object] | None:
     """The config that a checkpoint was written under, as plain data; older ones do not tell."""
     return _progress(path)[1].get("config")
 
@@ -290,19 +291,19 @@ def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
     return Progress(**found), facts
 
 
-def _weights(model: Any) -> dict[str, Tensor]:
+def _weights(model: TrainableModel) -> dict[str, Tensor]:
     return {f"model.{name}": parameter.detach() for name, parameter in model.saved_parameters()}
 
 
-def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _moments(model: TrainableModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, parameter in model.saved_parameters():
-        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        state: dict[str, Tensor] = optimizer.state.get(parameter, {})
         named |= {f"{key}.{name}": state[key] for key in MOMENTS if key in state}
     return named
 
 
-def _carried(path: Path, model: Model, world: World) -> State | None:
+def _carried(path: Path, model: TrainableModel, world: World) -> State | None:
     """This process's rows of the memories that were carried, of whatever processes wrote them."""
     parts = sorted(path.glob("carried-*.safetensors"))
     if not parts:

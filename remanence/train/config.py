@@ -221,7 +221,7 @@ class TrainConfig:
         return {**asdict(self), "model": self.model.to_dict(), "data": self.data.to_dict()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
+    def from_dict(cls, data: Mapping[str, object]) -> TrainConfig:
         present = without_absent("train", current_fields("train", data), [each.name for each in fields(cls)])
         if "initial_state" in present:
             present["initial_state"] = current_value(

@@ -50,7 +50,7 @@ class DataConfig:
     recorded: ClassVar[tuple[str, ...]] = ()
     evaluation: ClassVar[str | None] = None
 
-    def __new__(cls, **given: Any) -> DataConfig:
+    def __new__(cls, **given: object) -> DataConfig:
         if cls is DataConfig:
             kind = current_value("data.kind", given.get("kind", cls.kind), warn=False)
             cls = data_class(kind)
@@ -80,13 +80,13 @@ class DataConfig:
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in present}
         return replace(self, **changed)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data for a file. A `held_out` of None is left out: files of earlier versions do not have it."""
         plain = {name: getattr(self, name) for name in self.field_names()}
         return {name: value for name, value in plain.items() if name != "held_out" or value is not None}
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> DataConfig:
+    def from_dict(data: Mapping[str, object]) -> DataConfig:
         """From a file. Fields of other kinds, which earlier versions wrote as well, are dropped."""
         kind = current_value("data.kind", data.get("kind", DataConfig.kind), warn=False)
         cls = data_class(kind)
@@ -96,7 +96,7 @@ class DataConfig:
         return cls.from_fields({**given, "kind": kind})
 
     @classmethod
-    def from_fields(cls, given: Mapping[str, Any]) -> Self:
+    def from_fields(cls, given: Mapping[str, object]) -> Self:
         """From the fields that a file has; lists become tuples."""
         cls.check_names(given)
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
@@ -155,7 +155,7 @@ class UnregisteredData(DataConfig):
     values: Mapping[str, Any]
 
     def __init__(
-        self, *, kind: str, length: int = 256, values: Mapping[str, Any] | None = None, **given: Any
+        self, *, kind: str, length: int = 256, values: Mapping[str, object] | None = None, **given: object
     ) -> None:
         for name, value in (("kind", kind), ("length", length), ("values", {**(values or {}), **given})):
             object.__setattr__(self, name, value)
@@ -171,7 +171,7 @@ class UnregisteredData(DataConfig):
         paths = {name: change(value) for name, value in self.values.items() if name in PATHS}
         return replace(self, values={**self.values, **paths})
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {"kind": self.kind, "length": self.length, **self.values}
 
     @classmethod
@@ -295,12 +295,12 @@ class FactsData(CorpusData):
     def without_schedule(self) -> Self:
         return replace(self, distance_ramp=0)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Without ``answer_end=False``, so that the config of a run of an earlier version stays as it was."""
         return {name: value for name, value in super().to_dict().items() if name != "answer_end" or value}
 
     @classmethod
-    def from_fields(cls, given: Mapping[str, Any]) -> Self:
+    def from_fields(cls, given: Mapping[str, object]) -> Self:
         return super().from_fields({"answer_end": False, **given})  # files from before the field existed
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from remanence.model import Model
 from remanence.runtime.device import resolve
+from remanence.train.trainable import TrainableModel
 
 
 class World(NamedTuple):
@@ -75,7 +76,7 @@ def joined(device: str) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def shard(model: Any, world: World) -> Any:
+def shard(model: Model, world: World) -> Model:
     """FSDP2, block by block. Weights are gathered in float32; autocast decides what is computed in bfloat16.
 
     `cast_forward_inputs` is off: with a lower `param_dtype` it would turn the memories' float32 states into bfloat16 on
@@ -101,7 +102,7 @@ def shard(model: Any, world: World) -> Any:
     return model
 
 
-def is_sharded(model: nn.Module) -> bool:
+def is_sharded(model: TrainableModel) -> bool:
     """Whether a model's weights are distributed over processes; else every process has all of them."""
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
@@ -129,14 +130,14 @@ def average_gradients(model: nn.Module, world: World) -> None:
             parameter.grad = mean.view_as(parameter)
 
 
-def reshard(model: Any) -> None:
-    """Free the gathered weights of a forward pass that no backward pass follows, which would free them."""
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights after a forward pass without a backward pass, which would free them."""
     for module in model.modules():
         if hasattr(module, "set_reshard_after_backward"):  # an FSDPModule
-            module.reshard()
+            module.reshard()  # type: ignore[operator]
 
 
-def gather_model(model: Any, world: World) -> Any:
+def gather_model(model: Any, world: World) -> TrainableModel | None:
     """The model with all its weights on the CPU, in the first process. The others must call this, too: they get
     None.
     """

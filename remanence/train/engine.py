@@ -17,6 +17,7 @@ from remanence.train.graphed import Graphed, cost_at, writing
 from remanence.train.initial_state import InitialState
 from remanence.train.loss import batch_loss, target_count
 from remanence.train.task import Gradients, TrainTask
+from remanence.train.trainable import TrainableModel
 
 
 class Step(NamedTuple):
@@ -32,7 +33,7 @@ class Step(NamedTuple):
     answers: float | None = None
 
 
-def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: TrainableModel, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices only: not gains, biases, embeddings' rows of rare tokens, or where a memory begins."""
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     decayed = [weight for name, weight in named if name.endswith("proj.weight") or ".ffn." in name]
@@ -43,11 +44,12 @@ def make_optimizer(model: Any, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=fused)
 
 
-def compile_parts(model: Any) -> None:
+def compile_parts(model: nn.Module) -> None:
     """Compile what is the same for every call: the feed-forward nets. A memory's loop over chunks would be unrolled."""
-    if not hasattr(model, "blocks"):
+    blocks = getattr(model, "blocks", None)
+    if blocks is None:
         raise ValueError("compile: expected False for a model attached to a pretrained one, got True")
-    for block in model.blocks:
+    for block in blocks:
         block.ffn.compile(dynamic=True)
 
 
@@ -61,7 +63,7 @@ def take_step(
     world: World | None = None,
     initial_state: InitialState | None = None,
     *,
-    graph: Any = None,
+    graph: Graphed | None = None,
     carried: State | None = None,
     task: TrainTask | None = None,
 ) -> Step:
@@ -105,7 +107,7 @@ def token_gradients(
     count, tokens = world.total(targets_here, tokens_here)
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
     cost = cost_at(config.write_cost, number, config.steps) if config.write_cost else None
-    loss_here: Any = 0.0
+    loss_here: Tensor | float = 0.0
     answers: list[Tensor] = []
     for part, batch in enumerate(batches):
         if graph is not None:

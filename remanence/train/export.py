@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from remanence.inference import memfile
 from remanence.io.files import read_json, replacing_folder, sealed, write_json
@@ -15,6 +15,7 @@ from remanence.train import checkpoint
 from remanence.train.card import write_card
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
+from remanence.train.trainable import TrainableModel
 
 
 def run_config(run: str | Path) -> TrainConfig:
@@ -32,7 +33,7 @@ def run_config(run: str | Path) -> TrainConfig:
         raise ValueError(f"{path}: {error}") from None
 
 
-def save_model(model: Any, run: Path, folder: Path, trained: dict[str, Any]) -> None:
+def save_model(model: TrainableModel, run: Path, folder: Path, trained: Mapping[str, object]) -> None:
     """A model with the data's tokenizer beside it: the folder is all that reading and generating need."""
     model.save(folder)
     if (run / "tokenizer").is_dir():
@@ -41,7 +42,7 @@ def save_model(model: Any, run: Path, folder: Path, trained: dict[str, Any]) -> 
     write_json(folder / TRAINED, sealed(trained))
 
 
-def trained_on(progress: Progress, config: TrainConfig) -> dict[str, Any]:
+def trained_on(progress: Progress, config: TrainConfig) -> dict[str, object]:
     """What is written beside a trained model: how much it has read, of which kind of data."""
     data = config.data
     trained = {"tokens": progress.tokens, "steps": progress.step, "data": data.kind}
@@ -87,7 +88,7 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
     return found[0]
 
 
-def _trained(folder: Path, config: TrainConfig) -> dict[str, Any]:
+def _trained(folder: Path, config: TrainConfig) -> dict[str, object]:
     """What a finished model or a checkpoint has been trained on so far."""
     if (folder / TRAINED).is_file():
         return read_json(folder / TRAINED)

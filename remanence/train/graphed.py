@@ -6,7 +6,7 @@ For batches of one shape, whose rows begin anew or continue where the step befor
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class Graphed:
         self.device, self.parameters = model.embed.weight.device, list(model.parameters())
         # Computed once: every step waits for the host here.
         self.border, self.window = border_of(model), longest_window(model)
-        self.held: dict[Any, _Held] = {}
+        self.held: dict[tuple[int | bool, ...], _Held] = {}
         self.watch = Watch(model)
 
     def __call__(
@@ -148,7 +148,7 @@ class Graphed:
         anew = torch.zeros(rows, dtype=torch.bool, device=self.device)
         cost, threshold = torch.zeros((), device=self.device), self.model.config.memory.threshold
         fixed = None if state is None else state.detach().map(torch.clone)
-        made: list[Any] = []
+        made: list[tuple[Tensor, Trace]] = []
 
         def step() -> None:
             self.model.zero_grad(set_to_none=True)
@@ -164,11 +164,11 @@ class Graphed:
                 loss = loss / count
             (loss + cost * writing(seen, threshold) if costs else loss).backward()
             # The positions that the host knew are those of the capture: the outputs must not carry them.
-            made[:] = [loss.detach(), seen._replace(state=seen.state.map(Tensor.detach))]
+            made[:] = [(loss.detach(), seen._replace(state=seen.state.map(Tensor.detach)))]
 
         # All outputs of a step are used before the next one begins, so all graphs can share one memory pool.
         graph, _ = capture(step, self.device, beside=next((held.graph for held in self.held.values()), None))
-        loss, seen = made
+        ((loss, seen),) = made
         grads = [parameter.grad for parameter in self.parameters]
         return _Held(graph, tokens, targets, weights, count, cost, anew, fixed, loss, seen, grads)
 

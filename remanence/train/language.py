@@ -25,6 +25,7 @@ from remanence.train.initial_state import InitialState
 from remanence.train.loss import batch_loss, target_count
 from remanence.train.sources import Source, make_source, model_folder
 from remanence.train.task import TASKS, Gradients, TrainTask
+from remanence.train.trainable import ModelDescription, TrainableModel
 
 VALIDATED = 8
 """Batches of a validation, each as large as a part of a training step."""
@@ -64,26 +65,26 @@ class LanguageModeling:
         self.source = source or make_source(config, world.rank, world.size)
         self.held_out = held_out_source(config, world.rank, world.size) if config.validate_every else None
 
-    def build_model(self, resumed: bool) -> Any:
+    def build_model(self, resumed: bool) -> Model:
         if self.config.init_from is None or resumed:
             return Model(self.config.model)
         return Model.load(self.config.init_from, dtype=torch.float32)
 
-    def shard(self, model: Any) -> Any:
+    def shard(self, model: Model) -> Model:
         return distributed.shard(model, self.world)
 
-    def stored_config(self, folder: Path, model: Any) -> Any:
+    def stored_config(self, folder: Path, model: TrainableModel) -> ModelDescription:
         return read_config(folder)
 
-    def captured_steps(self, model: Any, begins: bool) -> Graphs:
+    def captured_steps(self, model: Model, begins: bool) -> Graphs:
         return Graphs(model, self.config, self.world, begins)
 
-    def before_step(self, model: Any, carried: State | None, number: int) -> State | None:
+    def before_step(self, model: Model, carried: State | None, number: int) -> State | None:
         return carried
 
     def gradients(
         self,
-        model: Any,
+        model: Model,
         batches: Sequence[Batch],
         state: State | None,
         number: int,
@@ -96,7 +97,7 @@ class LanguageModeling:
         )
 
     @torch.no_grad()
-    def validate(self, model: Any) -> float:
+    def validate(self, model: Model) -> float:
         """The mean loss of the first `VALIDATED` held-out batches, the same ones each time."""
         assert self.held_out is not None, "there is one where validate_every is above 0"
         device, carried, total, count = self.world.device, None, 0.0, 0.0

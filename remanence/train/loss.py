@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.data import Batch
-from remanence.model import State, Trace
+from remanence.model import CausalModel, State, Trace
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -31,7 +29,7 @@ def target_count(batch: Batch) -> float:
 
 
 def batch_loss(
-    model: Any, batch: Batch, state: State | None, device: torch.device, *, keep: bool, dense: bool
+    model: CausalModel, batch: Batch, state: State | None, device: torch.device, *, keep: bool, dense: bool
 ) -> tuple[Tensor, Trace, Tensor]:
     """The summed cross-entropy of a batch, its trace, and the cross-entropy of each target with weight 1, where others
     have less. `dense` means that every position has a target; `keep`, that the state after the batch is needed.

@@ -6,12 +6,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import torch
@@ -26,7 +26,8 @@ from remanence.train.config import TrainConfig
 from remanence.train.engine import Step
 from remanence.train.plan import flops_per_token, peak
 
-Line = dict[str, Any]
+Line = dict[str, float | None]
+"""The metrics of a logged step by name; None for a value that is not finite."""
 
 
 class Tracker(Protocol):
@@ -38,7 +39,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    def __init__(self, out: Path, config: dict[str, Any], step: int) -> None:
+    def __init__(self, out: Path, config: Mapping[str, object], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps after the checkpoint are drawn anew.
@@ -57,7 +58,7 @@ class TensorBoard:
 class WandB:
     """A resumed run continues its curve: its id is in the run's folder."""
 
-    def __init__(self, out: Path, config: dict[str, Any], step: int) -> None:
+    def __init__(self, out: Path, config: Mapping[str, object], step: int) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
         own = {"name": out.name, "dir": str(out), "id": _identity(out)}
@@ -77,13 +78,13 @@ def _identity(out: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-TRACKERS: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, Mapping[str, object], int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
 }
 
 
-def _tracker(name: str, out: Path, config: dict[str, Any], step: int) -> Tracker:
+def _tracker(name: str, out: Path, config: Mapping[str, object], step: int) -> Tracker:
     try:
         return TRACKERS[name](out, config, step)
     except Exception as error:  # no login, no network, anything else

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from remanence.config import preset
 from remanence.train.config import OptimizerConfig, TrainConfig
 from remanence.train.data_config import PackedData
@@ -35,5 +33,5 @@ def pretraining(
     )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     return moved_attribute(__name__, name)

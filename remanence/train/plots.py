@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from remanence.io.files import replacing
 
@@ -27,7 +26,7 @@ def plot(run: str | Path) -> Path:
     run = Path(run)
     try:
         text = (run / "metrics.jsonl").read_text(encoding="utf-8")
-        lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+        lines: list[dict[str, float | None]] = [json.loads(line) for line in text.splitlines()]
     except ValueError as error:
         raise ValueError(f"{run / 'metrics.jsonl'}: not lines of JSON ({error})") from None
     if not lines:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -287,7 +287,7 @@ class Run:
             )
             raise ValueError(f"{error}; the checkpoint cannot be taken up, {hint}") from None
 
-    def _check_config(self, saved: dict[str, Any] | None, carried: State | None) -> None:
+    def _check_config(self, saved: Mapping[str, object] | None, carried: State | None) -> None:
         """Warn of changes to the run's config since the checkpoint, and refuse those that it cannot continue with."""
         config = self.config
         rows = config.batch // (config.accumulate * self.world.size)
@@ -368,7 +368,7 @@ def _absolute(path: str | None) -> str | None:
     return path if path is None or path.startswith(PREFIX) else str(Path(path).resolve())
 
 
-def _current(saved: dict[str, Any]) -> dict[str, Any]:
+def _current(saved: Mapping[str, object]) -> Mapping[str, object]:
     """A checkpoint's config with the present names and fields, so that a new name is not taken for a change."""
     try:
         return _plain(TrainConfig.from_dict(saved))
@@ -376,7 +376,7 @@ def _current(saved: dict[str, Any]) -> dict[str, Any]:
         return saved
 
 
-def _plain(config: TrainConfig) -> dict[str, Any]:
+def _plain(config: TrainConfig) -> dict[str, object]:
     """A config as a JSON file gives it back."""
     return json.loads(json.dumps(config.to_dict()))
 

@@ -13,6 +13,7 @@ from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
 from remanence.train.initial_state import InitialState
 from remanence.train.sources import Source
+from remanence.train.trainable import ModelDescription
 from remanence.verticals import Registry, train_tasks
 
 
@@ -58,7 +59,7 @@ class TrainTask(Protocol):
         """The model with its weights distributed over all processes."""
         ...
 
-    def stored_config(self, folder: Path, model: Any) -> Any:
+    def stored_config(self, folder: Path, model: Any) -> ModelDescription:
         """The config of the model in a checkpoint, to be compared with ``model.config``."""
         ...
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from remanence.io.tensors import read_tensors, write_tensors
 from remanence.train.distributed import World, full, spread
+from remanence.train.trainable import TrainableModel
 
 BEST = "best.safetensors"
 
@@ -50,7 +50,7 @@ class Validation:
             return False
         return sum(step > self.best[0] for step, _ in self.history) >= self.stop_after
 
-    def add(self, step: int, value: float, model: Any) -> None:
+    def add(self, step: int, value: float, model: TrainableModel) -> None:
         """Note a value, and keep the weights if there is none better. All processes call it."""
         value = value if isfinite(value) else inf
         self.history.append((step, value))
@@ -59,7 +59,7 @@ class Validation:
             self.world.run_on_rank0(lambda: write_tensors(self.path, weights, {"step": str(step)}))
 
     @torch.no_grad()
-    def restore(self, model: Any) -> None:
+    def restore(self, model: TrainableModel) -> None:
         """Give a model its best weights; without any, it keeps its own."""
         if self.best is None or not self.path.is_file():
             return
