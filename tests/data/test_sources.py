@@ -423,5 +423,5 @@ def test_the_command_says_what_it_did(tmp_path, capsys):
         ]
     )
     assert capsys.readouterr().out.endswith(
-        "out: 7 tokens in 2 documents from 1 files; 1 without a text passed over\n"
+        "out: 7 tokens in 2 documents from 1 files; 1 without a text skipped\n"
     )
