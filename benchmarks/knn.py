@@ -30,7 +30,7 @@ from rich.table import Table
 from remanence import Model, ModelConfig
 from remanence.inference import memfile
 from remanence.memory.ivf import recall
-from remanence.memory.search import SEARCHES, attend, exact, unit
+from remanence.memory.search import SEARCHES, attend, exact, l2_normalize
 from remanence.memory.store import Store, StoreState
 
 QUERIES, NEAREST, WIDTH, CLUSTERS = 512, 32, 64, 1024
@@ -56,7 +56,7 @@ def problem(size: int, heads: int) -> tuple[torch.Tensor, StoreState, tuple[torc
 
     def clustered(count: int) -> torch.Tensor:
         noise = torch.randn(1, count, heads, WIDTH)
-        return unit(noise.mul_(0.5).add_(centres[torch.randint(CLUSTERS, (1, count, heads))]))
+        return l2_normalize(noise.mul_(0.5).add_(centres[torch.randint(CLUSTERS, (1, count, heads))]))
 
     store, k = Store(size, heads, WIDTH), clustered(size)
     state = store.add(store.start(1, k), k, k, torch.arange(size)[None], reuse=True)

@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from remanence.memory.search import SEARCHES, Found, exact, unit
+from remanence.memory.search import SEARCHES, SearchResult, exact, l2_normalize
 from remanence.memory.store import Store, StoreState
 from remanence.ops.triton import dispatch, launch, nearest
 
@@ -73,7 +73,7 @@ class Case:
 
         def clustered(count: int) -> torch.Tensor:
             noise = torch.randn(1, count, heads, width, device=device)
-            return unit(
+            return l2_normalize(
                 noise.mul_(0.5).add_(centres[torch.randint(CLUSTERS, (1, count, heads), device=device)])
             ).to(dtype)
 
@@ -84,10 +84,10 @@ class Case:
         self.q, self.k = clustered(queries), k
         self.limit = torch.full((1, queries), size, device=device)
 
-    def kernels(self) -> Found:
+    def kernels(self) -> SearchResult:
         return SEARCHES["triton"]()(self.q, self.state, self.k, self.limit)
 
-    def plain(self) -> Found:
+    def plain(self) -> SearchResult:
         with without_kernels():
             return exact(self.q, self.state, self.k, self.limit)
 

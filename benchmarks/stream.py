@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from remanence.layers import unit
+from remanence.layers import l2_normalize
 from remanence.memory.neural import NeuralMemory
 from remanence.ops import MemoryState, recall
 from remanence.runtime.device import resolve
@@ -71,9 +71,9 @@ def stream(rule: str, device: torch.device, seed: int) -> list[tuple[float, floa
 def recalled(memory: NeuralMemory, state: MemoryState, keys: Tensor, values: Tensor) -> float:
     """The share of keys whose answer is nearer to their own value, as the memory was given it, than to any other."""
     silu = torch.nn.functional.silu
-    asked = unit(silu(keys))[None, :, None]
+    asked = l2_normalize(silu(keys))[None, :, None]
     answers = recall(asked, state, net=memory.net, rule=memory.rule)[0, :, 0]
-    nearest = torch.cdist(unit(answers), unit(silu(values))).argmin(1)
+    nearest = torch.cdist(l2_normalize(answers), l2_normalize(silu(values))).argmin(1)
     return float((nearest == torch.arange(len(keys), device=keys.device)).float().mean())
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from remanence.config import MODES, Mode, ModelConfig, ModelFields, change
-from remanence.layers import Module, RMSNorm, SwiGLU, operand
+from remanence.layers import Module, RMSNorm, SwiGLU, matmul_dtype
 from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
 from remanence.ops.checks import check_offsets, count_documents
 from remanence.ops.layout import gather_or_zero, pad_to_mask
@@ -114,7 +114,7 @@ class Block(Module):
         self.ffn = SwiGLU(config.dim, config.hidden)
 
     def forward(self, x: Float[Tensor, "b t d"], state: Any, ctx: Context) -> MixerOutput:
-        y, state, trace = self.mixer(self.norm_mixer(x, operand(x)), state, ctx)
+        y, state, trace = self.mixer(self.norm_mixer(x, matmul_dtype(x)), state, ctx)
         return MixerOutput(self.residual_ffn(x, y), state, trace)
 
     def start(self, rows: int) -> Any:
@@ -125,7 +125,7 @@ class Block(Module):
         x = x + y
         # What torch may have compiled is for one layer's weights.
         feed = self.ffn if self.ffn.gate.weight.dim() == 2 else self.ffn.forward
-        return x + feed(self.norm_ffn(x, operand(x)))
+        return x + feed(self.norm_ffn(x, matmul_dtype(x)))
 
 
 class Backbone(Module):

@@ -113,14 +113,14 @@ def test_persistent_tokens_are_seen_from_everywhere():
 def test_flexible_attention_is_the_same(width):
     q, k, v = torch.randn(3, 2, 700, 2, width, device="cuda", requires_grad=True)
     prefix = tuple(torch.randn(2, 5, 2, width, device="cuda"))
-    from remanence.layers.softmax import flexible_attention
+    from remanence.layers.softmax import flex_sliding_attention
 
     position = torch.zeros(2, dtype=torch.int64, device="cuda")
     blocks = sliding_attention(q, k, v, prefix, 200, position)
-    before = flexible_attention(q, k, v, prefix, 200)
+    before = flex_sliding_attention(q, k, v, prefix, 200)
     assert_close(before, blocks, 1e-3)
     changed = [torch.cat([x[:, :333], torch.randn_like(x[:, 333:])], 1) for x in (q, k, v)]
-    assert torch.equal(flexible_attention(*changed, prefix, 200)[:, :333], before[:, :333]), (
+    assert torch.equal(flex_sliding_attention(*changed, prefix, 200)[:, :333], before[:, :333]), (
         "causal to the bit"
     )
 
@@ -136,7 +136,7 @@ def test_flexible_attention_stays_compiled_however_many_kinds_of_calls_there_are
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             for length, lse in itertools.product(range(128, 128 + 6 * 16, 16), (False, True)):
                 q = torch.randn(1, 2, length, 16)
-                mask = softmax._flexible_mask(length, 0, 32, 0, q.device)
+                mask = softmax._sliding_block_mask(length, 0, 32, 0, q.device)
                 y, total = flex(q, q, q, mask, None, lse)
                 assert y.shape == q.shape and (total is not None) == lse
     finally:

@@ -134,7 +134,7 @@ def test_other_shapes(variant, fields, monkeypatch):
 
 @torch.no_grad()
 def test_full_attention_grows(monkeypatch):
-    monkeypatch.setattr(decoding, "LEAST", 4)
+    monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 4)
     subject = model("attention hybrid")
     walk(subject, subject.start(2), monkeypatch, steps=30, waits=True)
 

@@ -369,7 +369,7 @@ def test_approximate_search_in_a_model(monkeypatch):
     """A store that grows and wraps around within one call: about what exact search finds."""
     pytest.importorskip("faiss")
     monkeypatch.setattr(ivf, "SMALLEST", 64)
-    monkeypatch.setattr(ivf.InvertedFile.__init__, "__defaults__", (1.0,))  # every cell is looked into
+    monkeypatch.setattr(ivf.IvfSearch.__init__, "__defaults__", (1.0,))  # every cell is looked into
     knn = {"k": 4, "size": 160}
     exact, found = (
         model("knn", torch.float32, knn={**knn, "search": search}).eval() for search in ("exact", "ivf")

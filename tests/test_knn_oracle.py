@@ -1,7 +1,7 @@
 """The kNN layer is a loop: one document, one token, one head at a time, in float64, as docs/paper.md says it in words.
 
 A model of such layers is compared with the loop in all that comes out of it: logits, stores, what waits to be stored,
-and the gradients of every parameter, for settings and ways of reading drawn at random.
+and the gradients of every parameter, for settings and ways of reading random_score at random.
 """
 
 import random
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence import Model, ModelConfig
-from remanence.memory.policies import Tokens, drawn
+from remanence.memory.policies import Tokens, random_score
 from remanence.mixers import Knn
 from remanence.testing import assert_close
 
@@ -43,7 +43,7 @@ class LayerLoop:
     def rotated(self, x, position):
         half = self.attention.width // 2
         angle = torch.tensor(
-            [position * self.attention.rotary ** -(i / half) for i in range(half)], dtype=x.dtype
+            [position * self.attention.rotary_base ** -(i / half) for i in range(half)], dtype=x.dtype
         )
         a, b = x[:, :half], x[:, half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 1)
@@ -145,7 +145,7 @@ class DocumentLoop:
             return -float(self.model.log_unigrams[token])
         if write == "random":
             where = torch.tensor([[self.position]])
-            return float(drawn(Tokens(where, where, document=torch.tensor([0]))))
+            return float(random_score(Tokens(where, where, document=torch.tensor([0]))))
         if write == "surprise":
             return log(VOCABULARY) if self.expected is None else -float(self.expected.log_softmax(0)[token])
         return 0.0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from remanence.attached import window
 from remanence.attached.config import AttachConfig
 from remanence.config import Mode
-from remanence.layers.attention import Attended, AttentionState
+from remanence.layers.attention import AttentionOutput, AttentionState
 from remanence.memory.search import SEARCHES
 from remanence.memory.store import Store
 from remanence.mixers.base import Context
@@ -32,18 +32,18 @@ class PrecomputedAttention:
 
     def __call__(
         self,
-        local: Attended,
+        local: AttentionOutput,
         state: AttentionState | None,
         offsets: list[int] | None,
         *,
-        fuse: Callable[[Attended], Tensor],
+        fuse: Callable[[AttentionOutput], Tensor],
         lse: bool,
     ) -> tuple[Tensor, AttentionState]:
-        return from_rows(fuse(local), local.back), local.state
+        return from_rows(fuse(local), local.row_index), local.state
 
 
 class StoreBeside(Knn):
-    """A layer's store. Its input is `Attended`: the window's attention, and what is to be found and written."""
+    """A layer's store. Its input is `AttentionOutput`: the window's attention, and what is to be found and written."""
 
     def __init__(self, config: AttachConfig) -> None:
         nn.Module.__init__(self)
@@ -108,9 +108,11 @@ class StoreBeside(Knn):
         k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
         position = seen.state.position
         empty = k[:, :0].detach()
-        local = Attended(seen.y, q, k, seen.v, AttentionState(empty, empty, position, position), seen.back)
+        local = AttentionOutput(
+            seen.y, q, k, seen.v, AttentionState(empty, empty, position, position), seen.back
+        )
         ctx = Context(call.position, call.offsets, mode, call.text, call.shared, call.keep)
         if state is None:  # with as many slots as the call can fill
-            state = self._start(len(position), self.store.resized(0))
+            state = self._start(len(position), self.store.with_size(0))
         y, after, _ = self(local, state, ctx)
         return y, after

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from remanence.layers.attention import AttentionState, carried
+from remanence.layers.attention import AttentionState, next_attention_state
 from remanence.layers.masks import causal_mask
 from remanence.layers.softmax import sliding_attention
 from remanence.ops.layout import from_rows, to_rows
@@ -159,7 +159,7 @@ def attend(
         place = position.unsqueeze(-1) + torch.arange(tokens, device=q.device)
         y = _with_firsts(near, asked, wide(firsts[0]), wide(firsts[1]), place, rotation, reach.window, cap)
         y = y.to(q.dtype)
-    window = carried(old, k, v, offsets, reach.history, reach.slack)
+    window = next_attention_state(old, k, v, offsets, reach.history, reach.slack)
     return Attended(y, wide(v), WindowState(firsts[0], firsts[1], window), back)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remanence.backbone import State
 from remanence.config import Mode
-from remanence.layers import operand
+from remanence.layers import matmul_dtype
 from remanence.layers.decoding import StepContext
 from remanence.mixers import Mixer, MixerDecoder, Text
 from remanence.mixers.base import ForwardDecoder
@@ -162,7 +162,7 @@ class Decoder:
                 if isinstance(decoder, ForwardDecoder) and decoder.mixer is block:
                     x = decoder.step(x, now)
                 else:
-                    x = block.residual_ffn(x, decoder.step(block.norm_mixer(x, operand(x)), now))
+                    x = block.residual_ffn(x, decoder.step(block.norm_mixer(x, matmul_dtype(x)), now))
             hidden = self.model.backbone.norm(x)
             for decoder in self.decoders:
                 decoder.finish(hidden, now)

@@ -1,10 +1,10 @@
-"""Attention that carries what it has seen: full, sliding, inside MAC's segments, with persistent tokens in front."""
+"""Attention with an explicit state: full, sliding-window, and within MAC's segments, with persistent tokens."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from remanence.layers.linear import Linear, project
 from remanence.layers.masks import segment_mask
-from remanence.layers.rotary import Rotary, from_start
+from remanence.layers.rotary import Rotary, rotary_from_start
 from remanence.layers.softmax import (
     full_attention,
     masked_softmax,
     prepend,
     sliding_attention,
-    whole_attention,
+    whole_segment_attention,
 )
 from remanence.ops.layout import from_rows, gather_or_zero, to_rows
 from remanence.runtime.module import Module
@@ -28,25 +28,26 @@ from remanence.runtime.state import TensorTuple, rewind, roll_history
 
 
 class Heads(Module):
-    """Projections to and from attention heads, rotary positions, and persistent tokens (eq. 19), which are never
+    """Projections to and from attention heads, rotary positions, and persistent tokens (eq. 19), which are not
     rotated.
     """
 
     def __init__(self, dim: int, heads: int, persistent: int, rotary: float) -> None:
         super().__init__()
-        self.heads, self.width, self.rotary = heads, dim // heads, rotary
+        self.heads, self.width, self.rotary_base = heads, dim // heads, rotary
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Linear(dim, dim) for _ in range(4))
         self.persistent = Persistent(persistent, dim) if persistent else None
 
     def queries(self, x: Tensor) -> Tensor:
+        """Queries ``[... h e]``, not rotated."""
         return self.q_proj(x).view(*x.shape[:-1], self.heads, self.width)
 
-    def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, not yet rotated, and values."""
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[... h e]``, not rotated, and values."""
         k, v = (y.view(*x.shape[:-1], self.heads, self.width) for y in project(x, self.k_proj, self.v_proj))
         return k, v
 
-    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the same tokens, not rotated."""
         q, k, v = (
             y.view(*x.shape[:-1], self.heads, self.width)
@@ -54,31 +55,34 @@ class Heads(Module):
         )
         return q, k, v
 
-    def prefix(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The persistent tokens' keys and values ``[p h e]``."""
+    def persistent_keys_values(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the persistent tokens ``[p h e]``, in the dtype and on the device of `like`."""
         if self.persistent is None:
             none = like.new_zeros(0, self.heads, self.width)
             return none, none
-        k, v = self.pairs(self.persistent.weight.to(like.dtype))
+        k, v = self.keys_values(self.persistent.weight.to(like.dtype))
         return k.to(like.dtype), v.to(like.dtype)
 
-    def behind_prefix(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[r s h e]`` with the persistent tokens' in front."""
-        prefix = self.prefix(k)
+    def prepend_persistent(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[r s h e]`` with those of the persistent tokens in front."""
+        prefix = self.persistent_keys_values(k)
         return prepend(prefix[0], k), prepend(prefix[1], v)
 
-    def turn(self, position: Tensor, dtype: torch.dtype) -> Rotary:
-        return Rotary(position, self.width, self.rotary, dtype)
+    def rotary(self, position: Tensor, dtype: torch.dtype) -> Rotary:
+        """The rotation of heads at the given positions."""
+        return Rotary(position, self.width, self.rotary_base, dtype)
 
-    def turn_from_start(self, length: int, like: Tensor, times: int = 1) -> Rotary:
-        return from_start(length, times, self.width, self.rotary, like.dtype, like.device)
+    def rotary_from_start(self, length: int, like: Tensor, repeats: int = 1) -> Rotary:
+        """The rotation at positions 0 to length - 1, repeated for concatenated sequences."""
+        return rotary_from_start(length, repeats, self.width, self.rotary_base, like.dtype, like.device)
 
-    def out(self, y: Tensor) -> Tensor:
+    def project_output(self, y: Tensor) -> Tensor:
+        """The output projection of concatenated heads: ``[... h e]`` to ``[... d]``."""
         return self.o_proj(y.flatten(-2))
 
 
 class Persistent(nn.Module):
-    """Learned tokens of unit scale, the same for every input."""
+    """Learned persistent tokens, initialised from a unit normal distribution, the same for every input."""
 
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
@@ -97,11 +101,11 @@ class _AttentionState(NamedTuple):
 
 
 class AttentionState(_AttentionState, TensorTuple):
-    """Keys (rotated) and values ``[r s h e]`` of the tokens read last, the newest in the last place; how many tokens
-    have been read ``[r]``, and how many of them can be taken back ``[r]``.
+    """The KV cache: rotated keys and values ``[r s h e]`` of the last tokens, the newest last; the number of tokens
+    read ``[r]``; and how many of them `crop` can remove ``[r]``.
 
-    A sliding window's s is fixed; full attention's grows to the longest row's length, and shorter rows have zeros in
-    front.
+    For a sliding window s is fixed; for full attention it is the length of the longest row, and shorter rows are padded
+    with zeros on the left.
     """
 
     __slots__ = ()
@@ -123,7 +127,7 @@ class AttentionState(_AttentionState, TensorTuple):
 
     @classmethod
     def concat(cls, states: Sequence[AttentionState]) -> AttentionState:
-        """Several states as one, row after row; the shorter of full attention's get zeros in front."""
+        """States concatenated along the batch axis; shorter caches of full attention are padded on the left."""
         longest = max(state.k.shape[1] for state in states)
 
         def joined(parts: list[Tensor]) -> Tensor:
@@ -133,9 +137,9 @@ class AttentionState(_AttentionState, TensorTuple):
         return cls(joined(k), joined(v), torch.cat(position), torch.cat(slack))
 
 
-class Attended(NamedTuple):
-    """Attention before its heads are joined, a row for each document: y ``[r t h e]``; queries and keys, not rotated,
-    and values; the state; how to go back from rows.
+class AttentionOutput(NamedTuple):
+    """The output of each attention head, before the output projection: y ``[r t h e]``, one row per document; queries
+    and keys, not rotated, and values; the state; and the index with which `from_rows` packs the rows again.
     """
 
     y: Tensor
@@ -143,14 +147,14 @@ class Attended(NamedTuple):
     k: Tensor
     v: Tensor
     state: AttentionState
-    back: Tensor | None
+    row_index: Tensor | None
 
 
 class Attention(Heads):
-    """Causal attention over a sliding window with persistent tokens in front, or over everything (window None, no such
-    tokens).
+    """Causal attention over a sliding window and persistent tokens, or full attention (window None) without persistent
+    tokens.
 
-    `slack` more tokens than the window are kept in the state, so that as many can be taken back.
+    The state holds `slack` more tokens than the window needs, so that `crop` can remove up to `slack` tokens.
     """
 
     def __init__(
@@ -171,30 +175,32 @@ class Attention(Heads):
         state: AttentionState | None = None,
         offsets: list[int] | None = None,
         *,
-        fuse: Callable[[Attended], Tensor] | None = None,
+        fuse: Callable[[AttentionOutput], Tensor] | None = None,
         lse: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], AttentionState]:
-        """`fuse`, if given, replaces the attention of each head ``[r t h e]`` before `out` projects it. With `lse`, it
-        gets a window's log-sum-exp appended to the attention.
+        """The attention output and the new state.
+
+        `fuse`, if given, maps the output of the heads to another one ``[r t h e]`` before the output projection. With
+        `lse`, its input has the log-sum-exp of the window appended to every head.
         """
         seen = self.attend(x, state, offsets, lse=lse)
         y = seen.y if fuse is None else fuse(seen)
-        return self.out(from_rows(y, seen.back)), seen.state
+        return self.project_output(from_rows(y, seen.row_index)), seen.state
 
     def attend(
         self, x: Tensor, state: AttentionState | None, offsets: list[int] | None, *, lse: bool = False
-    ) -> Attended:
-        """`forward` up to where heads are joined; with `lse`, a window's log-sum-exp behind its output."""
+    ) -> AttentionOutput:
+        """`forward` without the output projection; with `lse`, the log-sum-exp of the window is appended."""
         fresh = state is None
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
-        (asked, back), (plain, _), (v, _) = (to_rows(y, offsets) for y in self.projected(x))
+        (queries, index), (plain, _), (v, _) = (to_rows(y, offsets) for y in self.queries_keys_values(x))
         if fresh:
-            turn = self.turn_from_start(asked.shape[1], asked)
+            rotary = self.rotary_from_start(queries.shape[1], queries)
         else:
-            where = state.position.unsqueeze(-1) + torch.arange(asked.shape[1], device=x.device)
-            turn = self.turn(where, asked.dtype)
-        q, k = turn(asked), turn(plain)
+            where = state.position.unsqueeze(-1) + torch.arange(queries.shape[1], device=x.device)
+            rotary = self.rotary(where, queries.dtype)
+        q, k = rotary(queries), rotary(plain)
         position = None if fresh else state.position
         keys, values = (
             (k, v)
@@ -204,32 +210,32 @@ class Attention(Heads):
         if self.window is None:
             y = full_attention(q, keys, values, position)
         else:
-            y = sliding_attention(q, keys, values, self.prefix(k), self.window, position, lse)
-        return Attended(y, asked, plain, v, self._carry(state, k, v, offsets), back)
-
-    def _carry(
-        self, state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None
-    ) -> AttentionState:
-        return carried(state, k, v, offsets, self.history if self.window else None, self.slack)
+            y = sliding_attention(q, keys, values, self.persistent_keys_values(k), self.window, position, lse)
+        history = self.history if self.window else None
+        after = next_attention_state(state, k, v, offsets, history, self.slack)
+        return AttentionOutput(y, queries, plain, v, after, index)
 
 
-def carried(
+def next_attention_state(
     state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None, history: int | None, slack: int
 ) -> AttentionState:
-    """The state after new keys and values, a row for each document; of a window, with the last `history` of them."""
-    counts: Any = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()
+    """The state after new keys and values, one row per document. A window keeps the last `history` tokens; None keeps
+    all.
+    """
+    counts: int | Tensor = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()
     position = advance_position(state.position, counts)
-    back = position if history is None else (state.slack + counts).clamp(max=slack)
+    removable = position if history is None else (state.slack + counts).clamp(max=slack)
     if history is not None and offsets is None:
-        return AttentionState(roll_history(state.k, k), roll_history(state.v, v), position, back)
+        return AttentionState(roll_history(state.k, k), roll_history(state.v, v), position, removable)
     k, v = (torch.cat([old, new.to(old.dtype)], 1) for old, new in ((state.k, k), (state.v, v)))
     if offsets is not None:
         length = int(position.max()) if history is None else history
-        place = (state.k.shape[1] + counts).unsqueeze(-1) + torch.arange(-length, 0, device=k.device)
+        ends = state.k.shape[1] + torch.as_tensor(counts)
+        place = ends.unsqueeze(-1) + torch.arange(-length, 0, device=k.device)
         first = torch.arange(len(position), device=k.device).unsqueeze(-1) * k.shape[1]
         index = torch.where(place >= 0, place + first, -1)
-        k, v = gather_or_zero(k.flatten(0, 1), index), gather_or_zero(v.flatten(0, 1), index)
-    return AttentionState(k, v, position, back)
+        k, v = pick(k.flatten(0, 1), index), pick(v.flatten(0, 1), index)
+    return AttentionState(k, v, position, removable)
 
 
 class _SegmentState(NamedTuple):
@@ -239,8 +245,8 @@ class _SegmentState(NamedTuple):
 
 
 class SegmentState(_SegmentState, TensorTuple):
-    """The open segment of MAC: keys and values ``[r C-1 h e]`` of what was retrieved and of the tokens, and how many of
-    them ``[r]`` there are; they stand from the left.
+    """The incomplete segment of MAC: keys and values ``[r C-1 h e]`` of retrieved vectors and of tokens, filled from
+    the left, and the number of tokens in it ``[r]``.
     """
 
     __slots__ = ()
@@ -268,8 +274,8 @@ class SegmentState(_SegmentState, TensorTuple):
 
 
 class SegmentAttention(Heads):
-    """Attention inside a segment of MAC: over persistent tokens, what the memory retrieved, and the segment (eqs
-    22-23).
+    """Attention within a segment of MAC: over persistent tokens, vectors retrieved from the memory, and the segment's
+    tokens (eqs 22-23).
     """
 
     def __init__(self, dim: int, heads: int, segment: int, persistent: int, rotary: float) -> None:
@@ -278,7 +284,7 @@ class SegmentAttention(Heads):
 
     def start(self, rows: int) -> SegmentState:
         like, shape = self.k_proj.weight, (rows, self.segment - 1, self.heads, self.width)
-        # Each its own: files refuse shared tensors.
+        # Four separate tensors: safetensors does not store tensors that share memory.
         none = lambda: torch.zeros(shape, dtype=like.dtype, device=like.device)
         nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         return SegmentState((none(), none()), (none(), none()), nothing)
@@ -291,19 +297,21 @@ class SegmentAttention(Heads):
         opened: list[int],
         offsets: list[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], SegmentState]:
-        """Some tokens of one segment per row, none beyond its end. `opened` is ``state.position`` as numbers."""
+        """Attention of some tokens of one segment per row, none beyond its end. `opened` is ``state.position`` on the
+        host.
+        """
         most, rows = max(opened), len(opened)
-        q, back = to_rows(self.queries(x), offsets)
+        q, index = to_rows(self.queries(x), offsets)
         where = state.position.unsqueeze(-1) + torch.arange(q.shape[1], device=x.device)
-        turn = self.turn(where, q.dtype)
-        q = turn(q)
+        rotary = self.rotary(where, q.dtype)
+        q = rotary(q)
         parts = []
         for source in (retrieved, x):
             if source is None:
                 parts.append((torch.zeros_like(q), torch.zeros_like(q)))
                 continue
-            k, v = (to_rows(y, offsets)[0] for y in self.pairs(source))
-            parts.append((turn(k), v))
+            k, v = (to_rows(y, offsets)[0] for y in self.keys_values(source))
+            parts.append((rotary(k), v))
         joined = [
             tuple(
                 torch.cat([old[:, :most].to(new.dtype), new], 1) for old, new in zip(past, part, strict=True)
@@ -311,19 +319,18 @@ class SegmentAttention(Heads):
             for past, part in zip((state.retrieved, state.tokens), parts, strict=True)
         ]
         seen = joined if retrieved is not None else joined[1:]
-        prefix = self.prefix(q)
+        prefix = self.persistent_keys_values(q)
         keys, values = (prepend(prefix[i], torch.cat([part[i] for part in seen], 1)) for i in (0, 1))
         uniform = offsets is None and len(set(opened)) == 1
         position = state.position[:1] if uniform else state.position
         mask = segment_mask(q.shape[1], most, prefix[0].shape[0], position, retrieved is not None)
-        y = self.out(from_rows(masked_softmax(q, keys, values, mask), back))
+        y = self.project_output(from_rows(masked_softmax(q, keys, values, mask), index))
         counts = [q.shape[1]] * rows if offsets is None else [b - a for a, b in itertools.pairwise(offsets)]
         if all(a + n == self.segment for a, n in zip(opened, counts, strict=True)):  # nothing is left open
             return y, self.start(rows)
-        index = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
+        kept = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
         ends = [
-            tuple(gather_or_zero(x.flatten(0, 1), index).to(self.k_proj.weight.dtype) for x in part)
-            for part in joined
+            tuple(pick(x.flatten(0, 1), kept).to(self.k_proj.weight.dtype) for x in part) for part in joined
         ]
         after = [(a + n) % self.segment for a, n in zip(opened, counts, strict=True)]
         position = with_host_copy(torch.tensor(after, device=x.device), after)
@@ -332,17 +339,18 @@ class SegmentAttention(Heads):
     def whole(
         self, x: Float[Tensor, "b c d"], retrieved: Float[Tensor, "b c d"] | None
     ) -> Float[Tensor, "b c d"]:
-        """`forward` of whole segments, which leave nothing open; something is retrieved."""
+        """`forward` of complete segments, which leave no state. `retrieved` must be given."""
         assert retrieved is not None
         length = x.shape[1]
         q = self.queries(x)
-        k, v = self.pairs(torch.cat([retrieved, x], 1))
-        keys, values = self.behind_prefix(self.turn_from_start(length, k, 2)(k), v)
-        return self.out(whole_attention(self.turn_from_start(length, q)(q), keys, values))
+        k, v = self.keys_values(torch.cat([retrieved, x], 1))
+        keys, values = self.prepend_persistent(self.rotary_from_start(length, k, 2)(k), v)
+        y = whole_segment_attention(self.rotary_from_start(length, q)(q), keys, values)
+        return self.project_output(y)
 
 
 def _open_places(opened: list[int], counts: list[int], most: int, segment: int, length: int) -> Tensor:
-    """Where each row's open segment stands in ``[r most+t]`` laid flat, as ``[r C-1]``; -1 is nowhere."""
+    """Indices ``[r C-1]`` of each row's incomplete segment in the flattened ``[r most+t]``; -1 for empty slots."""
     place = torch.arange(segment - 1)
     before, new = torch.tensor(opened).unsqueeze(-1), torch.tensor(counts).unsqueeze(-1)
     slot = torch.where(place < before, place, most + place - before)

@@ -1,4 +1,4 @@
-"""The short causal convolution, which carries its last inputs from call to call."""
+"""The short causal convolution; its last inputs are its state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from remanence.layers.norm import unit
+from remanence.layers.norm import l2_normalize
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
 from remanence.runtime.module import plain
@@ -19,10 +19,9 @@ from remanence.runtime.state import roll_history
 
 
 class ShortConv(nn.Module):
-    """A causal depthwise convolution over tokens that carries its last inputs from call to call. Kernel 0: nothing
-    happens.
+    """A causal depthwise convolution over tokens, whose last inputs are carried as its state. Kernel 0: the identity.
 
-    `slack` more inputs than the kernel needs are kept, so that as many tokens can be taken back.
+    The state holds `slack` more inputs than the kernel needs, so that up to `slack` tokens can be removed from it.
     """
 
     def __init__(self, width: int, kernel: int, slack: int = 0) -> None:
@@ -46,8 +45,8 @@ class ShortConv(nn.Module):
         past: Float[Tensor, "r past width"],
         offsets: Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t width"], Float[Tensor, "r past width"]]:
-        """`past` are the inputs just before these, zeros at a document's start; packed documents have a row of
-        it each.
+        """The convolution of x, and the new state. `past` has the inputs just before x (zeros at a document's start),
+        one row per document.
         """
         if self.weight is None or x.shape[1] == 0:
             return x, past
@@ -55,13 +54,13 @@ class ShortConv(nn.Module):
         before = past[:, self.history - lead :].to(x.dtype)
         if offsets is None:
             return self._convolve(torch.cat([before, x], 1)), self.advance(x, past, None)
-        # Each document is led by its own past, so that one convolution over the whole row never mixes two of them.
+        # Each document is preceded by its own past, so that one convolution over the whole row never mixes documents.
         pieces = [torch.cat([before[row], x[0, a:b]]) for row, (a, b) in enumerate(pairwise(offsets))]
         kept = [torch.arange(a, b) + lead * row for row, (a, b) in enumerate(pairwise(offsets))]
         y = self._convolve(torch.cat(pieces).unsqueeze(0)).index_select(1, torch.cat(kept).to(x.device))
         return y, self.advance(x, past, offsets)
 
-    def activated(
+    def convolve_heads(
         self,
         x: Float[Tensor, "b t width"],
         past: Float[Tensor, "r past width"],
@@ -70,7 +69,7 @@ class ShortConv(nn.Module):
         *,
         normalize: bool = False,
     ) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "r past width"]]:
-        """`forward`, SiLU, and perhaps `unit`, by heads."""
+        """`forward` and SiLU, split into heads; with `normalize`, every head at unit length."""
         if (
             offsets is None
             and self.weight is not None
@@ -87,7 +86,7 @@ class ShortConv(nn.Module):
             return layer_cpu.short_conv(x, past, self.weight, heads, normalize), self.advance(x, past, None)
         y, past = self(x, past, offsets)
         y = F.silu(y).unflatten(-1, (heads, self.width // heads))
-        return unit(y) if normalize else y, past
+        return l2_normalize(y) if normalize else y, past
 
     def advance(
         self,
@@ -95,7 +94,7 @@ class ShortConv(nn.Module):
         past: Float[Tensor, "r past width"],
         offsets: Sequence[int] | None,
     ) -> Tensor:
-        """Only the inputs to carry on, as `forward` would return them."""
+        """The new state alone, as `forward` returns it."""
         if offsets is None:
             return layer_cpu.roll_history(past, x) if layer_cpu.is_supported(x) else roll_history(past, x)
         return torch.cat(
@@ -103,15 +102,15 @@ class ShortConv(nn.Module):
         )
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """``[b t+kernel-1 width]`` to ``[b t width]``. As a flat image: torch's one-dimensional depthwise backward is
-        2.5 x slower on a CPU.
+        """``[b t+kernel-1 width]`` to ``[b t width]``. By conv2d: the backward pass of torch's depthwise conv1d is 2.5
+        x slower on a CPU.
         """
         assert self.weight is not None
         weight = self.weight.to(x.dtype).flatten(0, -2)[:, None, None]
         if self.weight.dim() == 2:
             return F.conv2d(x.mT.unsqueeze(2), weight, groups=self.width).squeeze(2).mT
         groups = len(self.weight)
-        # Each layer's are its own.
+        # The channels of stacked layers are separate groups.
         channels = x.unflatten(0, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2).unsqueeze(2)
         y = F.conv2d(channels, weight, groups=len(weight)).squeeze(2).unflatten(1, (groups, -1))
         return y.permute(1, 0, 3, 2).flatten(0, 1)

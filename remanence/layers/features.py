@@ -1,4 +1,4 @@
-"""Features of keys: the first layers of a deep memory, which training moves and no text."""
+"""Features of keys: the first layers of a deep memory, which are trained but not updated at test time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from remanence.layers.norm import unit
+from remanence.layers.norm import l2_normalize
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
 from remanence.runtime.module import assign
 
 
 class Features(nn.Module):
-    """Unit keys to unit features of the same width, per head: the slow layers of a deep memory, which training moves
-    and no text.
+    """Maps unit keys to unit features of the same width, per head: the first layers of a deep memory, which are trained
+    but not updated at test time.
 
-    Each layer adds gated features (SwiGLU's, `hidden` of them at length 1, projected back) to what it was given, and
-    brings the sum back to length 1. The way back starts at zero: an untrained deep memory is a matrix.
+    Each layer is residual: ``x <- normalize(x + normalize(SwiGLU(x)) @ down)`` with `hidden` gated features. `down` is
+    initialised to zero, so an untrained deep memory is linear.
     """
 
     def __init__(self, heads: int, width: int, hidden: int, depth: int = 1) -> None:
@@ -54,19 +54,20 @@ class Features(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             for up, down in self.layers:
                 gate, value = (math.sqrt(self.width) * by_heads(x, up)).chunk(2, -1)
-                x = unit(x + by_heads(unit(F.silu(gate) * value), down))
+                x = l2_normalize(x + by_heads(l2_normalize(F.silu(gate) * value), down))
         return x
 
 
 def by_heads(
     x: Float[Tensor, "b t h i"], weight: Tensor, base: Float[Tensor, "b t h o"] | None = None
 ) -> Float[Tensor, "b t h o"]:
-    """Each head times its own matrix ``[h i o]``, added to `base` if given."""
-    if layer.is_supported(x, width=x.shape[-1]) and (base is None or base.dtype == x.dtype):
-        return layer.per_head_matmul(x, weight, base)
+    """The product of each head with its own matrix ``[h i o]``, added to `base` if given."""
+    if layer.fits(x, width=x.shape[-1]) and (base is None or base.dtype == x.dtype):
+        return layer.by_heads(x, weight, base)
     weight = weight.to(x.dtype)
     if weight.dim() == 3:
-        # Flattened and back, so that its gradient has its strides with a single head, too: DDP warns of others.
+        # Flattened and unflattened, so that its gradient has the same strides with a single head, too: DDP warns
+        # otherwise.
         weight = weight.flatten(0, 1).unflatten(0, weight.shape[:2])
         y = torch.einsum("bthi,hio->btho", x, weight)
     else:

@@ -1,4 +1,4 @@
-"""The feed-forward net of a layer."""
+"""The feed-forward layer of a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remanence.runtime.module import Module
 
 
 class SwiGLU(Module):
-    """The feed-forward layer: two projections up, one through SiLU as the other's gate, and one down."""
+    """The SwiGLU feed-forward layer: ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A memory's gates: step size, momentum and forgetting."""
+"""Gates of a memory: step size, momentum and forgetting."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from remanence.layers.linear import shared
+from remanence.layers.linear import broadcast_stacked
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
 from remanence.runtime.module import assign, plain
 
 
 class GateProjection(nn.Module):
-    """Several gates per head as logits of the input, float32 (or float64) whatever the rest runs in.
+    """The logits of several gates per head, a linear function of the input. Always float32 (or float64).
 
-    The input counts at unit mean square: a large one must not slam every gate open or shut, where a memory runs away.
-    Not an nn.Linear on purpose: initialisers that zero every Linear's bias (Hugging Face's does) would open a memory's
-    gates.
+    The input is scaled to unit mean square: large inputs would saturate the gates, and the memory could diverge. Not an
+    nn.Linear, because initialisers that zero the bias of every Linear (as Hugging Face's does) would open the gates.
     """
 
     def __init__(self, dim: int, heads: int, biases: Sequence[float]) -> None:
@@ -45,13 +44,16 @@ class GateProjection(nn.Module):
                 products = torch.einsum("gbtd,god->gbto", parts, self.weight.to(wide.dtype))
                 logits = products.flatten(0, 1) * scale
                 logits = (
-                    logits.unflatten(0, (len(self.bias), -1)) + shared(self.bias.to(wide.dtype), 1, wide)
+                    logits.unflatten(0, (len(self.bias), -1))
+                    + broadcast_stacked(self.bias.to(wide.dtype), 1, wide)
                 ).flatten(0, 1)
         return logits.unflatten(-1, (len(self.biases), self.heads)).unbind(-2)
 
-    def logs(self, x: Float[Tensor, "b t d"], flipped: Sequence[bool]) -> tuple[Float[Tensor, "b t h"], ...]:
-        """Log sigmoid of each gate's logits, of their negatives where flipped."""
-        if layer.is_supported(x, gates=self.bias.shape[-1]) and plain(self, GateProjection):
+    def log_sigmoids(
+        self, x: Float[Tensor, "b t d"], flipped: Sequence[bool]
+    ) -> tuple[Float[Tensor, "b t h"], ...]:
+        """The log of each gate's sigmoid, or of one minus the sigmoid where `flipped`."""
+        if layer.fits(x, gates=self.bias.shape[-1]) and plain(self, GateProjection):
             return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
         if layer_cpu.is_supported(x) and plain(self, GateProjection):
             return layer_cpu.log_gates(x, self.weight, self.bias, self.heads, flipped)

@@ -1,21 +1,21 @@
-"""Projections: of one layer, or of several layers at once, whose gradients are added up inside the products."""
+"""Linear projections: of one layer, or of several stacked layers, whose gradients are accumulated inside the matmul."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from remanence.runtime.module import plain
 
 
-def operand(x: Tensor) -> torch.dtype:
-    """x's dtype as autocast's products take it: what is cast once for all of them is not cast by autocast for each, and
-    back.
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matmul of x runs under autocast. An x that is cast to it once is not cast again by every
+    matmul.
     """
     device = x.device.type
     return (
@@ -26,8 +26,8 @@ def operand(x: Tensor) -> torch.dtype:
 
 
 class StackedWeight(Tensor):
-    """Several layers' weights ``[n outputs inputs]`` whose gradients are added to the tensor that `gradient_sum` gives;
-    autograd gets none. Whatever is computed from it is a plain tensor.
+    """Stacked weights of several layers ``[n outputs inputs]``. Their gradients are added to the tensor that
+    `gradient_sum` returns, and autograd gets none. Results of operations on it are plain tensors.
     """
 
     gradient_sum: Callable[[], Tensor]
@@ -41,7 +41,7 @@ class StackedWeight(Tensor):
 
 
 class Linear(nn.Linear):
-    """A projection without a bias."""
+    """A linear projection without bias, of one layer or of several stacked layers."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -50,37 +50,48 @@ class Linear(nn.Linear):
         if self.weight.dim() == 2:
             return F.linear(x, self.weight)
         if isinstance(self.weight, StackedWeight) and torch.is_grad_enabled():
-            return _projected(x, self)[0]
+            return _project_fused(x, self)[0]
         stacked = x.reshape(len(self.weight), -1, x.shape[-1])
         return torch.bmm(stacked, self.weight.mT).view(*x.shape[:-1], self.out_features)
 
 
 def project(x: Float[Tensor, "b t d"], *projections: Linear) -> tuple[Tensor, ...]:
-    """Several projections of the same x. On a GPU their gradients are added up inside the products, not by other
-    kernels.
+    """Several projections of the same x. On a GPU, the gradients of x are accumulated inside the matmuls and not by
+    separate kernels.
     """
     if len(projections) < 2 or not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tuple(projection(x) for projection in projections)
     if not all(plain(projection, Linear) for projection in projections):
         return tuple(projection(x) for projection in projections)
-    return _projected(x, *projections)
+    return _project_fused(x, *projections)
 
 
-def _projected(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
-    dtype = operand(x)
+def _project_fused(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
+    dtype = matmul_dtype(x)
     weights = [projection.weight for projection in projections]
     sums = tuple(weight.gradient_sum if isinstance(weight, StackedWeight) else None for weight in weights)
-    return _Projected.apply(x.to(dtype), sums, *[weight.to(dtype) for weight in weights])
+    return _FusedProjection.apply(x.to(dtype), sums, *[weight.to(dtype) for weight in weights])
 
 
-class _Projected(torch.autograd.Function):
-    """The gradients of a `StackedWeight` are added to its sum, and autograd gets none. On a GPU that is part of the
-    product, so that each step's gradient is neither rounded nor written and read again.
+class _ProjectionContext(FunctionCtx):
+    """What the forward pass of `_FusedProjection` keeps for the backward pass."""
+
+    sums: tuple[Callable[[], Tensor] | None, ...]
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _FusedProjection(torch.autograd.Function):
+    """Projections that add the gradient of a `StackedWeight` to its sum; autograd gets none. On a GPU, the matmul
+    itself adds, so that the gradient of a step is neither rounded nor written to memory and read again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sums: tuple[Callable[[], Tensor] | None, ...], *weights: Tensor
+        ctx: _ProjectionContext,
+        x: Tensor,
+        sums: tuple[Callable[[], Tensor] | None, ...],
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.sums = sums
@@ -94,7 +105,7 @@ class _Projected(torch.autograd.Function):
             )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: _ProjectionContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         inputs, total = _stacked(x, weights[0]), None
         found: list[Tensor | None] = []
@@ -106,7 +117,7 @@ class _Projected(torch.autograd.Function):
             g = _stacked(grad, weight)
             if wants_this and gradient_sum is None:
                 found[-1] = g.mT @ inputs
-            elif wants_this:
+            elif wants_this and gradient_sum is not None:
                 _add_products(gradient_sum(), g.mT, inputs)
             if not wanted:
                 continue
@@ -120,8 +131,8 @@ class _Projected(torch.autograd.Function):
 
 
 def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, ``[n i o]`` each; on a GPU without a rounding in between, as the product itself adds in
-    float32.
+    """``total += a @ b``, ``[n i o]`` each. On a GPU the product is accumulated in float32 without rounding it
+    first.
     """
     if total.dtype == a.dtype:
         total.baddbmm_(a, b)
@@ -132,13 +143,13 @@ def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _stacked(x: Tensor, weight: Tensor) -> Tensor:
-    """Tokens ``[b*t d]`` for a plain weight, ``[n b*t d]`` for several layers'."""
+    """x as a matrix of tokens: ``[b*t d]`` for the weight of one layer, ``[n b*t d]`` for stacked weights."""
     return x.reshape(*weight.shape[:-2], -1, x.shape[-1])
 
 
-def shared(weight: Tensor, plain: int, x: Tensor) -> Tensor:
-    """A weight of `plain` axes as it is, or several layers' so shaped that each meets its own share of x's rows, once
-    x's first axis is split into shares.
+def broadcast_stacked(weight: Tensor, plain: int, x: Tensor) -> Tensor:
+    """A weight of `plain` axes unchanged, or the stacked weights of several layers in a shape that broadcasts over x
+    when the first axis of x is split by layers.
     """
     return (
         weight

@@ -1,5 +1,5 @@
-"""Who sees whom in attention. The masks are drawn beside the functions that make them (``#`` is seen, ``.`` is not; a
-row is a query, a column a key), and the tests compare them with the drawings.
+"""Attention masks. Each docstring shows the mask that its function makes (``#``: attended, ``.``: masked; rows are
+queries, columns are keys), and the tests compare the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from remanence.runtime.cache import cached_by_size
 def causal_mask(
     queries: int, cached: int, prefix: int, position: Int[Tensor, " r"], window: int | None = None
 ) -> Bool[Tensor, "r queries keys"]:
-    """Persistent tokens, then a cache whose newest entry stands last, then the call's own tokens.
+    """Causal mask over persistent tokens, a cache whose newest entry is last, and the tokens of the call.
 
     Three queries, a window of three, two persistent tokens and a cache of four in which two tokens have been read so
     far::
@@ -36,7 +36,7 @@ def causal_mask(
 def band_mask(
     queries: int, window: int, prefix: int, device: torch.device | None = None
 ) -> Bool[Tensor, "queries keys"]:
-    """A block of queries in the middle of a long text: every one has a whole window of keys, its own last.
+    """Mask of a block of queries in the middle of a long text: each has a full window of keys, its own last.
 
     Three queries, a window of three, one persistent token::
 
@@ -54,12 +54,13 @@ def band_mask(
 def segment_mask(
     queries: int, opened: int, prefix: int, position: Int[Tensor, " r"], retrieved: bool = True
 ) -> Bool[Tensor, "r queries keys"]:
-    """MAC's segment (eq. 22): persistent tokens, what the memory answered to each token, the tokens themselves.
+    """Mask within MAC's segment (eq. 22): persistent tokens, the vector retrieved for each token, the tokens.
 
-    Token i sees answer j and token j for j <= i only: answer j was asked by token j, so a later one would tell the
-    future. The state holds the first `opened` places of the segment, of which each row has read its own `position`.
+    Token i attends to retrieved vector j and token j for j <= i only: vector j was retrieved with token j as the query,
+    so a later one would leak the future. The state holds the first `opened` positions of the segment, of which each row
+    has read `position`.
 
-    Two queries behind two places of which one has been read, one persistent token::
+    Two queries after two cached positions of which one has been read, one persistent token::
 
         p   h h h h   x x x x
         #   # . # .   # . # .
@@ -73,6 +74,6 @@ def segment_mask(
 
 
 @cached_by_size
-def whole_mask(length: int, prefix: int, device: torch.device) -> Bool[Tensor, "1 length keys"]:
+def whole_segment_mask(length: int, prefix: int, device: torch.device) -> Bool[Tensor, "1 length keys"]:
     """`segment_mask` of a segment read at once."""
     return segment_mask(length, 0, prefix, torch.zeros(1, dtype=torch.int64, device=device))

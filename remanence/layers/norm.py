@@ -1,4 +1,4 @@
-"""RMSNorm, and vectors of unit length."""
+"""RMSNorm and L2 normalisation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from remanence.layers.linear import shared
+from remanence.layers.linear import broadcast_stacked
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
 from remanence.runtime.module import plain
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit mean square over the last axis, with a learned gain."""
+    """Root mean square normalisation over the last axis, with a learned gain."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -28,29 +28,29 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "... width"], dtype: torch.dtype | None = None
     ) -> Float[Tensor, "... width"]:
-        """In x's dtype, or another."""
+        """Normalised x, in its own dtype or the given one."""
         dtype = dtype or x.dtype
         if layer.is_supported(x, channels=self.width):
             return layer.rms_norm(x, self.weight, self.eps, dtype)
         if self.weight.dim() == 1:
             return F.rms_norm(x, (self.width,), self.weight.to(x.dtype), self.eps).to(dtype)
         parts = F.rms_norm(x, (self.width,), None, self.eps).unflatten(0, (len(self.weight), -1))
-        return (parts * shared(self.weight.to(x.dtype), 1, x)).flatten(0, 1).to(dtype)
+        return (parts * broadcast_stacked(self.weight.to(x.dtype), 1, x)).flatten(0, 1).to(dtype)
 
-    def gated(
+    def normalize_gated(
         self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t inner"]:
-        """Per head, times SiLU of a gate."""
-        if layer.is_supported(x, width=self.width) and layer.is_supported(gate) and plain(self, RMSNorm):
+        """x normalised per head, times SiLU of a gate; heads are concatenated."""
+        if layer.fits(x, width=self.width) and layer.fits(gate) and plain(self, RMSNorm):
             return layer.gated_norm(x, gate, self.weight, self.eps)
         if layer_cpu.is_supported(x) and plain(self, RMSNorm):
             return layer_cpu.gated_norm(x, gate, self.weight, self.eps)
         return self(x).flatten(-2) * F.silu(gate)
 
 
-def unit(x: Tensor) -> Tensor:
-    """x at length 1 over its last axis; computed in float32 at least, returned in x's dtype. Below 1e-6 it fades to
-    zero.
+def l2_normalize(x: Tensor) -> Tensor:
+    """x divided by its L2 norm over the last axis, computed in at least float32 and returned in x's dtype. Vectors
+    shorter than about 1e-6 stay shorter than 1.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-12)).to(x.dtype)

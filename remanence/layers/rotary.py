@@ -1,4 +1,4 @@
-"""Rotary positions."""
+"""Rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from remanence.runtime.cache import cached_by_size
 
 
 class Rotary:
-    """Turns each pair of channels of ``[r t h e]`` by its token's position. Angles in float64: in float32 they are off
-    by 0.04 at two million.
+    """Rotates each pair of channels of ``[r t h e]`` by an angle proportional to the token's position. Angles are
+    computed in float64: in float32 they are off by 0.04 at position two million.
     """
 
     def __init__(self, position: Int[Tensor, "#r t"], width: int, base: float, dtype: torch.dtype) -> None:
@@ -29,11 +29,11 @@ class Rotary:
 
 
 @cached_by_size
-def from_start(
-    length: int, times: int, width: int, base: float, dtype: torch.dtype, device: torch.device
+def rotary_from_start(
+    length: int, repeats: int, width: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
-    """`Rotary` of the positions 0 to length - 1, so many times over; made once for all layers and calls that begin
-    there.
+    """`Rotary` of the positions 0 to length - 1, concatenated `repeats` times. Cached: all layers and calls that start
+    at position 0 share it.
     """
-    position = torch.arange(length, device=device).repeat(times).unsqueeze(0)
+    position = torch.arange(length, device=device).repeat(repeats).unsqueeze(0)
     return Rotary(position, width, base, dtype)

@@ -1,25 +1,48 @@
-"""Softmax attention as functions: full, sliding, and over MAC's whole segments; on a GPU by FlexAttention."""
+"""Softmax attention as functions: full, sliding-window, and over complete segments of MAC; on a GPU by
+FlexAttention.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from remanence.layers.masks import band_mask, causal_mask, whole_mask
+from remanence.layers.masks import band_mask, causal_mask, whole_segment_mask
 from remanence.runtime.positions import host_copy
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""FlexAttention's `score_mod`: score, row, head, query and key to the changed score."""
+
+
+class FlexAttention(Protocol):
+    """Compiled FlexAttention on ``[r h t e]``: the output, and the log-sum-exp if it is requested."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        score: ScoreMod | None,
+        lse: bool = False,
+        /,
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 def masked_softmax(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, lse: bool = False
 ) -> Tensor:
-    """SDPA on ``[r t h e]``; a mask is ``[r or 1, queries, keys]``. With `lse` the log-sum-exp stands behind the
-    output, as one more number of every head, and both are float32 at least.
+    """Scaled dot-product attention on ``[r t h e]``, with a mask ``[r or 1, queries, keys]``. With `lse`, the
+    log-sum-exp is appended to the output of every head, and both are at least float32.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if mask is None else mask.unsqueeze(1)
@@ -35,8 +58,8 @@ def masked_softmax(
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, position: Tensor | None) -> Tensor:
-    """Queries ``[r t h e]`` over a cache and their own tokens ``[r s+t h e]``; position None says that nothing is
-    cached.
+    """Causal attention of queries ``[r t h e]`` over a cache and their own tokens ``[r s+t h e]``. With position None,
+    the cache is empty.
     """
     if position is None:
         return masked_softmax(q, k, v, None, causal=True)
@@ -52,10 +75,10 @@ def sliding_attention(
     position: Int[Tensor, " r"] | None,
     lse: bool = False,
 ) -> Float[Tensor, "r t h e"]:
-    """Each query over the persistent keys ``[p h e]`` and a window of keys, itself included; cost grows with t, not
-    with t^2.
+    """Attention of each query over the persistent keys ``[p h e]`` and a window of keys that ends with its own. The
+    cost is linear in t.
 
-    A long call is cut into blocks of queries, each of which meets only the keys in its reach::
+    A long call is split into blocks of queries, each of which is multiplied only with the keys in its window::
 
         keys     [ window - 1 | block ]
                      [ window - 1 | block ]
@@ -65,7 +88,7 @@ def sliding_attention(
     persistent = prefix[0].shape[0]
     block = max(window // 2, 16)
     if q.is_cuda and q.dtype != torch.float64 and queries > block and q.shape[-1] >= 16:
-        return flexible_attention(q, k, v, prefix, window, position, lse)
+        return flex_sliding_attention(q, k, v, prefix, window, position, lse)
     if position is None:
         position = torch.zeros(1, dtype=torch.int64, device=q.device)
     reach = window - 1
@@ -77,11 +100,11 @@ def sliding_attention(
     blocks = -(-queries // block)
     missing = blocks * block - queries
     q = F.pad(q, (0, 0, 0, 0, 0, missing)).reshape(rows, blocks, block, *q.shape[2:])
-    left = reach - cached  # negative: a cache may hold more than the window reaches
+    left = reach - cached  # negative if the cache is longer than the window
     k, v = (
         F.pad(x, (0, 0, 0, 0, left, missing)).unfold(1, block + reach, block).movedim(-1, 2) for x in (k, v)
     )
-    # Only the first blocks reach back to before the call, where a row may not have read a whole window yet.
+    # Only the first blocks see cached keys, and a row may have read less than a window of them.
     edge = min(blocks, -(-reach // block)) if reach else 0
     band = band_mask(block, window, persistent, q.device).unsqueeze(0)
     key = (
@@ -102,7 +125,7 @@ def sliding_attention(
     return torch.cat(pieces, 1).flatten(1, 2)[:, :queries]
 
 
-def flexible_attention(
+def flex_sliding_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -111,97 +134,104 @@ def flexible_attention(
     position: Tensor | None = None,
     lse: bool = False,
 ) -> Tensor:
-    """The same by FlexAttention, for a document from its start (position None) and for one that goes on. On an H200,
-    with a window of 2,048 tokens and 128 persistent ones, forward and backward take 3.8 ms where the blocks take 13.9
-    (8 x 4,096 tokens, 16 heads), and 6.3 where they take 12.5 (1 x 32,768). Compiled when first used.
+    """`sliding_attention` by FlexAttention, from a document's start (position None) or continued; compiled on first
+    use.
+
+    On an H200, with a window of 2,048 tokens and 128 persistent tokens, forward and backward take 3.8 ms instead of
+    13.9 ms (8 x 4,096 tokens, 16 heads), and 6.3 ms instead of 12.5 ms (1 x 32,768).
     """
     cached = k.shape[1] - q.shape[1]
-    # What a query can reach, in whole blocks: cut elsewhere, more of them are mixed.
+    # The cache is cut at a multiple of the block size: otherwise more blocks would be partly masked.
     reached = -(-(window - 1) // BLOCK) * BLOCK
     if cached > reached:
         k, v = (x[:, cached - reached :] for x in (k, v))
         cached = reached
     keys, values = (prepend(p, x).transpose(1, 2) for p, x in zip(prefix, (k, v), strict=True))
-    mask = _flexible_mask(q.shape[1], cached, window, prefix[0].shape[0], q.device)
+    mask = _sliding_block_mask(q.shape[1], cached, window, prefix[0].shape[0], q.device)
     known = None if position is None else host_copy(position)
     score = None
     if position is not None and (known is None or min(known) < min(cached, window - 1)):
-        # Rows that have not read a whole window yet: what stands before their start is nothing.
-        score = _from(
+        # Rows that have read less than a window: the cache before their start is empty.
+        score = _mask_before(
             prefix[0].shape[0], (prefix[0].shape[0] + cached - position).clamp(min=prefix[0].shape[0])
         )
     grads = q.requires_grad, keys.requires_grad, values.requires_grad
-    built = (*q.shape, q.dtype, cached, window, prefix[0].shape[0], score is None, lse, grads)
-    y, total = _flex(built, q.device)(q.transpose(1, 2), keys, values, mask, score, lse)
+    shape = (*q.shape, q.dtype, cached, window, prefix[0].shape[0], score is None, lse, grads)
+    y, total = _flex_for_shape(shape, q.device)(q.transpose(1, 2), keys, values, mask, score, lse)
     return (y if total is None else torch.cat([y.float(), total.unsqueeze(-1)], -1)).transpose(1, 2)
 
 
-def _from(prefix: int, first: Tensor) -> Callable[..., Tensor]:
-    """Scores of keys behind the persistent ones from each row's `first` ``[r]`` on."""
+def _mask_before(prefix: int, first: Tensor) -> ScoreMod:
+    """A `score_mod` that masks the keys between the persistent keys and each row's `first` ``[r]``."""
 
-    def begun(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def score_mod(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.where((key < prefix) | (key >= first[row]), score, -float("inf"))
 
-    return begun
+    return score_mod
 
 
 BLOCK = 128
-"""Keys that FlexAttention skips, or reads without a look at the mask, together."""
+"""Block size of FlexAttention in keys: a block is skipped, or computed without the mask, as a whole."""
 
-FIXED = 6
-"""Shapes of calls that FlexAttention is compiled for one by one; those that come after them share a build that is good
-for any, but slower (on an H200 96 ms where 68 ms were for the layers of a 340m MAG).
+STATIC_SHAPES = 6
+"""Number of call shapes for which FlexAttention is compiled separately. Later shapes share a kernel with dynamic
+shapes, which is slower (on an H200 96 ms instead of 68 ms for the layers of a 340m MAG).
 """
 
-BUILDS = 64
-"""How often torch may build a function anew. By itself it does so eight times, and then runs FlexAttention as it is
-written: with all scores at once, 18 GiB for two rows of 16K tokens.
+RECOMPILE_LIMIT = 64
+"""How often torch may recompile a function. With the default of eight it then runs FlexAttention uncompiled: with all
+scores in memory, 18 GiB for two rows of 16K tokens.
 """
 
-_fixed: set[tuple[Any, ...]] = set()
+_static_shapes: set[tuple[object, ...]] = set()
 
 
-def _flex(shape: tuple[Any, ...], device: torch.device) -> Callable[..., Any]:
+def _flex_for_shape(shape: tuple[object, ...], device: torch.device) -> FlexAttention:
+    """FlexAttention compiled for this shape, or with dynamic shapes if there are too many."""
     key = (*shape, device, torch.is_grad_enabled())
-    if key not in _fixed and len(_fixed) < FIXED:
-        _fixed.add(key)
-    return _compiled_flex("fixed" if key in _fixed else "windows")
+    if key not in _static_shapes and len(_static_shapes) < STATIC_SHAPES:
+        _static_shapes.add(key)
+    return _compiled_flex("fixed" if key in _static_shapes else "windows")
 
 
 @cache
-def _compiled_flex(kind: str) -> Callable[..., Any]:
+def _compiled_flex(kind: str) -> FlexAttention:
     from torch.nn.attention.flex_attention import flex_attention
 
-    def attended(q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, lse: bool) -> Any:
-        """The output, and the log-sum-exp if it is wanted."""
+    Result = tuple[Tensor, Tensor | None]
+    Score = ScoreMod | None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, score: Score, lse: bool) -> Result:
         if not lse:
             return flex_attention(q, k, v, score_mod=score, block_mask=mask), None
         return flex_attention(q, k, v, score_mod=score, block_mask=mask, return_lse=True)
 
-    # Each kind has a function of its own: torch remembers of a function that its shapes change.
-    def fixed(q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, lse: bool = False) -> Any:
-        return attended(q, k, v, mask, score, lse)
+    # A separate function for each kind: torch decides per function whether its shapes are dynamic.
+    def fixed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, score: Score, lse: bool = False) -> Result:
+        return attend(q, k, v, mask, score, lse)
 
-    def windows(q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, lse: bool = False) -> Any:
-        return attended(q, k, v, mask, score, lse)
+    def windows(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, score: Score, lse: bool = False) -> Result:
+        return attend(q, k, v, mask, score, lse)
 
-    def segments(q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, lse: bool = False) -> Any:
-        return attended(q, k, v, mask, score, lse)
+    def segments(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, score: Score, lse: bool = False) -> Result:
+        return attend(q, k, v, mask, score, lse)
 
     compiled = torch.compile(
         {"fixed": fixed, "windows": windows, "segments": segments}[kind],
         dynamic=False if kind == "fixed" else None,
     )
 
-    def called(*args: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=BUILDS):
-            return compiled(*args)
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, score: Score, lse: bool = False) -> Result:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            return compiled(q, k, v, mask, score, lse)
 
-    return called
+    return call
 
 
 @lru_cache(maxsize=16)
-def _flexible_mask(queries: int, cached: int, window: int, prefix: int, device: torch.device) -> Any:
+def _sliding_block_mask(
+    queries: int, cached: int, window: int, prefix: int, device: torch.device
+) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -212,8 +242,8 @@ def _flexible_mask(queries: int, cached: int, window: int, prefix: int, device: 
 
 
 def prepend(prefix: Tensor, x: Tensor) -> Tensor:
-    """Persistent entries ``[p h e]`` in front of every row of ``[r s h e]``; several layers' ``[n p h e]``, each its
-    rows'.
+    """Persistent entries ``[p h e]`` in front of every row of ``[r s h e]``; those of stacked layers ``[n p h e]`` in
+    front of their layer's rows.
     """
     if not prefix.shape[-3]:
         return x
@@ -223,23 +253,23 @@ def prepend(prefix: Tensor, x: Tensor) -> Tensor:
     return torch.cat([prefix.unsqueeze(1).expand(-1, rows, -1, -1, -1).flatten(0, 1), x], 1)
 
 
-def whole_attention(
+def whole_segment_attention(
     q: Float[Tensor, "r c h e"], k: Float[Tensor, "r keys h e"], v: Float[Tensor, "r keys h e"]
 ) -> Tensor:
-    """Of whole segments: keys are persistent ones, then what each token retrieved, then the tokens. Half of the scores
-    are of what no query sees: on a GPU they are skipped (39 ms of a 340m MAC's step on an H200, where torch's with a
-    mask takes 50).
+    """Attention within complete segments of MAC. Keys are those of persistent tokens, then of retrieved vectors, then
+    of the tokens. Half of the scores are masked: on a GPU these blocks are skipped (39 ms of a 340m MAC's step on an
+    H200, instead of 50 ms with torch's masked attention).
     """
     length, prefix = q.shape[1], k.shape[1] - 2 * q.shape[1]
     if not (q.is_cuda and q.dtype != torch.float64 and length >= 128 and q.shape[-1] >= 16):
-        return masked_softmax(q, k, v, whole_mask(length, prefix, q.device))
-    mask = _segment_blocks(length, prefix, q.device)
-    y, _ = _compiled_flex("segments")(*(x.transpose(1, 2) for x in (q, k, v)), mask, None)
+        return masked_softmax(q, k, v, whole_segment_mask(length, prefix, q.device))
+    mask = _segment_block_mask(length, prefix, q.device)
+    y, _ = _compiled_flex("segments")(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, None)
     return y.transpose(1, 2)
 
 
 @lru_cache(maxsize=16)
-def _segment_blocks(length: int, prefix: int, device: torch.device) -> Any:
+def _segment_block_mask(length: int, prefix: int, device: torch.device) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from remanence.inference.reader import PIECE, token_pieces
 from remanence.inference.session import Session
 from remanence.inference.threads import threads_for
-from remanence.layers import unit
+from remanence.layers import l2_normalize
 from remanence.memory.neural import NeuralMemory
 from remanence.memory.observation import observing_memories
 from remanence.mixers import MemoryTrace
@@ -236,8 +236,8 @@ class ValueHistory:
         """The distances and cosines of the best matches of each prediction among earlier values; `values` are then
         appended to the history.
         """
-        both = torch.cat([self.values, unit(values.float()).transpose(0, 1)], 1)
-        found = nearest_values(unit(predictions.float()).transpose(0, 1), both, self.reach)
+        both = torch.cat([self.values, l2_normalize(values.float()).transpose(0, 1)], 1)
+        found = nearest_values(l2_normalize(predictions.float()).transpose(0, 1), both, self.reach)
         self.values = both[:, -self.reach :]
         return found
 

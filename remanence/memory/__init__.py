@@ -1,1 +1,1 @@
-"""Memories as layers."""
+"""Memory layers: the neural memory of Titans, and the kNN memory of the Memorizing Transformer."""

@@ -13,30 +13,30 @@ from remanence.ops import MLP, NETS, RULES, Deep, Gates, Net, Rule
 from remanence.ops.rules import is_linear
 from remanence.runtime.choices import check_choice
 
-SHUT = -200.0
-"""The log of a gate that is shut: its exponential is 0 in float32, and the log is still a number to compute with."""
+CLOSED_LOG_GATE = -200.0
+"""The log of a closed gate: finite, and its exponential is 0 in float32."""
 
 LARGEST_INPUT = 1e6
-"""The range of a layer's input. Values are written at the input's scale: far beyond it, one token's would hide all
-others in float32.
+"""The largest absolute value of a layer's input. Values are stored at the scale of the input: beyond this, one token
+could make all others vanish in float32.
 """
 
 
 def resolve_net(config: MemoryConfig) -> Net | Deep:
-    """The entry of NETS that a configuration names, with its changes."""
+    """The entry of NETS that a configuration names, with the configuration's changes to it."""
     check_choice("net", config.net, NETS)
     net = NETS[config.net]
-    own = [field.name for field in fields(net)] if is_dataclass(net) else []
+    names = [field.name for field in fields(net)] if is_dataclass(net) else []
     changes = {name: getattr(config, name) for name in ("depth", "expansion", "activation", "bias")}
     changes = {name: value for name, value in changes.items() if value is not None}
     for name, value in changes.items():
-        if name not in own:
+        if name not in names:
             raise ValueError(f"{name}: expected None, as the net {config.net!r} has no {name}, got {value!r}")
     return replace(net, **changes) if changes else net
 
 
 def resolve_rule(config: MemoryConfig, net: Net) -> Rule:
-    """The entry of RULES that a configuration names; token-exact where that costs nothing."""
+    """The entry of RULES that a configuration names. By default it is token-exact where that has no extra cost."""
     check_choice("rule", config.rule, RULES)
     rule = RULES[config.rule]
     if not is_linear(rule):
@@ -56,14 +56,14 @@ def resolve_rule(config: MemoryConfig, net: Net) -> Rule:
 
 
 class InitialMemory(nn.Module):
-    """The learned weights every document's memory starts from, per head; of a deep memory, those that stand beside what
-    is written and are never forgotten. A module of its own, so that it can be reset as one.
+    """The learned initial weights of the memory, per head. For a deep memory: weights whose output is added to that of
+    the updated weights, and which the forget gate does not affect. A separate module, so that it can be reset alone.
     """
 
     def __init__(self, net: Net, heads: int, width: int) -> None:
         super().__init__()
-        # In a tuple, so that a net that is a module is not registered here too.
-        self._made_by = (
+        # In a tuple, so that a net that is itself a module is not registered as a submodule.
+        self._init_args = (
             net,
             heads,
             width,
@@ -73,8 +73,8 @@ class InitialMemory(nn.Module):
             self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
 
     def _draw(self, meta: bool = False) -> tuple[Tensor, ...]:
-        net, heads, width = self._made_by
-        with torch.device("meta" if meta else "cpu"):  # the same numbers on every device
+        net, heads, width = self._init_args
+        with torch.device("meta" if meta else "cpu"):  # the same random numbers on every device
             return net.init(heads, width)
 
     def reset_parameters(self) -> None:
@@ -82,22 +82,22 @@ class InitialMemory(nn.Module):
             assign(parameter, weight)
 
 
-def threshold(gates: Gates, least: float) -> Gates:
-    """Gates of a memory that passes over tokens whose step is at most `least`: nothing written, nothing forgotten."""
+def apply_threshold(gates: Gates, least: float) -> Gates:
+    """Gates of a memory that skips tokens whose step size is at most `least`: nothing is written or forgotten."""
     above = gates.log_step.exp() - least
     written = above > 0
-    # Where nothing is written, log and its gradient are not asked.
+    # Where nothing is written, 1 replaces the argument of the log, whose gradient would be NaN.
     share = above.where(written, 1.0) / (1 - least)
     keep = gates.log_keep
     return Gates(
-        share.log().where(written, SHUT),
+        share.log().where(written, CLOSED_LOG_GATE),
         gates.log_momentum,
         None if keep is None else (keep * share).where(written, 0.0),
     )
 
 
 def check_input(x: Tensor, dim: int, dtype: torch.dtype, *, values: bool) -> None:
-    """Check the shape and dtype of a layer's input, and with `values`, on a CPU, its numbers."""
+    """Check the shape and dtype of a layer's input and, with `values` and on a CPU, that it is finite and in range."""
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
         got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x: expected a floating-point tensor [batch, tokens, {dim}], got {got}")

@@ -1,79 +1,95 @@
-"""Approximate search by faiss's inverted files, for stores too large to be searched exactly; an extra.
+"""Approximate search with faiss's inverted file index (IVF), for stores too large for exact search. Extra `knn`.
 
-An index is made from the state and only ever points into it: scores, positions and limits are the state's own, so that
-a stale index can miss an entry but never return a wrong one. What was written since the index was made is searched
-exactly.
+An index is built from the state and holds only slots of it: scores, positions and limits are computed from the state,
+so that a stale index can miss an entry but never return a wrong one. Entries written since the index was built are
+searched exactly.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from remanence.memory.search import Found, best, check, exact
+from remanence.memory.search import SearchResult, check_search, exact, top_k
 from remanence.memory.store import StoreState
 
 log = logging.getLogger(__name__)
 
-SMALLEST = 2**14
-"""Entries below which exact search takes about as long, and finds all."""
-SAMPLED = 32
-"""Queries on which a new index is compared with exact search."""
+MIN_ENTRIES = 2**14
+"""Number of entries below which exact search is about as fast."""
+SAMPLED_QUERIES = 32
+"""Number of queries on which a new index is compared with exact search."""
 
 
-class _Indexed(NamedTuple):
+class _Index(Protocol):
+    """An index of faiss: the scores and ids of the k best entries for each query."""
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class _RowIndex(NamedTuple):
+    """The indices of one row.
+
+    position
+        The position in each slot when the indices were built, ``[size]``.
+    heads
+        One index per head.
+    sample, keys
+        Some slots and their keys, compared to notice that the row now has the store of another document.
+    """
+
     position: Tensor
-    """What stood in each slot when the index was made, ``[size]``."""
-    heads: list[Any]
+    heads: list[_Index]
     sample: Tensor
-    """Slots whose keys are compared, to know another document's store from this one, and their keys."""
     keys: Tensor
 
 
-class InvertedFile:
-    """A search with one index per row and head, each made anew when a quarter of its entries have changed.
+class IvfSearch:
+    """A search with one index per row and head, rebuilt when a quarter of its entries have changed.
 
     Attributes:
-        probes: share of an index's cells that a query looks into.
-        recall: share of exact search's entries that were found, on queries sampled when an index was last made;
-            None before.
+        probes: fraction of the cells of an index that a query searches.
+        recall: fraction of the entries of exact search that were found, on queries sampled when an index was last
+            built; None before.
     """
 
     def __init__(self, probes: float = 1 / 16) -> None:
         self.probes = probes
-        self._rows: dict[int, _Indexed] = {}
+        self._rows: dict[int, _RowIndex] = {}
         self.recall: float | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copied or sent elsewhere without its indices, which are made anew from the state."""
+    def __getstate__(self) -> dict[str, object]:
+        """Copies and pickles have no indices: they are rebuilt from the state."""
         return {"probes": self.probes, "_rows": {}, "recall": self.recall}
 
     @torch.no_grad()
     def __call__(
         self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
-    ) -> Found:
-        check(q, state, k, limit)
+    ) -> SearchResult:
+        check_search(q, state, k, limit)
         _faiss()
-        made = [row for row in range(len(q)) if self._refresh(row, state)]
+        built = [row for row in range(len(q)) if self._refresh(row, state)]
         found = self._search(q, state, k, limit)
-        if made and q.shape[1]:
-            self._measure(q, state, k, limit, found, made)
+        if built and q.shape[1]:
+            self._measure(q, state, k, limit, found, built)
         return found
 
     def _refresh(self, row: int, state: StoreState) -> bool:
-        """Make a row's index if it has none that fits; whether one was made."""
-        position = state.position[row].to("cpu", copy=True)  # kept, while the state may be written to
+        """Build the indices of a row if it has none or they are stale; true if they were built."""
+        position = state.position[row].to("cpu", copy=True)  # a copy: the state may be written in place
         entries = int((position >= 0).sum())
         old = self._rows.get(row)
-        if old is not None and len(old.position) < len(position):  # a store that has been given more slots
+        if old is not None and len(old.position) < len(position):  # the store was enlarged
             more = torch.full((len(position) - len(old.position),), -1, device=position.device)
             old = self._rows[row] = old._replace(position=torch.cat([old.position, more]))
-        if entries < SMALLEST:
+        if entries < MIN_ENTRIES:
             self._rows.pop(row, None)
             return False
         if old is not None and len(old.position) == len(position):
@@ -86,14 +102,14 @@ class InvertedFile:
         keys = state.k[row].float().cpu()
         heads = [self._build(keys[slots, head], slots) for head in range(keys.shape[1])]
         sample = slots[torch.linspace(0, len(slots) - 1, 64, device=slots.device).long()]
-        self._rows[row] = _Indexed(position, heads, sample, state.k[row, sample.to(state.k.device)].cpu())
+        self._rows[row] = _RowIndex(position, heads, sample, state.k[row, sample.to(state.k.device)].cpu())
         return True
 
-    def _build(self, keys: Tensor, slots: Tensor) -> Any:
+    def _build(self, keys: Tensor, slots: Tensor) -> _Index:
         faiss, width = _faiss(), keys.shape[1]
         cells = int(2 * math.sqrt(len(keys)))
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, cells, faiss.METRIC_INNER_PRODUCT)
-        # The least faiss asks for: an index does not live long.
+        # The minimum that faiss accepts: an index is soon rebuilt.
         index.cp.max_points_per_centroid, index.cp.niter = (
             39,
             6,
@@ -104,8 +120,8 @@ class InvertedFile:
         index.nprobe = max(1, round(cells * self.probes))
         return index
 
-    def _search(self, q: Tensor, state: StoreState, k: int, limit: Tensor) -> Found:
-        """Row by row: what the index finds and is still there, and what has come since."""
+    def _search(self, q: Tensor, state: StoreState, k: int, limit: Tensor) -> SearchResult:
+        """Search row by row: unchanged entries with the index, entries written since then exactly."""
         scores, indices = [], []
         for row in range(len(q)):
             one, asked, bound = state.rows(slice(row, row + 1)), q[row : row + 1], limit[row : row + 1]
@@ -115,21 +131,21 @@ class InvertedFile:
                 scores.append(score)
                 indices.append(index)
                 continue
-            made = indexed.position.to(q.device)
-            unchanged = (one.position[0] == made) & (made >= 0)
-            # Asking for more than k leaves enough where some are beyond a query's limit, or gone.
-            slots = self._ask(indexed, asked[0], min(2 * k, state.size)).to(q.device)
+            built = indexed.position.to(q.device)
+            unchanged = (one.position[0] == built) & (built >= 0)
+            # More than k are requested, since some may be beyond a query's limit, or overwritten.
+            slots = self._search_index(indexed, asked[0], min(2 * k, state.size)).to(q.device)
             old = self._score(asked[0], one, slots, unchanged, bound[0])
             new = one._replace(position=one.position.masked_fill(unchanged, -1))
             score, index = exact(asked, new, k, bound)
-            score, index = best(
+            score, index = top_k(
                 torch.cat([score[0], old], -1), torch.cat([index[0], slots], -1).clamp(min=0), k
             )
             scores.append(score.unsqueeze(0))
             indices.append(index.masked_fill(score == -torch.inf, -1).unsqueeze(0))
-        return Found(torch.cat(scores), torch.cat(indices))
+        return SearchResult(torch.cat(scores), torch.cat(indices))
 
-    def _ask(self, indexed: _Indexed, q: Tensor, k: int) -> Tensor:
+    def _search_index(self, indexed: _RowIndex, q: Tensor, k: int) -> Tensor:
         found = [
             index.search(q[:, head].float().cpu().contiguous().numpy(), k)[1]
             for head, index in enumerate(indexed.heads)
@@ -137,7 +153,9 @@ class InvertedFile:
         return torch.stack([torch.from_numpy(slots) for slots in found], 1)
 
     def _score(self, q: Tensor, one: StoreState, slots: Tensor, unchanged: Tensor, limit: Tensor) -> Tensor:
-        """Of slots ``[t h k]`` by the state's own keys; -inf where an entry is gone or beyond the limit."""
+        """Scores of slots ``[t h k]`` with the keys of the state; -inf if an entry was overwritten or is beyond the
+        limit.
+        """
         place = slots.clamp(min=0)
         dtype = torch.promote_types(q.dtype, torch.float32)
         keys = one.k[0][place, torch.arange(q.shape[1], device=q.device).view(-1, 1)].to(dtype)
@@ -146,16 +164,16 @@ class InvertedFile:
         return score.masked_fill(~good, -torch.inf)
 
     def _measure(
-        self, q: Tensor, state: StoreState, k: int, limit: Tensor, found: Found, made: list[int]
+        self, q: Tensor, state: StoreState, k: int, limit: Tensor, found: SearchResult, built: list[int]
     ) -> None:
-        some = torch.linspace(0, q.shape[1] - 1, min(SAMPLED, q.shape[1]), device=q.device).long()
-        rows = torch.tensor(made, device=q.device)
+        some = torch.linspace(0, q.shape[1] - 1, min(SAMPLED_QUERIES, q.shape[1]), device=q.device).long()
+        rows = torch.tensor(built, device=q.device)
         truth = exact(q[rows][:, some], state.rows(rows), k, limit[rows][:, some])
         self.recall = recall(found.index[rows][:, some], truth.index)
         log.info("ivf: recall %.3f of exact search's %d on %d sampled queries", self.recall, k, len(some))
 
 
-def _faiss() -> Any:
+def _faiss() -> ModuleType:
     try:
         import faiss
     except ImportError:
@@ -164,6 +182,6 @@ def _faiss() -> Any:
 
 
 def recall(found: Int[Tensor, "*a k"], truth: Int[Tensor, "*a k"]) -> float:
-    """Share of the slots in `truth` that are in `found` too."""
+    """The fraction of the slots in `truth` that are in `found`."""
     hit = (truth.unsqueeze(-1) == found.unsqueeze(-2)).any(-1) & (truth >= 0)
     return float(hit.sum() / (truth >= 0).sum().clamp(min=1))

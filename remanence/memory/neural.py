@@ -1,4 +1,4 @@
-"""NeuralMemory: a layer whose weights are written by what it reads (Titans, section 3)."""
+"""NeuralMemory: a layer that updates the weights of its memory while it reads (Titans, section 3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from remanence.layers import (
     by_heads,
     project,
 )
-from remanence.memory.components import InitialMemory, check_input, resolve_net, resolve_rule, threshold
+from remanence.memory.components import InitialMemory, apply_threshold, check_input, resolve_net, resolve_rule
 from remanence.memory.observation import current_observer
 from remanence.ops import (
     Deep,
@@ -43,7 +43,7 @@ from remanence.runtime.positions import is_aligned
 from remanence.runtime.state import TensorTuple, rewind
 
 OWN_QUERY_SHARE = 0.05
-"""With `induction`, the initial share of the token's own query in its key."""
+"""With `induction`, the initial weight of a token's own query in its key."""
 
 
 class _NeuralMemoryState(NamedTuple):
@@ -52,23 +52,23 @@ class _NeuralMemoryState(NamedTuple):
 
 
 class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
-    """What the layer carries from call to call: its memory, and the last inputs of its convolutions (q, k, v)."""
+    """The state of a `NeuralMemory`: its memory, and the last inputs of its convolutions (q, k, v)."""
 
     __slots__ = ()
 
     @property
     def diverged(self) -> Bool[Tensor, " r"]:
-        """Per row: whether the memory has been infinite, NaN or too large to be of use since its document began."""
+        """Per row: whether the memory has become infinite, NaN or too large since the start of its document."""
         return self.memory.diverged
 
     def crop(self, tokens: int) -> NeuralMemoryState:
-        """The state before each row's last `tokens` tokens were read; they must lie in the open chunk."""
+        """The state before the last `tokens` tokens of each row, which must be in the incomplete chunk."""
         q, k, v = (rewind(past, tokens) for past in self.conv)
         return NeuralMemoryState(self.memory.crop(tokens), (q, k, v))
 
 
 class Trace(NamedTuple):
-    """All that can be seen of one call: output, state, and per token and head the surprise and the log gates (0 at
+    """The result of `NeuralMemory.trace`: output, state, and the surprise and log gates of every token and head (0 at
     padding).
     """
 
@@ -79,12 +79,13 @@ class Trace(NamedTuple):
 
 
 class NeuralMemory(Module):
-    """``y, state = NeuralMemory(dim=512, heads=8)(x, state)``: reads x into its memory, and answers from it.
+    """The neural memory layer: ``y, state = NeuralMemory(dim=512, heads=8)(x, state)``.
 
-    x -> (q, k, v): projection, causal convolution, SiLU; q and k at unit length, and lifted to features by a deep
-    memory's first layers. Gates from x, per token and head. The memory writes k -> v and is asked q; its answers are
-    normalised, gated by x and projected back. The state is returned, never kept in the module: pass None at a
-    document's start and what you got afterwards, in calls of any length. Rows of a batch never meet.
+    q, k and v are projections of x after a causal convolution and SiLU; q and k are normalised to unit length, and a
+    deep memory maps them to features with its first layers. Gates are computed from x, per token and head. The memory
+    learns k -> v and is queried with q; the retrieved values are normalised, gated by x and projected to dim. The state
+    is returned and never stored in the module: pass None at a document's start, then the state that the previous call
+    returned. Calls may have any length. Rows of a batch are independent.
 
     Rows of different lengths: pass ``mask=``, true where a token counts, or pack the documents into one row and pass
     ``offsets=``.
@@ -108,7 +109,7 @@ class NeuralMemory(Module):
         c = self.config
         net = resolve_net(c)
         self.deep = isinstance(net, Deep)
-        self.net: Net = net.fast if isinstance(net, Deep) else net  # what is written
+        self.net: Net = net.fast if isinstance(net, Deep) else net  # updated at test time
         self.rule = resolve_rule(c, self.net)
         self.heads, self.head_dim = c.shape
         self.features: Features | None = None
@@ -124,28 +125,28 @@ class NeuralMemory(Module):
         self.o_proj = Linear(c.inner, c.dim)
         self.initial = InitialMemory(self.net, self.heads, self.head_dim)
         self.checks = (
-            True  # on a CPU, that x is finite; a model made of such layers sees it in its loss and its state
+            True  # on a CPU, check that x is finite; a model turns this off, as its loss and state show it
         )
         self.reset_own_parameters()
 
     @torch.no_grad()
     def reset_own_parameters(self) -> None:
-        """With `induction`, keys start as the query of the token before."""
+        """With `induction`, initialise keys as the query of the previous token."""
         if self.config.induction:
             queries, keys = self.q_conv.weight, self.k_conv.weight
             assert queries is not None and keys is not None
             self.k_proj.weight.copy_(self.q_proj.weight)
             later = queries[:, 1:]
             queries.copy_(torch.cat([torch.zeros_like(queries[:, :1]), later], 1))
-            # A document's first token has none before it. Its key, brought to unit length, must not be made of nothing:
-            # the gradient there would be as large as that length is small.
+            # The first token of a document has no previous token. Its key must not be zero before it is normalised:
+            # the gradient of the normalisation would be huge.
             keys.copy_(torch.cat([later, OWN_QUERY_SHARE * later[:, -1:]], 1))
 
     def extra_repr(self) -> str:
         return f"net={resolve_net(self.config)}, rule={self.rule}, chunk={self.config.chunk}"
 
     def start(self, rows: int, dtype: torch.dtype = torch.float32) -> NeuralMemoryState:
-        """The state of `rows` documents of which nothing has been read. float32 unless the model runs in float64."""
+        """The initial state of `rows` documents: float32, or float64 for a float64 model."""
         weights = tuple(weight.to(dtype) for weight in self.initial.parameters())
         if self.deep:
             weights = tuple(torch.zeros_like(weight) for weight in weights)
@@ -162,17 +163,17 @@ class NeuralMemory(Module):
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
         traced: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState] | Trace:
-        """Read x, answer, and return the state.
+        """The output for x and the state after it.
 
         Args:
-            x: features of the configuration's dim, in the dtype of the layer's parameters; of at most 1e6 in
-                absolute value, which is checked on a CPU. Beyond that a memory may be flagged as diverged.
-            state: None at a document's start, then what the call before returned.
-            mask: true where a token counts, for rows of different lengths. Padding, at either end or in between, is
-                not read: memory, position and convolution are those of the row without it, and its output is zero.
-            offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
-                The state then has a row for each document. Not together with `mask`.
-            traced: return all that `trace` does.
+            x: input of width dim, in the dtype of the layer's parameters; at most 1e6 in absolute value, which is
+                checked on a CPU. Beyond that, a memory may be flagged as diverged.
+            state: None at a document's start, then the state that the previous call returned.
+            mask: false at padding, for rows of different lengths. Padding, at either end or in between, is not read:
+                memory, position and convolution are those of the row without it, and its output is zero.
+            offsets: for documents packed into a single row: 0, then the end of each document, the last of which is t.
+                The state has one row per document. Not together with `mask`.
+            traced: return a `Trace`, as `trace` does.
         """
         seen = self.trace(x, state, mask=mask, offsets=offsets)
         return seen if traced else (seen.y, seen.state)
@@ -186,15 +187,15 @@ class NeuralMemory(Module):
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
         aligned: bool = False,
     ) -> Trace:
-        """`forward`, with the surprise and the gates of every token and head beside its result.
+        """The result of `forward` with the surprise and the gates of every token and head.
 
-        `aligned` says that all rows of the state stand at a chunk's border; without a state they do.
+        `aligned` means that all rows of the state are at a chunk boundary; without a state they are.
         """
         carried = state is not None
         if mask is not None:
             inside, documents = self._unpad(x, mask, offsets)
             seen = self.trace(
-                inside, state if carried else self._fresh(x, len(documents) - 1), offsets=documents
+                inside, state if carried else self._initial_state(x, len(documents) - 1), offsets=documents
             )
             return Trace(
                 pad_to_mask(seen.y, mask),
@@ -202,7 +203,7 @@ class NeuralMemory(Module):
                 pad_to_mask(seen.surprise, mask),
                 seen.gates.map(lambda gate: pad_to_mask(gate, mask)),
             )
-        state, borders = self._checked(x, state, offsets)
+        state, borders = self._check_call(x, state, offsets)
         *projected, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         q, k, v, gates, conv = self.prepare(x, state.conv, borders, projected)
         answers, memory, surprise = memorize(
@@ -222,7 +223,7 @@ class NeuralMemory(Module):
             observer(self, v, answers)
         y = self.output(q, answers, gate)
         if carried and not self.deep and torch.is_grad_enabled():
-            # A carried state no longer needs the initial memory, yet DDP waits for a gradient of every parameter.
+            # A carried state does not depend on the initial memory, but DDP waits for a gradient of every parameter.
             y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(
                 y.dtype
             )
@@ -236,7 +237,7 @@ class NeuralMemory(Module):
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
     ) -> Float[Tensor, "b t d"]:
-        """Ask without writing: the memory stays as `state` holds it, for every token of x."""
+        """The output for x without writing: every token of x queries the memory in `state`."""
         if mask is not None:
             inside, documents = self._unpad(x, mask, offsets)
             return pad_to_mask(self.read(inside, state, offsets=documents), mask)
@@ -249,17 +250,17 @@ class NeuralMemory(Module):
         *,
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
-        """`read`, and the state afterwards: the same memory, with convolutions that have gone on over x."""
-        state, borders = self._checked(x, state, offsets)
+        """The output of `read` and the new state: the same memory, with the convolutions advanced over x."""
+        state, borders = self._check_call(x, state, offsets)
         y, past_q = self.query(x, self.current_weights(state), state.conv[0], borders)
-        # Only the newest inputs stay in a history; packed documents may end anywhere, so there all are projected.
+        # Only the last inputs are kept; packed documents may end anywhere, so all of theirs are projected.
         last = x if borders is not None else x[:, max(0, x.shape[1] - self.k_conv.history) :]
         past_k = self.k_conv.advance(self.k_proj(last), state.conv[1], borders)
         past_v = self.v_conv.advance(self.v_proj(last), state.conv[2], borders)
         return y, NeuralMemoryState(state.memory, (past_q, past_k, past_v))
 
     def current_weights(self, state: NeuralMemoryState) -> Weights:
-        """The memory's weights as they are after all that was read."""
+        """The weights of the memory after all tokens that were read."""
         return current_weights(state.memory, net=self.net, rule=self.rule)
 
     def query(
@@ -269,11 +270,11 @@ class NeuralMemory(Module):
         past: Float[Tensor, "r past width"],
         borders: list[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
-        """What given weights answer to x, with a history of inputs for the queries' convolution that is the caller's
-        own.
+        """The output for x from a memory with the given weights, and the new history of the query convolution, whose
+        old one is `past`.
         """
         q, gate = project(x, self.q_proj, self.g_proj)
-        q, past = self.q_conv.activated(q, past, borders, self.heads, normalize=True)
+        q, past = self.q_conv.convolve_heads(q, past, borders, self.heads, normalize=True)
         q = self.key_features(q)
         return self.output(q, query(q, weights, net=self.net, offsets=borders), gate), past
 
@@ -284,17 +285,17 @@ class NeuralMemory(Module):
         borders: list[int] | None = None,
         projected: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Gates, tuple[Tensor, Tensor, Tensor]]:
-        """What the memory gets of x: queries and keys ``[b t h f]``, values ``[b t h e]``, log gates; and the
-        convolutions' new histories.
+        """The inputs of the memory: queries and keys ``[b t h f]``, values ``[b t h e]`` and log gates; and the new
+        histories of the convolutions.
         """
         q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj) if projected is None else projected
-        q, past_q = self.q_conv.activated(q, conv[0], borders, self.heads, normalize=True)
-        k, past_k = self.k_conv.activated(k, conv[1], borders, self.heads, normalize=True)
-        v, past_v = self.v_conv.activated(v, conv[2], borders, self.heads)
+        q, past_q = self.q_conv.convolve_heads(q, conv[0], borders, self.heads, normalize=True)
+        k, past_k = self.k_conv.convolve_heads(k, conv[1], borders, self.heads, normalize=True)
+        v, past_v = self.v_conv.convolve_heads(v, conv[2], borders, self.heads)
         return self.key_features(q), self.key_features(k), v, self.log_gates(x), (past_q, past_k, past_v)
 
     def key_features(self, x: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t h f"]:
-        """Keys or queries as the memory is given them: features, if it is deep."""
+        """Features of keys or queries; the identity unless the memory is deep."""
         return x if self.features is None else self.features(x)
 
     ask, peek = renamed_method("ask", "query"), renamed_method("peek", "read_frozen")
@@ -303,38 +304,38 @@ class NeuralMemory(Module):
     def output(
         self, q: Float[Tensor, "b t h f"], answers: Float[Tensor, "b t h e"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t d"]:
-        """From the memory's answers to the layer's: what training left beside them, normalised, gated (`g_proj` of x),
-        projected back.
+        """The layer's output from retrieved values: normalised, gated (`g_proj` of x) and projected to dim. A deep
+        memory first adds the output of its initial weights.
         """
         if self.deep:
-            (left,) = self.initial.parameters()
-            answers = by_heads(q, left, answers)
-        return self.o_proj(self.norm.gated(answers, gate))
+            (initial,) = self.initial.parameters()
+            answers = by_heads(q, initial, answers)
+        return self.o_proj(self.norm.normalize_gated(answers, gate))
 
     def log_gates(self, x: Tensor) -> Gates:
-        # A forget gate's log is of what is kept.
+        """Logs of the step size, momentum and keep factor (1 - forget gate) of every token and head."""
         logs = dict(
             zip(
                 self.gate_names,
-                self.gates.logs(x, [name == "forget" for name in self.gate_names]),
+                self.gates.log_sigmoids(x, [name == "forget" for name in self.gate_names]),
                 strict=True,
             )
         )
         gates = Gates(logs["step"], logs.get("momentum"), logs.get("forget"))
         if self.config.threshold == 0:
             return gates
-        return threshold(gates, self.config.threshold)
+        return apply_threshold(gates, self.config.threshold)
 
-    def _fresh(self, x: Tensor, rows: int) -> NeuralMemoryState:
+    def _initial_state(self, x: Tensor, rows: int) -> NeuralMemoryState:
         return self.start(rows, torch.float64 if x.dtype == torch.float64 else torch.float32)
 
-    def _checked(
+    def _check_call(
         self, x: Tensor, state: NeuralMemoryState | None, offsets: Tensor | Sequence[int] | None
     ) -> tuple[NeuralMemoryState, list[int] | None]:
         check_transforms()
         check_input(x, self.config.dim, self.q_proj.weight.dtype, values=self.checks)
         if state is None:
-            state = self._fresh(x, x.shape[0] if offsets is None else count_documents(offsets))
+            state = self._initial_state(x, x.shape[0] if offsets is None else documents(offsets))
         if not isinstance(state, NeuralMemoryState):
             raise ValueError(
                 f"state: expected the state this layer returned, or None, got {type(state).__name__}"
@@ -347,15 +348,15 @@ class NeuralMemory(Module):
         return state, check_offsets(offsets, x.shape[0], x.shape[1], state.memory.position.shape[0])
 
     def check_state(self, memory: MemoryState) -> None:
-        """That a memory's state has this layer's chunk."""
-        own, chunk = self.config.chunk, memory.chunk
-        if chunk != own:
+        """Check that a memory's state has the chunk size of this layer."""
+        expected, chunk = self.config.chunk, memory.chunk
+        if chunk != expected:
             raise ValueError(
-                f"state: expected chunk {own}, got chunk {chunk}; the chunk is part of the model"
+                f"state: expected one of chunk {expected}, got one of chunk {chunk}; a chunk belongs to the model"
             )
 
     def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:
-        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or
+        """The tokens without padding, packed into one row, and their offsets: padding cannot change memory, position or
         convolution.
         """
         check_transforms()

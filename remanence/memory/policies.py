@@ -1,7 +1,7 @@
-"""Which tokens are worth storing. A policy gives each token a score; `keep` marks the best of each segment.
+"""Policies that choose which tokens are stored. A policy scores each token; `keep` marks the best of each segment.
 
-Scores depend on a token, its position and its row's document alone, and segments are counted from the document's start,
-so that what is stored never depends on the calls a text comes in.
+Scores depend only on the token, its position and its document, and segments are counted from the document's start. What
+is stored therefore does not depend on how a text is split into calls.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """What a policy may go by: tokens and positions ``[r t]``, and, where it needs them, the rest.
+    """The input of a policy: tokens and positions ``[r t]``, and what only some policies need.
 
     log_unigrams
-        The vocabulary's log-probabilities ``[v]``, from `unigrams`.
+        Log-probabilities of the vocabulary ``[v]``, from `unigrams`.
     surprise
-        ``[r t]``: the model's own -log p of each token, or any other measure of how little it was expected.
+        The model's -log p of each token ``[r t]``, or another measure of surprise.
     document
-        A number for each row's document ``[r]``, which the random policy draws by. Default: the row's place.
+        A number for the document of each row ``[r]``, hashed by the random policy. Default: the row index.
     seed
-        The random policy's.
+        Seed of the random policy.
     """
 
     tokens: Tensor
@@ -38,14 +38,16 @@ class Tokens(NamedTuple):
 
 
 Policy = Callable[[Tokens], Tensor]
+"""A function from tokens to their scores ``[r t]``."""
 
 
-def everything(read: Tokens) -> Float[Tensor, "r t"]:
+def equal_score(read: Tokens) -> Float[Tensor, "r t"]:
+    """The same score for every token."""
     return torch.ones(read.tokens.shape, device=read.tokens.device)
 
 
-def rare(read: Tokens) -> Float[Tensor, "r t"]:
-    """-log p of a unigram table: what the corpus seldom says."""
+def rarity(read: Tokens) -> Float[Tensor, "r t"]:
+    """-log p of each token in a table of unigrams: rare tokens score high."""
     if read.log_unigrams is None:
         raise ValueError(
             "log_unigrams: expected a table from unigrams(), which the policy 'rare' needs, got None"
@@ -53,7 +55,8 @@ def rare(read: Tokens) -> Float[Tensor, "r t"]:
     return -read.log_unigrams[read.tokens]
 
 
-def surprising(read: Tokens) -> Float[Tensor, "r t"]:
+def surprise_score(read: Tokens) -> Float[Tensor, "r t"]:
+    """The surprise of each token, as given."""
     if read.surprise is None:
         raise ValueError(
             "surprise: expected a number for each token, which the policy 'surprise' needs, got None"
@@ -61,43 +64,47 @@ def surprising(read: Tokens) -> Float[Tensor, "r t"]:
     return read.surprise
 
 
-def drawn(read: Tokens) -> Float[Tensor, "r t"]:
-    """Uniform in [0, 1): the control. A hash of seed, document and position, as a generator would count calls."""
+def random_score(read: Tokens) -> Float[Tensor, "r t"]:
+    """Random scores, uniform in [0, 1), as a control. A hash of seed, document and position, so that calls do not
+    matter.
+    """
     document = read.document
     if document is None:
         document = torch.arange(len(read.tokens), device=read.tokens.device)
-    x = _mixed(_mixed(document.long() + read.seed * 0x632BE5AB).unsqueeze(-1) ^ read.position.long())
+    x = _hash(_hash(document.long() + read.seed * 0x632BE5AB).unsqueeze(-1) ^ read.position.long())
     return (x & 0xFFFFFF).float() / 2**24
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """splitmix64's finish: every bit of the input decides half of the output's. Products wrap around, as they
-    should.
-    """
+def _hash(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64, a 64-bit hash. Overflow of the products is intended."""
     x = x + -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (
             x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))
-        ) * factor  # >> keeps the sign, which is masked away
+        ) * factor  # >> extends the sign, which is masked out
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-POLICIES: dict[str, Policy] = {"all": everything, "rare": rare, "surprise": surprising, "random": drawn}
+POLICIES: dict[str, Policy] = {
+    "all": equal_score,
+    "rare": rarity,
+    "surprise": surprise_score,
+    "random": random_score,
+}
 
 
 def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Tensor, "r t"]:
-    """Marks the best `fraction` of each whole segment, at least one token; the earlier of equals; never a score of
-    -inf.
+    """A mask of the best `fraction` of each complete segment, at least one token; of equal scores the earlier; never a
+    score of -inf.
 
-    Scores begin at a segment's border. What is behind the last whole segment is not marked: it waits for its segment's
-    end.
+    Scores start at a segment boundary. Tokens after the last complete segment are not marked yet.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction: expected above 0 and at most 1, got {fraction!r}")
     rows, tokens = score.shape
     whole = tokens // segment
     parts = score[:, : whole * segment].reshape(rows, whole, segment)
-    # Less a hair, so that 0.1 of 30 is 3 and not, by rounding, 4.
+    # Minus a small epsilon: 0.1 * 30 must give 3 and not, by rounding, 4.
     best = parts.argsort(dim=-1, descending=True, stable=True)[
         ..., : max(1, math.ceil(fraction * segment - 1e-9))
     ]
@@ -107,7 +114,7 @@ def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Ten
 
 
 def dilate(mask: Bool[Tensor, "r t"], distance: int) -> Bool[Tensor, "r t"]:
-    """The marked tokens of a segment, and those within `distance` of one."""
+    """The mask with all tokens within `distance` of a marked token marked, too."""
     distance = min(distance, mask.shape[1])
     if not distance:
         return mask
@@ -115,9 +122,7 @@ def dilate(mask: Bool[Tensor, "r t"], distance: int) -> Bool[Tensor, "r t"]:
 
 
 def unigrams(corpus: Tensor | Iterable[Tensor], vocabulary: int) -> Float[Tensor, " v"]:
-    """Log-probabilities of a corpus's tokens, whole or in pieces, each counted once more than it is there: none is
-    impossible.
-    """
+    """Log-probabilities of the tokens of a corpus, given as one tensor or several, with add-one smoothing."""
     counts = torch.zeros(vocabulary, dtype=torch.int64, device="cpu")
     for tokens in [corpus] if isinstance(corpus, Tensor) else corpus:
         found = torch.bincount(tokens.flatten().cpu(), minlength=vocabulary)

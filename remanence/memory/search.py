@@ -1,8 +1,7 @@
-"""Finding stored entries for queries, and attending to what was found. Searching chooses and has no gradient; attending
-has.
+"""Search for stored entries and attention over them. Search has no gradient; attention has.
 
-A search is a function ``(q, state, k, limit) -> Found``. A query finds an entry only if the entry's position is at most
-the query's `limit` (its own position less the local window: nothing that local attention sees is met twice).
+A search is a function ``(q, state, k, limit) -> SearchResult``. A query finds only entries whose position is at most
+its `limit`: its own position minus the local window, so that no token is attended to twice.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,74 +24,77 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BLOCK, SCORES = 2**16, 2**22
-"""Entries that a query meets at once, and scores of a head held at once. The fastest of those tried on one core, 8K to
-262K.
+"""Number of entries that are searched at once, and of scores of a head held at once: the fastest of those tried on one
+core with 8K to 262K entries.
 """
 
 
-class Found(NamedTuple):
-    """What a query found in its head: scores (the dot products) and slots ``[r t h k]``, the best first.
+class SearchResult(NamedTuple):
+    """The result of a search: scores (dot products) and slots ``[r t h k]`` for each query and head, the best first.
 
-    Where fewer than k were to be found the rest are -inf and -1. `dense` says "every entry" by an index ``[r t 1 0]``
-    of none and a score ``[r t 1 size]`` of 0, or -inf where an entry may not be found.
+    If fewer than k entries are found, the rest are -inf and -1. `dense` returns all entries in another form: an empty
+    index ``[r t 1 0]``, and a score ``[r t 1 size]`` that is 0, or -inf for entries beyond the limit.
     """
 
     score: Tensor
-    index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name, of no use here
+    index: Tensor  # type: ignore[assignment]  # hides the method of tuples
 
 
 class Search(Protocol):
+    """A function that finds the k best entries of a store for each query."""
+
     def __call__(
         self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
-    ) -> Found: ...
+    ) -> SearchResult: ...
 
 
-FEW = 8
-"""Queries for which the keys are multiplied where they lie in the store; for more, they are brought together first."""
+FEW_QUERIES = 8
+"""Up to this many queries are multiplied with the strided keys of the store; for more, the keys are copied first."""
 
 
-def plainly(function: Callable[P, T]) -> Callable[P, T]:
-    """Outside of autocast, which would lower the float32 that is asked for."""
+def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """A decorator that disables autocast, which would lower the precision of float32 products."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        q: Any = args[0] if args else kwargs["q"]
+        q = args[0] if args else kwargs["q"]
+        assert isinstance(q, Tensor)
         with torch.autocast(q.device.type, enabled=False):
             return function(*args, **kwargs)
 
     return run
 
 
-def unit(x: Float[Tensor, "... e"]) -> Float[Tensor, "... e"]:
-    """Of unit length, as stored keys and their queries are."""
+def l2_normalize(x: Float[Tensor, "... e"]) -> Float[Tensor, "... e"]:
+    """x at unit length over the last axis, as stored keys and their queries are."""
     return F.normalize(x, dim=-1)
 
 
-@plainly
+@without_autocast
 @torch.no_grad()
-def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
-    """The k best of all entries; of equal ones the lower slot. Memory does not grow with the store.
+def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> SearchResult:
+    """The k best of all entries; of equal scores the lower slot. Memory use does not grow with the store.
 
-    In two rounds, because choosing costs more than scoring: the k best lie in the k groups whose best scores are best,
-    so only the groups' maxima and then the scores in k groups are sorted.
+    Selection costs more than scoring, so it has two rounds: the k best entries are in the k groups with the highest
+    maxima, so only the maxima of all groups and the scores of k groups are sorted.
     """
-    check(q, state, k, limit)
+    check_search(q, state, k, limit)
     if dispatch.search_reason(q, state.k) is None:
-        return Found(*nearest(q, state.k, state.position, limit, k))
+        return SearchResult(*nearest(q, state.k, state.position, limit, k))
     rows, tokens, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     score = torch.full((rows, tokens, heads, k), -torch.inf, dtype=dtype, device=q.device)
     index = torch.zeros((rows, tokens, heads, k), dtype=torch.int64, device=q.device)
     queries = SCORES // min(state.size, BLOCK)
-    for row, head in _parts(q, min(state.size, BLOCK)):
+    for row, head in _search_tiles(q, min(state.size, BLOCK)):
         for first in range(0, state.size, BLOCK):
             slots = slice(first, min(first + BLOCK, state.size))
             position = state.position[row, slots]
-            seen = _seen(position, limit[row])
+            seen = _visible_entries(position, limit[row])
             if seen == "none":
                 continue
             keys = state.k[row, slots, head].to(dtype).transpose(1, 2)
-            keys = (keys.contiguous() if tokens > FEW else keys).transpose(2, 3)
+            keys = (keys.contiguous() if tokens > FEW_QUERIES else keys).transpose(2, 3)
             for start in range(0, tokens, queries):
                 some = (row, slice(start, start + queries), head)
                 scores = q[some].to(dtype).transpose(1, 2) @ keys
@@ -101,66 +103,67 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
                         position.unsqueeze(1) > limit[some[:2]].unsqueeze(-1)
                     )
                     scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
-                top, place = (x.transpose(1, 2) for x in _best_of_block(scores, k))
+                top, place = (x.transpose(1, 2) for x in _top_k_of_block(scores, k))
                 if first or top.shape[-1] < k:
                     both = torch.cat([score[some], top], -1), torch.cat([index[some], place + first], -1)
-                    top, place = best(*both, k)
+                    top, place = top_k(*both, k)
                 score[some], index[some] = top, place
-    return Found(score, index.masked_fill_(score == -torch.inf, -1))
+    return SearchResult(score, index.masked_fill_(score == -torch.inf, -1))
 
 
-def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
-    """Every entry, whatever k is: attention over the whole store."""
+def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> SearchResult:
+    """All entries, for any k: attention over the whole store."""
     hidden = (state.position < 0).unsqueeze(1) | (state.position.unsqueeze(1) > limit.unsqueeze(-1))
     score = torch.zeros(hidden.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     score = score.masked_fill_(hidden, -torch.inf).unsqueeze(2)
-    return Found(score, torch.empty(*score.shape[:3], 0, dtype=torch.int64, device=q.device))
+    return SearchResult(score, torch.empty(*score.shape[:3], 0, dtype=torch.int64, device=q.device))
 
 
-@plainly
+@without_autocast
 @torch.no_grad()
-def _by_kernels(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> Found:
-    """`exact` on the kernels, an error where they cannot run."""
-    check(q, state, k, limit)
+def _triton_search(
+    q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
+) -> SearchResult:
+    """`exact` with the Triton kernels; an error if they cannot run."""
+    check_search(q, state, k, limit)
     reason = dispatch.search_reason(q, state.k)
     if reason is not None:
         raise ValueError(f"search: 'triton' cannot run this call: {reason}")
-    return Found(*nearest(q, state.k, state.position, limit, k))
+    return SearchResult(*nearest(q, state.k, state.position, limit, k))
 
 
-def _triton() -> Search:
+def _make_triton_search() -> Search:
     if launch.kernels() is None:
         raise ImportError("search 'triton' needs Triton: pip install 'remanence[triton]'")
-    return _by_kernels
+    return _triton_search
 
 
-def _ivf() -> Search:
-    from remanence.memory.ivf import InvertedFile
+def _make_ivf_search() -> Search:
+    from remanence.memory.ivf import IvfSearch
 
-    return InvertedFile()
+    return IvfSearch()
 
 
-CAPTURED = (exact, dense, _by_kernels)
-"""Searches that decide nothing on the host and keep nothing beside the store: a CUDA graph can hold them."""
+CAPTURED = (exact, dense, _triton_search)
+"""Searches that a CUDA graph can capture: no decisions on the host, and no data except the store."""
 
 SEARCHES: dict[str, Callable[[], Search]] = {
     "exact": lambda: exact,
     "dense": lambda: dense,
-    "triton": _triton,
-    "ivf": _ivf,
+    "triton": _make_triton_search,
+    "ivf": _make_ivf_search,
 }
-"""Makers of searches: an approximate one keeps an index of its own beside the state, from which it could always be made
-anew.
-"""
+"""Functions that make a search, by name. An approximate search has an index, which can be rebuilt from the state."""
 
 
-@plainly
+@without_autocast
 def attend(
-    q: Float[Tensor, "r t h e"], found: Found, state: StoreState, scale: Float[Tensor, " h"]
+    q: Float[Tensor, "r t h e"], found: SearchResult, state: StoreState, scale: Float[Tensor, " h"]
 ) -> tuple[Float[Tensor, "r t h e"], Float[Tensor, "r t h"]]:
-    """Softmax attention over what was found, and its log-sum-exp; 0 and -inf where nothing was.
+    """Softmax attention over the entries found, and its log-sum-exp; 0 and -inf where none was found.
 
-    Scores are made anew from the stored keys, so that queries and the heads' `scale` learn; the store does not.
+    Scores are computed again from the stored keys, so that queries and the `scale` of each head get gradients; the
+    store gets none.
     """
     if found.index.shape[-1] < found.score.shape[-1]:
         return _attend_to_all(q, found.score, state, scale)
@@ -180,22 +183,23 @@ def combine(
     memory_lse: Float[Tensor, "r t h"],
     gate: Float[Tensor, " h"] | None = None,
 ) -> Float[Tensor, "r t h e"]:
-    """Local and memory attention as one: mixed by the sigmoid of the heads' `gate`, or, without one, under a joint
+    """Local and memory attention combined: mixed by the sigmoid of each head's `gate` or, without a gate, by a joint
     softmax.
 
-    Where the memory is empty this is local attention alone, with a gate too.
+    Where the memory is empty, the result is local attention alone.
     """
     if gate is None:
         if local_lse is None:
             raise ValueError(
                 "local_lse: expected local attention's log-sum-exp, which a joint softmax needs, got None"
             )
-        return _joined(local, local_lse, memory, memory_lse)[0]
+        return _merge_attention(local, local_lse, memory, memory_lse)[0]
     share = gate.sigmoid().expand(memory_lse.shape).masked_fill(memory_lse == -torch.inf, 0.0)
     return torch.lerp(local, memory, share.unsqueeze(-1).to(local.dtype))
 
 
-def check(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
+def check_search(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
+    """Check the shapes and k of a search."""
     if list(state.k.shape[2:]) != list(q.shape[2:]) or len(state.k) != len(q):
         raise ValueError(
             f"q: expected rows, heads and width of the store's {list(state.k.shape)}, got shape {list(q.shape)}"
@@ -206,9 +210,9 @@ def check(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
         raise ValueError(f"k: expected between 1 and the store's size of {state.size}, got {k}")
 
 
-def _parts(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and heads to be searched together: all on a GPU or for a few scores, else one at a time, to stay in the
-    cache.
+def _search_tiles(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and heads that are searched together: all on a GPU or if there are few scores, else one head at a time, so
+    that the scores fit into the CPU's cache.
     """
     rows, tokens, heads, _ = q.shape
     if q.is_cuda or rows * heads * tokens * entries <= SCORES:
@@ -219,8 +223,10 @@ def _parts(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
             yield slice(row, row + 1), slice(head, head + 1)
 
 
-def _seen(position: Tensor, limit: Tensor) -> str:
-    """How many of a block's entries its queries may find. On a GPU always "some": to ask would be to wait for it."""
+def _visible_entries(position: Tensor, limit: Tensor) -> str:
+    """How many entries of a block the queries may find: "all", "some" or "none". On a GPU always "some", to avoid a
+    sync.
+    """
     if position.is_cuda or not limit.numel():
         return "some"
     if bool((position >= 0).all() & (position.max() <= limit.min())):
@@ -228,24 +234,26 @@ def _seen(position: Tensor, limit: Tensor) -> str:
     return "none" if not bool(((position >= 0) & (position <= limit.max())).any()) else "some"
 
 
-def _best_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of ``[... n]`` (fewer where n is less) and their places."""
+def _top_k_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best scores of ``[... n]`` (n if that is less than k) and their indices."""
     entries = scores.shape[-1]
-    size = 2 ** round(math.log2(max(entries / k, 1)) / 2)  # where both rounds have as much to sort
+    size = 2 ** round(math.log2(max(entries / k, 1)) / 2)  # both rounds then sort equally many
     groups = -(-entries // size)
     if groups <= k:
-        return best(scores, torch.arange(entries, device=scores.device).expand(scores.shape), min(k, entries))
+        return top_k(
+            scores, torch.arange(entries, device=scores.device).expand(scores.shape), min(k, entries)
+        )
     grouped = F.pad(scores, (0, groups * size - entries), value=-torch.inf) if entries % size else scores
     grouped = grouped.unflatten(-1, (groups, size))
     every = torch.arange(groups, device=scores.device)
-    top = best(grouped.amax(-1), every.expand(*scores.shape[:-1], -1), k)[1]
+    top = top_k(grouped.amax(-1), every.expand(*scores.shape[:-1], -1), k)[1]
     chosen = grouped.gather(-2, top.unsqueeze(-1).expand(*top.shape, size)).flatten(-2)
     place = (top.unsqueeze(-1) * size + torch.arange(size, device=scores.device)).flatten(-2)
-    return best(chosen, place, k)
+    return top_k(chosen, place, k)
 
 
-def best(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best scores and their indices, the lower index first among equals. topk leaves equals in any order."""
+def top_k(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best scores and their indices; of equal scores the lower index first, which torch.topk does not ensure."""
     if score.dtype == torch.float32:
         return unpack(pack(score, index).topk(k).values)
     order = index.argsort(dim=-1)
@@ -254,8 +262,8 @@ def best(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _softmax(score: Tensor, scale: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and log-sum-exp of scores ``[r t h n]``; in float32 at least. No NaN where all is hidden, in gradients
-    neither.
+    """Softmax weights and log-sum-exp of scores ``[r t h n]``, at least float32. If all scores of a query are hidden,
+    neither they nor their gradients are NaN.
     """
     score = score.to(torch.promote_types(score.dtype, torch.float32)) * scale.unsqueeze(-1)
     nothing = hidden.all(-1, keepdim=True)
@@ -266,7 +274,7 @@ def _softmax(score: Tensor, scale: Tensor, hidden: Tensor) -> tuple[Tensor, Tens
 
 
 def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """By blocks of entries, each joined to those before. Without gradients, only the mask grows with the store."""
+    """Attention over all entries, block by block. Without gradients, only the mask grows with the store."""
     whole: tuple[Tensor, Tensor] | None = None
     block = max(1, BLOCK // 256, SCORES // max(q[..., 0].numel(), 1))
     for first in range(0, state.size, block):
@@ -279,13 +287,13 @@ def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) ->
         score = (q.to(wide).transpose(1, 2) @ k.transpose(2, 3)).transpose(1, 2)
         weight, lse = _softmax(score, scale, mask[..., slots] == -torch.inf)
         part = (weight.to(v.dtype).transpose(1, 2) @ v).transpose(1, 2)
-        whole = (part, lse) if whole is None else _joined(*whole, part, lse)
+        whole = (part, lse) if whole is None else _merge_attention(*whole, part, lse)
     assert whole is not None
     return whole
 
 
-def _joined(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two attentions as one softmax over the keys of both."""
+def _merge_attention(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two attention outputs merged as one softmax over the keys of both."""
     empty = b_lse == -torch.inf
     share = (b_lse - a_lse).masked_fill(empty, -torch.inf).sigmoid()
     # Not logaddexp of two -inf, whose gradient is NaN.

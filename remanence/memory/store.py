@@ -1,6 +1,4 @@
-"""The kNN memory's store: key-value pairs of tokens read, as explicit state. State in, state out; searching is
-`search.py`.
-"""
+"""The store of the kNN memory: key-value pairs of past tokens, as an explicit state. Search is in `search.py`."""
 
 from __future__ import annotations
 
@@ -27,17 +25,17 @@ class _StoreState(NamedTuple):
 
 
 class StoreState(_StoreState, TensorTuple):
-    """One store per row, wherever its document stands; returned by every call, never changed in place.
+    """The state of one store per row. Rows may be at different positions of their documents.
 
     k, v
-        The stored pairs ``[r size h e]``, detached. Keys are not rotated (a place in the store is no place in the text)
-        and are of unit length (they stay comparable while the weights that made them change).
+        The stored pairs ``[r size h e]``, detached. Keys are not rotated, as slots are not positions in the text, and
+        have unit length, so that they stay comparable while the projections are trained.
     position
-        Each entry's token, counted from its document's start, ``[r size]``; -1 is an empty slot.
+        Position of the token of each entry in its document, ``[r size]``; -1: empty slot.
     importance
-        What eviction by importance goes by, ``[r size]``, float32.
+        Importance of each entry, ``[r size]``, float32: eviction by importance drops the lowest.
     written
-        Entries ever offered to each row, ``[r]``. Where the oldest are evicted, the next one's slot is
+        Number of entries ever added to each row, ``[r]``. If the oldest entry is evicted, the next entry's slot is
         ``written % size``.
     """
 
@@ -47,9 +45,9 @@ class StoreState(_StoreState, TensorTuple):
     def size(self) -> int:
         return self.k.shape[1]
 
-    def widened(self, size: int) -> StoreState:
-        """With empty slots behind, so many in all. Only of a store that was never full: in a ring that was, the next
-        entry's slot depends on the size.
+    def enlarge(self, size: int) -> StoreState:
+        """The state with empty slots appended, up to `size` slots. Valid only for a store that was never full: in a
+        ring that was full, the slot of the next entry depends on the size.
         """
         more = size - self.size
         if not more:
@@ -64,20 +62,20 @@ class StoreState(_StoreState, TensorTuple):
 
 
 class Store:
-    """How a store of a given size takes in new entries.
+    """A store of a given size, and how it evicts entries. Its entries are in a `StoreState`.
 
     evict
-        "oldest": a ring. "importance": what is worth least goes, or does not come in; among equals the older. An
-        entry's worth halves every `half_life` tokens (None: never); as all halve alike, their order stays, and the
-        store always holds the best of everything it was given, whatever the calls it came in. The entries stand in the
-        order of their writing, so each call copies the whole store.
+        "oldest": a ring buffer. "importance": the entry of lowest importance, stored or new, is dropped; of equal ones
+        the older. Importance halves every `half_life` tokens (None: never). It decays alike for all entries, so their
+        order stays the same: the store always holds the most important of all entries, however they are split into
+        calls. Entries are kept in the order in which they were written, so each call copies the whole store.
     """
 
     def __init__(
         self, size: int, heads: int, width: int, evict: Evict = "oldest", *, half_life: float | None = None
     ) -> None:
         for name, value in (("size", size), ("heads", heads), ("width", width)):
-            least = 0 if name == "size" else 1  # a store of 0 holds nothing
+            least = 0 if name == "size" else 1  # size 0: the store is always empty
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
         check_choice("evict", evict, EVICTIONS)
@@ -85,12 +83,12 @@ class Store:
             raise ValueError(f"half_life: expected a number of tokens above 0, or None, got {half_life!r}")
         self.size, self.heads, self.width, self.evict, self.half_life = size, heads, width, evict, half_life
 
-    def resized(self, size: int) -> Store:
-        """The same with another size."""
+    def with_size(self, size: int) -> Store:
+        """A store like this one with another size."""
         return Store(size, self.heads, self.width, self.evict, half_life=self.half_life)
 
     def start(self, rows: int, like: Tensor) -> StoreState:
-        """Empty stores, on `like`'s device and in its dtype."""
+        """The state of empty stores, on the device and in the dtype of `like`."""
         k, v = (
             like.new_zeros(rows, self.size, self.heads, self.width, requires_grad=False) for _ in range(2)
         )
@@ -112,11 +110,9 @@ class Store:
         *,
         reuse: bool = False,
     ) -> StoreState:
-        """The state after more entries, in the order given; those that `mask` leaves out are not written, in their rows
-        only.
+        """The state after new entries, in the order given. Entries where `mask` is false are not written.
 
-        `reuse` gives up the old state: a ring then writes into its tensors and does not copy the store for a few
-        entries.
+        With `reuse`, the old state may be overwritten: a ring buffer is then changed in place and not copied.
         """
         self._check(state, k, v, position)
         if importance is None:
@@ -132,15 +128,16 @@ class Store:
     def _add_newest(
         self, state: StoreState, new: tuple[Tensor, ...], mask: Tensor | None, count: Tensor
     ) -> StoreState:
-        """Into the ring, in place. Each row writes the same number of slots, the last of which is its newest entry's::
+        """Write into the ring, in place. Each row writes the same number of slots, the last of which is for its newest
+        entry::
 
-        slots   . . o o n n n .       n new    o one too many for this row's count: it is given what it holds
+        slots   . . o o n n n .       n: new entry    o: more than this row's count, written with its old content
         """
         rows, given = new[2].shape
         most = min(given, self.size)
         place = torch.arange(given, device=count.device).expand(rows, -1)
         if mask is not None:
-            place = mask.to(torch.uint8).argsort(dim=1, stable=True)  # what is written last, in its order
+            place = mask.to(torch.uint8).argsort(dim=1, stable=True)  # unmasked entries last, in their order
         place = place[:, given - most :]
         behind = torch.arange(most - 1, -1, -1, device=count.device)
         slot = (state.written + count).unsqueeze(-1) - 1 - behind
@@ -155,22 +152,22 @@ class Store:
     def _add_best(
         self, state: StoreState, new: tuple[Tensor, ...], mask: Tensor | None, count: Tensor
     ) -> StoreState:
-        """Of all that is stored or offered, what is worth most, in the order of writing, the empty slots last."""
+        """The most important of stored and new entries, in the order in which they were written; empty slots last."""
         position, importance = (
             torch.cat([old, entries], 1) for old, entries in zip(state[2:4], new[2:], strict=True)
         )
         real = position >= 0
         if mask is not None:
             real[:, self.size :] &= mask
-        # log2(importance x 2^(-age / half_life)), less what is the same for all at any time. Zero importance is still
-        # an entry.
-        worth = importance.double().clamp(min=torch.finfo(torch.float32).tiny).log2()
+        # log2(importance * 2^(-age / half_life)) up to a constant that is the same for all entries. Entries of zero
+        # importance are kept above empty slots.
+        priority = importance.double().clamp(min=torch.finfo(torch.float32).tiny).log2()
         if self.half_life is not None:
-            worth = worth + position / self.half_life
-        worth = worth.masked_fill(~real, -torch.inf)
-        newest_first = worth.flip(1).argsort(dim=1, descending=True, stable=True)[:, : self.size]
-        place = worth.shape[1] - 1 - newest_first
-        nowhere = worth.shape[1]
+            priority = priority + position / self.half_life
+        priority = priority.masked_fill(~real, -torch.inf)
+        newest_first = priority.flip(1).argsort(dim=1, descending=True, stable=True)[:, : self.size]
+        place = priority.shape[1] - 1 - newest_first
+        nowhere = priority.shape[1]
         place = place.masked_fill(~real.gather(1, place), nowhere).sort(1).values
         empty = place == nowhere
         place = place.masked_fill(empty, 0)

@@ -61,7 +61,7 @@ class AttentionMixer(Mixer):
 class AttentionDecoder(MixerDecoder):
     def __init__(self, attention: Attention, state: AttentionState) -> None:
         self.window = WindowDecoder(attention, state)
-        self.room = self.window.room
+        self.room = self.window.capacity_left
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         return self.window.step(x, now)

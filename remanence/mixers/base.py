@@ -268,7 +268,7 @@ class ForwardDecoder(MixerDecoder):
         return f"the state of {name} layers grows" if growing else None
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
-        shared = now.once("context", make=Shared)
+        shared = now.cached("context", make=Shared)
         y, state, _ = self.mixer(x, self.buffers, Context(now.position, None, self.mode, now.text, shared))
         overwrite_rows(self.buffers.tensors(), state.tensors(), now.active)
         return y

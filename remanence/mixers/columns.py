@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.layers.attention import Attended
-from remanence.ops.layout import gather_or_zero
+from remanence.layers.attention import AttentionOutput
+from remanence.ops.layout import pick
 
 
 class SegmentSpan(NamedTuple):
@@ -32,7 +32,9 @@ class SegmentColumns:
     row 1    [ o x x x ] [ x x . . ] [ . . . . ]
     """
 
-    def __init__(self, local: Attended, lead: list[int], offsets: list[int] | None, window: int) -> None:
+    def __init__(
+        self, local: AttentionOutput, lead: list[int], offsets: list[int] | None, window: int
+    ) -> None:
         tokens, self.window, self.lead = local.q.shape[1], window, lead
         self.counts = [tokens] * len(lead) if offsets is None else [b - a for a, b in pairwise(offsets)]
         self.totals = [a + b for a, b in zip(lead, self.counts, strict=True)]

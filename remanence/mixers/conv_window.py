@@ -73,7 +73,7 @@ class ConvWindowDecoder(MixerDecoder):
     def __init__(self, mixer: ConvWindow, state: ConvWindowState) -> None:
         self.conv, self.past = mixer.conv, state.past.clone()
         self.window = WindowDecoder(mixer.attention, state.attention)
-        self.room = self.window.room
+        self.room = self.window.capacity_left
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         nearby, past = self.conv(x, self.past)

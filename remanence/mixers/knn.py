@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remanence.config import Mode, ModelConfig
-from remanence.layers.attention import Attended
+from remanence.layers.attention import AttentionOutput
 from remanence.layers.decoding import StepContext, WindowDecoder
 from remanence.memory.policies import POLICIES, Tokens, dilate, keep
-from remanence.memory.search import CAPTURED, SEARCHES, attend, unit
+from remanence.memory.search import CAPTURED, SEARCHES, attend, l2_normalize
 from remanence.memory.search import combine as combine_attention
 from remanence.memory.store import Store, StoreState
 from remanence.mixers.attention import keys_seen, sliding_window
@@ -129,10 +129,10 @@ class Knn(Mixer):
             # Stores get the slots that the call can fill, and the others at its end if the state is kept: many short
             # documents then need no more memory, nor time to search it, than their tokens.
             rows = x.shape[0] if ctx.offsets is None else len(ctx.offsets) - 1
-            state = self._start(rows, self.store.resized(0))
+            state = self._start(rows, self.store.with_size(0))
         after: KnnState | None = None
 
-        def fuse(local: Attended) -> Tensor:
+        def fuse(local: AttentionOutput) -> Tensor:
             nonlocal after
             y, after = self._fuse(local, self._importance(x, ctx), state, ctx, fresh)
             return y
@@ -149,13 +149,14 @@ class Knn(Mixer):
         return importance if ctx.mode in ("on", "fresh") else torch.full_like(importance, -torch.inf)
 
     def _fuse(
-        self, local: Attended, importance: Tensor, state: KnnState, ctx: Context, fresh: bool
+        self, local: AttentionOutput, importance: Tensor, state: KnnState, ctx: Context, fresh: bool
     ) -> tuple[Tensor, KnnState]:
         """The window's attention combined with what the store returns ``[r t h e]``, and the state after the call."""
         lead = [0] * len(state.k) if fresh else state.opened.tolist()
         columns = SegmentColumns(local, lead, ctx.offsets, self.window)
         k, v = (
-            columns.columns(old, new.detach()) for old, new in ((state.k, unit(local.k)), (state.v, local.v))
+            columns.columns(old, new.detach())
+            for old, new in ((state.k, l2_normalize(local.k)), (state.v, local.v))
         )
         importance = columns.columns(state.token_importance, to_rows(importance, ctx.offsets)[0])
         shared_store = ctx.shared.entries["store"] if self.shares_store else None
@@ -163,7 +164,7 @@ class Knn(Mixer):
         if self.owns_store:
             ctx.shared.entries["store"] = store
         left = (columns.left(k), columns.left(v), columns.left(importance))
-        store = store.widened(self.store.size) if ctx.keep else store
+        store = store.enlarge(self.store.size) if ctx.keep else store
         return y.to(local.v.dtype), KnnState(local.state, *left, state.last, store)
 
     @torch.no_grad()
@@ -237,7 +238,7 @@ class Knn(Mixer):
 
     def _read(
         self,
-        local: Attended,
+        local: AttentionOutput,
         columns: SegmentColumns,
         k: Tensor,
         v: Tensor,
@@ -253,11 +254,11 @@ class Knn(Mixer):
         """
         # A slot for each token that can be written, and at least one, so that gate and temperature get gradients.
         slots = max(1, state.store.size + (columns.segments - 1) * self.window)
-        store = state.store.widened(min(self.store.size, slots))
+        store = state.store.enlarge(min(self.store.size, slots))
         reuse = reuse or store is not state.store
         if (store if shared_store is None else shared_store).size == 0:
             return self.combine(local.y, None), store
-        q = columns.queries(unit(local.q))
+        q = columns.queries(l2_normalize(local.q))
         base = state.attention.position - state.opened
         found, lengths = [], []
         for part in columns.parts:
@@ -305,7 +306,7 @@ class Knn(Mixer):
             mask = mask & dilate(keep(importance, c.fraction, self.window), c.neighbours)
         place = begin + torch.arange(self.window, device=begin.device)
         scored = None if c.write == "all" else importance.masked_fill(~mask, 0.0)
-        return self.store.resized(store.size).add(
+        return self.store.with_size(store.size).add(
             store, k, v, place, scored, mask & rows.unsqueeze(-1), reuse=reuse
         )
 
@@ -336,17 +337,21 @@ class KnnDecoder(MixerDecoder):
         mixer = self.mixer
         self._end_segment(now)
         y, q, k, v = self.window.attend(x, now, lse=mixer.gate is None)
-        importance = now.once("importance", make=lambda: self._importance(x, now))
-        slot = now.once("open slot", self.size, make=lambda: now.position % self.size)
-        for buffer, new in ((self.k, unit(k)[:, 0]), (self.v, v[:, 0]), (self.token_importance, importance)):
-            decode.write_slots(buffer, slot, new, now.active)
+        importance = now.cached("importance", make=lambda: self._importance(x, now))
+        slot = now.cached("open slot", self.size, make=lambda: now.position % self.size)
+        for buffer, new in (
+            (self.k, l2_normalize(k)[:, 0]),
+            (self.v, v[:, 0]),
+            (self.token_importance, importance),
+        ):
+            decode.put(buffer, slot, new, now.active)
         if mixer.owns_store:
             now.shared["store"] = self.store
         store = now.shared["store"] if mixer.shares_store else self.store
         retrieved = None
         if store.size and self.mode != "off":
-            retrieved = mixer.query_store(unit(q), store, (now.position - self.size).unsqueeze(-1))
-        return mixer.attention.out(mixer.combine(y, retrieved).to(v.dtype))
+            retrieved = mixer.query_store(l2_normalize(q), store, (now.position - self.size).unsqueeze(-1))
+        return mixer.attention.project_output(mixer.combine(y, retrieved).to(v.dtype))
 
     def _end_segment(self, now: StepContext) -> None:
         """Write the open segment of the rows whose next one begins."""

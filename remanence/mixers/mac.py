@@ -284,7 +284,7 @@ class MACDecoder(MixerDecoder):
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         mixer = self.mixer
-        begins = now.once("begins", mixer.size, make=lambda: (now.position % mixer.size == 0) & now.active)
+        begins = now.cached("begins", mixer.size, make=lambda: (now.position % mixer.size == 0) & now.active)
         if self.aligned:
             self.memory.running.copy_weights(self.weights, begins)
         else:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from remanence.layers import operand
+from remanence.layers import matmul_dtype
 from remanence.mixers.base import MemoryTrace
 from remanence.mixers.stacked import STACKABLE_MODULES, StackedParameters
 from remanence.runtime.module import altered, described, modules_of, ours, overridden
@@ -231,7 +231,7 @@ class _SegmentReader(nn.Module):
 
     def forward(self, x: Tensor, carry: Any) -> tuple[Tensor, Any, MemoryTrace | None]:
         block: Any = self.block
-        y, carry, trace = block.mixer.read_segment(block.norm_mixer(x, operand(x)), carry)
+        y, carry, trace = block.mixer.read_segment(block.norm_mixer(x, matmul_dtype(x)), carry)
         return block.residual_ffn(x, y), carry, trace
 
 

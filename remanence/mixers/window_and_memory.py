@@ -64,7 +64,7 @@ class WindowAndMemoryDecoder(MixerDecoder):
     def __init__(self, mixer: WindowAndMemory, state: WindowAndMemoryState, mode: Mode) -> None:
         self.window = WindowDecoder(mixer.attention, state.attention)
         self.memory = MemoryDecoder(mixer.memory, state.memory, mode)
-        self.room = self.window.room
+        self.room = self.window.capacity_left
 
     def state(self, position: Tensor) -> WindowAndMemoryState:
         return WindowAndMemoryState(self.window.state(position), self.memory.state())

@@ -17,7 +17,7 @@ from uuid import uuid4
 import torch
 
 from remanence.io.files import replacing
-from remanence.memory.components import SHUT
+from remanence.memory.components import CLOSED_LOG_GATE
 from remanence.model import Trace
 from remanence.runtime.choices import check_choice
 from remanence.runtime.errors import first_line
@@ -209,7 +209,7 @@ def memory_facts(seen: Trace) -> dict[str, float]:
         gates = [getattr(each.gates, field) for each in present if getattr(each.gates, field) is not None]
         if gates:
             facts[name] = float(torch.stack([gate.exp().mean() for gate in gates]).mean())
-    written = [(each.gates.log_step > SHUT).float().mean() for each in present]
+    written = [(each.gates.log_step > CLOSED_LOG_GATE).float().mean() for each in present]
     if (share := float(torch.stack(written).mean())) < 1:  # some tokens are passed over
         facts["written"] = share
     return facts

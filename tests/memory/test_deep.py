@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from remanence import Model, ModelConfig, NeuralMemory
-from remanence.memory.components import threshold
+from remanence.memory.components import apply_threshold
 from remanence.ops import NETS, RULES, Deep, Gates, memorize, start
 from remanence.testing import assert_close
 
@@ -209,7 +209,7 @@ class TestThreshold:
     def test_gradients_are_finite_and_none_where_nothing_is_written(self):
         logs = torch.tensor([-9.0, -0.7, -0.6, -0.2], dtype=torch.float64).view(1, 4, 1).requires_grad_()
         keep = torch.full((1, 4, 1), -1e-2, dtype=torch.float64).requires_grad_()
-        gates = threshold(Gates(logs, None, keep), exp(-0.65))
+        gates = apply_threshold(Gates(logs, None, keep), exp(-0.65))
         (gates.log_step.exp() + gates.log_keep).sum().backward()
         assert logs.grad.isfinite().all() and keep.grad.isfinite().all()
         assert [bool(each) for each in logs.grad.flatten()] == [False, False, True, True]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from remanence.memory import search
-from remanence.memory.search import SEARCHES, Found, attend, combine, dense, exact, unit
+from remanence.memory.search import SEARCHES, SearchResult, attend, combine, dense, exact, l2_normalize
 from remanence.memory.store import Store, StoreState
 from remanence.testing import assert_close
 
@@ -17,11 +17,11 @@ def stored(rows, size, heads, width, empty=0, dtype=torch.float64):
     k, v = (torch.randn(rows, size, heads, width, dtype=dtype) for _ in range(2))
     position = torch.stack([torch.randperm(size) for _ in range(rows)])
     position[:, size - empty :] = -1
-    return StoreState(unit(k), v, position, torch.ones(rows, size), torch.full((rows,), size - empty))
+    return StoreState(l2_normalize(k), v, position, torch.ones(rows, size), torch.full((rows,), size - empty))
 
 
 def queries(rows, tokens, heads, width, dtype=torch.float64):
-    return unit(torch.randn(rows, tokens, heads, width, dtype=dtype))
+    return l2_normalize(torch.randn(rows, tokens, heads, width, dtype=dtype))
 
 
 def loop(q, state, k, limit):
@@ -33,7 +33,7 @@ def loop(q, state, k, limit):
         found = sorted((-float(q[row, token, head] @ state.k[row, j, head]), j) for j in may)[:k]
         for place, (s, j) in enumerate(found):
             score[row, token, head, place], index[row, token, head, place] = -s, j
-    return Found(score, index)
+    return SearchResult(score, index)
 
 
 class TestExact:
@@ -168,13 +168,15 @@ class TestCombine:
 class TestIvf:
     def clustered(self, size=6000, heads=2, width=8):
         centre = torch.randn(40, width)
-        k = unit(centre[torch.randint(40, (1, size, heads))] + 0.3 * torch.randn(1, size, heads, width))
+        k = l2_normalize(
+            centre[torch.randint(40, (1, size, heads))] + 0.3 * torch.randn(1, size, heads, width)
+        )
         return StoreState(k, k, torch.arange(size)[None], torch.ones(1, size), torch.tensor([size]))
 
     @pytest.fixture
     def ivf(self, monkeypatch):
         pytest.importorskip("faiss")
-        monkeypatch.setattr("remanence.memory.ivf.SMALLEST", 4096)
+        monkeypatch.setattr("remanence.memory.ivf.MIN_ENTRIES", 4096)
         return SEARCHES["ivf"]()
 
     def test_recall_is_measured_and_logged(self, ivf, caplog):
@@ -196,14 +198,14 @@ class TestIvf:
         limit = torch.full((1, 10), 10_000)
         ivf(state.k[:, :10], state, 8, limit)
         index = ivf._rows[0]
-        new = unit(torch.randn(1, 500, 2, 8))
+        new = l2_normalize(torch.randn(1, 500, 2, 8))
         state = store.add(state, new, new, torch.arange(6000, 6500)[None], reuse=reuse)
         found = ivf(new[:, :10], state, 1, limit)
         assert ivf._rows[0] is index, "a twelfth has changed: the index stays"
         assert torch.equal(found.index[0, :, 0, 0], torch.arange(10))
         many = ivf(new[:, :10], state, 600, limit).index.sort(-1).values
         assert bool((many.diff() > 0).all()), "an entry that took another's slot is found once"
-        more = unit(torch.randn(1, 1500, 2, 8))
+        more = l2_normalize(torch.randn(1, 1500, 2, 8))
         state = store.add(state, more, more, torch.arange(6500, 8000)[None])
         ivf(new[:, :10], state, 1, limit)
         assert ivf._rows[0] is not index
@@ -214,7 +216,7 @@ class TestIvf:
         state, limit = self.clustered(), torch.full((1, 10), 10_000)
         before = ivf(state.k[:, :10], state, 8, limit)
         heads = ivf._rows[0].heads
-        assert torch.equal(ivf(state.k[:, :10], state.widened(7000), 8, limit).index, before.index)
+        assert torch.equal(ivf(state.k[:, :10], state.enlarge(7000), 8, limit).index, before.index)
         assert ivf._rows[0].heads is heads
 
     def test_a_missing_faiss_names_the_extra(self, monkeypatch):

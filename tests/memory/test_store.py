@@ -112,9 +112,9 @@ def test_a_store_that_is_widened_was_always_so_large(evict):
     small, large = (Store(size, HEADS, WIDTH, evict, half_life=20.0) for size in (8, 14))
     first, second, mask = entries(2, 8), entries(2, 11, first=8), torch.rand(2, 8) < 0.7
     states = [store.add(store.start(2, first[0]), *first, mask=mask) for store in (small, large)]
-    assert_close(states[0].widened(14), states[1], 0.0)
-    assert states[1].widened(14) is states[1]
-    assert_close(small.resized(14).add(states[0].widened(14), *second), large.add(states[1], *second), 0.0)
+    assert_close(states[0].enlarge(14), states[1], 0.0)
+    assert states[1].enlarge(14) is states[1]
+    assert_close(small.with_size(14).add(states[0].enlarge(14), *second), large.add(states[1], *second), 0.0)
 
 
 @pytest.mark.parametrize("half_life", [3.0, 40.0, 1e9])

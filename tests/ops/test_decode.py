@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case, pairwise
 
-from remanence.layers import ShortConv, unit
+from remanence.layers import ShortConv, l2_normalize
 from remanence.ops import MLP, NETS, RULES, Gates, Rule, current_weights, decode, memorize, start
 from remanence.ops.rules import is_linear
 from remanence.ops.triton import decode as decode_kernels
@@ -227,7 +227,7 @@ def test_the_convolutions(kernel, slack, width):
             y, past = conv(xs[i].unsqueeze(1), pasts[i])
             y = torch.nn.functional.silu(y[:, 0]).unflatten(-1, (2, width))
             pasts[i] = where(active, past, pasts[i])
-            assert_close((y if i == 2 else unit(y)).detach(), ys[i], 1e-10)
+            assert_close((y if i == 2 else l2_normalize(y)).detach(), ys[i], 1e-10)
             assert_close(pasts[i].detach(), kept[i], 1e-10)
         assert_close(asked, kept[0], 0.0)
 

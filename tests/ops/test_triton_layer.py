@@ -23,17 +23,17 @@ def randn(*shape, dtype=torch.float64):
 
 def torch_conv(x, past, weight, heads, unit):
     conv = ShortConv(*weight.shape[-2:], past.shape[1] - weight.shape[-1] + 1)
-    return with_parameters(conv, weight=weight).activated(x, past, None, heads, normalize=unit)
+    return with_parameters(conv, weight=weight).convolve_heads(x, past, None, heads, normalize=unit)
 
 
 def torch_gates(x, weight, bias, heads, flipped):
     return with_parameters(
         GateProjection(x.shape[-1], heads, [0.0] * len(flipped)), weight=weight, bias=bias
-    ).logs(x, flipped)
+    ).log_sigmoids(x, flipped)
 
 
 def torch_norm(x, gate, weight, eps):
-    return with_parameters(RMSNorm(x.shape[-1], eps), weight=weight).gated(x, gate)
+    return with_parameters(RMSNorm(x.shape[-1], eps), weight=weight).normalize_gated(x, gate)
 
 
 def torch_rms(x, weight, eps, dtype):
