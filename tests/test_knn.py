@@ -368,7 +368,7 @@ for turn in range(1, 1000):
 def test_approximate_search_in_a_model(monkeypatch):
     """A store that grows and wraps around within one call: about what exact search finds."""
     pytest.importorskip("faiss")
-    monkeypatch.setattr(ivf, "SMALLEST", 64)
+    monkeypatch.setattr(ivf, "MIN_ENTRIES", 64)
     monkeypatch.setattr(ivf.IvfSearch.__init__, "__defaults__", (1.0,))  # every cell is looked into
     knn = {"k": 4, "size": 160}
     exact, found = (

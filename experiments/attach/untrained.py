@@ -25,7 +25,7 @@ from experiments.shared import load, table_row, table_rule
 from remanence import attach
 from remanence.attached.base import Source
 from remanence.attached.site import zero_output
-from remanence.memory.components import SHUT
+from remanence.memory.components import CLOSED_LOG_GATE
 from remanence.memory.neural import NeuralMemory
 from remanence.ops import Gates, memorize
 from remanence.tasks.fact_dialogues import Turns, draw_facts
@@ -82,7 +82,7 @@ def share_found(layer: NeuralMemory, x: Tensor, text: dict[str, Any], written: s
     start = layer.start(1)
     q, k, v, gates, _ = layer.prepare(x, start.conv)
     places = {"everything": slice(None), "what is told": slice(0, text["told"]), "the values": text["values"]}
-    log_step = torch.full_like(gates.log_step, SHUT)
+    log_step = torch.full_like(gates.log_step, CLOSED_LOG_GATE)
     log_step[:, places[written]] = float(np.log(step))
     answers, *_ = memorize(
         q, k, v, Gates(log_step, gates.log_momentum, gates.log_keep), start.memory, net=layer.net,
