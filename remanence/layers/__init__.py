@@ -5,7 +5,7 @@ share of the batch rows (`remanence.mixers.wavefront`). Attention is in `remanen
 """
 
 from remanence.layers.conv import ShortConv
-from remanence.layers.features import Features, by_heads
+from remanence.layers.features import Features, per_head_matmul
 from remanence.layers.feed_forward import SwiGLU
 from remanence.layers.gates import GateProjection
 from remanence.layers.linear import Linear, matmul_dtype, project
@@ -23,9 +23,9 @@ __all__ = [
     "ShortConv",
     "SwiGLU",
     "assign",
-    "by_heads",
     "l2_normalize",
     "matmul_dtype",
+    "per_head_matmul",
     "project",
     "rotary_from_start",
 ]

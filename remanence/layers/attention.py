@@ -234,7 +234,7 @@ def next_attention_state(
         place = ends.unsqueeze(-1) + torch.arange(-length, 0, device=k.device)
         first = torch.arange(len(position), device=k.device).unsqueeze(-1) * k.shape[1]
         index = torch.where(place >= 0, place + first, -1)
-        k, v = pick(k.flatten(0, 1), index), pick(v.flatten(0, 1), index)
+        k, v = gather_or_zero(k.flatten(0, 1), index), gather_or_zero(v.flatten(0, 1), index)
     return AttentionState(k, v, position, removable)
 
 
@@ -330,7 +330,8 @@ class SegmentAttention(Heads):
             return y, self.start(rows)
         kept = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
         ends = [
-            tuple(pick(x.flatten(0, 1), kept).to(self.k_proj.weight.dtype) for x in part) for part in joined
+            tuple(gather_or_zero(x.flatten(0, 1), kept).to(self.k_proj.weight.dtype) for x in part)
+            for part in joined
         ]
         after = [(a + n) % self.segment for a, n in zip(opened, counts, strict=True)]
         position = with_host_copy(torch.tensor(after, device=x.device), after)

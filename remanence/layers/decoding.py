@@ -91,8 +91,8 @@ class WindowDecoder:
         )
         slot = now.cached("slot", *shape, make=lambda: self.persistent + now.position % self.size)
         mask = now.cached("mask", *shape, make=lambda: self._mask(now.position))
-        decode.put(self.k, slot, rotary(k)[:, 0], now.active)
-        decode.put(self.v, slot, v[:, 0], now.active)
+        decode.write_slots(self.k, slot, rotary(k)[:, 0], now.active)
+        decode.write_slots(self.v, slot, v[:, 0], now.active)
         return masked_softmax(rotary(q), self.k, self.v, mask.unsqueeze(1), lse=lse), q, k, v
 
     def state(self, position: Tensor) -> AttentionState:
@@ -136,8 +136,8 @@ class SegmentDecoder:
         mask = now.cached("segment mask", *shape, make=lambda: self._mask(place, retrieved is not None))
         for first, source in zip(self._first_slots, (retrieved, x), strict=True):
             k, v = (torch.zeros_like(q),) * 2 if source is None else layer.keys_values(source)
-            decode.put(self.k, first + place, rotary(k)[:, 0], now.active)
-            decode.put(self.v, first + place, v[:, 0], now.active)
+            decode.write_slots(self.k, first + place, rotary(k)[:, 0], now.active)
+            decode.write_slots(self.v, first + place, v[:, 0], now.active)
         return layer.project_output(masked_softmax(rotary(q), self.k, self.v, mask.unsqueeze(1)))
 
     def state(self, position: Tensor) -> SegmentState:

@@ -53,17 +53,17 @@ class Features(nn.Module):
             return x
         with torch.autocast(x.device.type, enabled=False):
             for up, down in self.layers:
-                gate, value = (math.sqrt(self.width) * by_heads(x, up)).chunk(2, -1)
-                x = l2_normalize(x + by_heads(l2_normalize(F.silu(gate) * value), down))
+                gate, value = (math.sqrt(self.width) * per_head_matmul(x, up)).chunk(2, -1)
+                x = l2_normalize(x + per_head_matmul(l2_normalize(F.silu(gate) * value), down))
         return x
 
 
-def by_heads(
+def per_head_matmul(
     x: Float[Tensor, "b t h i"], weight: Tensor, base: Float[Tensor, "b t h o"] | None = None
 ) -> Float[Tensor, "b t h o"]:
     """The product of each head with its own matrix ``[h i o]``, added to `base` if given."""
-    if layer.fits(x, width=x.shape[-1]) and (base is None or base.dtype == x.dtype):
-        return layer.by_heads(x, weight, base)
+    if layer.is_supported(x, width=x.shape[-1]) and (base is None or base.dtype == x.dtype):
+        return layer.per_head_matmul(x, weight, base)
     weight = weight.to(x.dtype)
     if weight.dim() == 3:
         # Flattened and unflattened, so that its gradient has the same strides with a single head, too: DDP warns

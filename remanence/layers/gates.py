@@ -53,7 +53,7 @@ class GateProjection(nn.Module):
         self, x: Float[Tensor, "b t d"], flipped: Sequence[bool]
     ) -> tuple[Float[Tensor, "b t h"], ...]:
         """The log of each gate's sigmoid, or of one minus the sigmoid where `flipped`."""
-        if layer.fits(x, gates=self.bias.shape[-1]) and plain(self, GateProjection):
+        if layer.is_supported(x, gates=self.bias.shape[-1]) and plain(self, GateProjection):
             return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
         if layer_cpu.is_supported(x) and plain(self, GateProjection):
             return layer_cpu.log_gates(x, self.weight, self.bias, self.heads, flipped)

@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
         self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t inner"]:
         """x normalised per head, times SiLU of a gate; heads are concatenated."""
-        if layer.fits(x, width=self.width) and layer.fits(gate) and plain(self, RMSNorm):
+        if layer.is_supported(x, width=self.width) and layer.is_supported(gate) and plain(self, RMSNorm):
             return layer.gated_norm(x, gate, self.weight, self.eps)
         if layer_cpu.is_supported(x) and plain(self, RMSNorm):
             return layer_cpu.gated_norm(x, gate, self.weight, self.eps)

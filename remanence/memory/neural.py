@@ -18,7 +18,7 @@ from remanence.layers import (
     Module,
     RMSNorm,
     ShortConv,
-    by_heads,
+    per_head_matmul,
     project,
 )
 from remanence.memory.components import InitialMemory, apply_threshold, check_input, resolve_net, resolve_rule
@@ -309,7 +309,7 @@ class NeuralMemory(Module):
         """
         if self.deep:
             (initial,) = self.initial.parameters()
-            answers = by_heads(q, initial, answers)
+            answers = per_head_matmul(q, initial, answers)
         return self.o_proj(self.norm.normalize_gated(answers, gate))
 
     def log_gates(self, x: Tensor) -> Gates:
@@ -335,7 +335,7 @@ class NeuralMemory(Module):
         check_transforms()
         check_input(x, self.config.dim, self.q_proj.weight.dtype, values=self.checks)
         if state is None:
-            state = self._initial_state(x, x.shape[0] if offsets is None else documents(offsets))
+            state = self._initial_state(x, x.shape[0] if offsets is None else count_documents(offsets))
         if not isinstance(state, NeuralMemoryState):
             raise ValueError(
                 f"state: expected the state this layer returned, or None, got {type(state).__name__}"
@@ -352,7 +352,7 @@ class NeuralMemory(Module):
         expected, chunk = self.config.chunk, memory.chunk
         if chunk != expected:
             raise ValueError(
-                f"state: expected one of chunk {expected}, got one of chunk {chunk}; a chunk belongs to the model"
+                f"state: expected chunk {expected}, got chunk {chunk}; the chunk is part of the model"
             )
 
     def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:

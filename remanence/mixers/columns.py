@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.layers.attention import AttentionOutput
-from remanence.ops.layout import pick
+from remanence.ops.layout import gather_or_zero
 
 
 class SegmentSpan(NamedTuple):

@@ -344,7 +344,7 @@ class KnnDecoder(MixerDecoder):
             (self.v, v[:, 0]),
             (self.token_importance, importance),
         ):
-            decode.put(buffer, slot, new, now.active)
+            decode.write_slots(buffer, slot, new, now.active)
         if mixer.owns_store:
             now.shared["store"] = self.store
         store = now.shared["store"] if mixer.shares_store else self.store

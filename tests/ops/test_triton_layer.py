@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from remanence import NeuralMemory
-from remanence.layers import Features, GateProjection, RMSNorm, Rotary, ShortConv, by_heads
+from remanence.layers import Features, GateProjection, RMSNorm, Rotary, ShortConv, per_head_matmul
 from remanence.mixers.window_and_memory import Join
 from remanence.ops.triton import layer
 from remanence.ops.triton.layer import features, norms, pointwise, tiles
@@ -62,7 +62,7 @@ def rotary(x, position):
 
 
 def torch_heads(x, weight, base=None):
-    return by_heads(x, weight, base)
+    return per_head_matmul(x, weight, base)
 
 
 def torch_key_features(x, up, down):
