@@ -1,4 +1,4 @@
-"""Texts to tokens on disk, and tokens to batches. Documents stay apart, and any step's batch can be made again."""
+"""Tokenized corpora on disk, and batches from them. State never crosses documents; batches are reproducible by step."""
 
 from remanence.data.batches import Batch, Documents, Packed
 from remanence.data.prepare import prepare

@@ -1,6 +1,6 @@
-"""The tokens of a step: a function of the step alone, so that any step can be made again, on any number of processes.
+"""Batches as a function of the step alone, so that any step can be reproduced, on any number of processes.
 
-Both orders go through the documents in an order shuffled anew for every epoch.
+Documents are shuffled again for every epoch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from remanence.data.shards import Tokens
 
 
 class Batch(NamedTuple):
-    """Inputs and targets ``[b t]`` (-100: none), the borders of documents or a mask, which rows begin anew, and how
-    much each target counts, if not all the same.
+    """Inputs and targets ``[b t]`` (-100 is ignored), offsets of packed documents or a padding mask, which rows begin a
+    document, and the loss weights of targets if they are not all 1.
     """
 
     tokens: Tensor
@@ -35,7 +35,7 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 class Packed:
-    """Rows of equal length, filled with documents one after the other. No padding, and only a rest is left out.
+    """Documents packed into rows of equal length, without padding. Only the remainder of an epoch is left out.
 
     A batch is one packed row ``[1 b*t]`` with the borders of documents and rows, so that no state crosses either.
     """
@@ -85,7 +85,7 @@ class Packed:
     def _read(
         self, order: np.ndarray, ends: np.ndarray, start: int, count: int
     ) -> tuple[np.ndarray, list[int]]:
-        """Tokens of the shuffled stream, and where documents begin among them."""
+        """Tokens of the shuffled stream, and the positions in them at which documents begin."""
         index = int(np.searchsorted(ends, start, "right"))
         pieces, borders, have = [], [], 0
         while have < count:
@@ -132,12 +132,12 @@ class Documents:
         self._dealt = lru_cache(2 * batch)(self._deal)
 
     def _deal(self, row: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """One row's documents of an epoch, and the number of pieces up to the end of each."""
+        """The documents of a row in an epoch, and the cumulative number of their pieces."""
         own = self._shuffled(epoch)[self.rank * self.batch + row :: self.batch * self.world]
         return own, np.cumsum(np.maximum(1, -(-(self.data.lengths[own] - 1) // self.length)))
 
     def locate(self, row: int, number: int) -> tuple[int, int]:
-        """Which document a row reads at a step, and which piece of it."""
+        """The document that a row reads at a step, and the index of the piece."""
         ends = self.ends[row]
         while not ends or ends[-1] <= number:
             ends.append((ends[-1] if ends else 0) + int(self._dealt(row, len(ends))[1][-1]))

@@ -1,4 +1,4 @@
-"""A text of one's own, held in memory: a part to train on, and its end, which is held out."""
+"""A user's text in memory: a training part, and its end, which is held out."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _split(documents: list[bytes], wanted: int) -> OwnText:
 class OwnTokens:
     """Documents as tokens in memory, to be read as a prepared folder is (`data/shards.py: Tokens`).
 
-    With `rows`, they are cut into so many stretches or more, none longer than a row's share of the text.
+    With `rows`, documents are split so that there is at least one for each row.
     """
 
     def __init__(self, text: OwnText, tokenizer: Tokenizer, rows: int | None = None) -> None:
@@ -96,7 +96,7 @@ class OwnTokens:
             borders.append(borders[-1] + len(found))
         self.shards = [np.concatenate(tokens)]
         if rows is not None:
-            borders = _stretches(borders, max(1, borders[-1] // rows))
+            borders = _split_spans(borders, max(1, borders[-1] // rows))
         self.start, self.end = np.array(borders[:-1]), np.array(borders[1:])
         self.lengths = self.end - self.start
 
@@ -113,8 +113,8 @@ class OwnTokens:
         return self.shards[0][min(first + start, end) : min(first + stop, end)]
 
 
-def _stretches(borders: list[int], most: int) -> list[int]:
-    """Borders with others between them, so that nothing is longer than `most`."""
+def _split_spans(borders: list[int], most: int) -> list[int]:
+    """Borders with more inserted between them, so that no span is longer than `most`."""
     found = [0]
     for start, end in pairwise(borders):
         found += [*range(start + most, end, most), end]

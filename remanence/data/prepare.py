@@ -114,7 +114,7 @@ def _make(
 ) -> dict[str, int]:
     """All shards that have room, and the index of them."""
     if workers > 1:
-        _ahead(jobs, workers, room, done)
+        _make_in_parallel(jobs, workers, room, done)
         done = None
     shards: list[Shard] = []
     begun = tokens = 0
@@ -162,7 +162,7 @@ def _read_plan(out: Path) -> Plan:
 
 
 def _claim(out: Path, plan: Plan, jobs: list[_Job], overwrite: bool) -> None:
-    """Take a folder for one corpus alone, and note which, before there is a shard of it."""
+    """Reserve a folder for one corpus and write its plan, before the first shard."""
     before, there = _read_plan(out), _own_files(out)
     if before == plan:
         return
@@ -243,11 +243,11 @@ class _Job:
         for name in self.part.names(self.number):
             shard, made_from = self._there(name, row), self._made_from(row)
             if shard is not None and not room.holds(shard["tokens"], shard["documents"]):
-                self._distrust(name)
+                self._invalidate(name)
                 cut_down = cut_shard(self.out, shard, self.dtype, room)
                 shard = self._note({**cut_down, "from": made_from, "room": room})
             elif shard is None or shard.get("room", list(room)) != list(room):
-                self._distrust(name)
+                self._invalidate(name)
                 documents = documents or self._tokens(own, row)
                 full = self.part.full
                 made = write_shard(self.out, name, documents, self.dtype, end=own.end, full=full, room=room)
@@ -286,8 +286,8 @@ class _Job:
             return None
         return shard if shard_exists(self.out, shard, self.dtype) else None
 
-    def _distrust(self, name: str) -> None:
-        """Before a shard is changed: remove what marks it, or all of them, as complete."""
+    def _invalidate(self, name: str) -> None:
+        """Remove the files that mark a shard and the corpus as complete, before the shard is changed."""
         for path in (self.out / f"{name}.json", self.out / INDEX):
             path.unlink(missing_ok=True)
 
@@ -315,7 +315,7 @@ _halt: synchronize.Event | None = None
 """In the processes of a pool: an event that ends what they do, when a limit is reached or another has failed."""
 
 
-def _ahead(jobs: list[_Job], workers: int, room: Room, done: Done | None) -> None:
+def _make_in_parallel(jobs: list[_Job], workers: int, room: Room, done: Done | None) -> None:
     """Make shards in several processes, until all are there, or as many as there is room for.
 
     Each process reads a source of its own and knows nothing of the others. With a limit, some shards may therefore not
@@ -379,7 +379,7 @@ def _start(halt: synchronize.Event, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A process whose parent was killed must not write beside the one that is started next."""
+    """Exit when the parent process is gone: its successor may write the same files."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

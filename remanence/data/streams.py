@@ -125,7 +125,7 @@ def parts(source: str, revision: str | None = None, full: int = FULL) -> list[Pa
     if name.folder is None and name.dataset.startswith((".", "/", "~")):
         raise ValueError(f"{source}: no such folder")
     pinned = revision or name.revision
-    fixed = _fingerprint(name.folder) if name.folder else _ask_hub(source, name.dataset, pinned)
+    fixed = _fingerprint(name.folder) if name.folder else _resolve_revision(source, name.dataset, pinned)
     try:
         rows = datasets.load_dataset(
             str(name.folder) if name.folder else name.dataset,
@@ -145,7 +145,7 @@ def parts(source: str, revision: str | None = None, full: int = FULL) -> list[Pa
         raise ValueError(f"{source}: expected {wanted} ({_line(error)})") from None
 
 
-def _ask_hub(source: str, dataset: str, revision: str | None) -> str:
+def _resolve_revision(source: str, dataset: str, revision: str | None) -> str:
     """The revision's full name. One short request: `datasets` would try for long to reach a hub that is not there."""
     from huggingface_hub import HfApi, errors
 

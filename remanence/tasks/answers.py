@@ -1,4 +1,4 @@
-"""What a model answered, as tasks score it."""
+"""Answers of a model and their scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BABILong's training texts from short to long: stories with all their questions, alone, then in ever more hay."""
+"""BABILong training texts with a length curriculum: stories alone, then in longer and longer haystacks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Curriculum:
             raise ValueError(f"data.curriculum: expected {wanted}, got {longest}")
         self.fact = cache(lambda text: np.array(tokenizer.encode(f" {text}"), np.int32))
         self.question = cache(self._question)
-        self.told = {task: _with_earlier(own) for task, own in stories.items()}
-        sizes = {task: np.array([self._size(own) for own in told]) for task, told in self.told.items()}
+        self.stories = {task: _group_questions(own) for task, own in stories.items()}
+        sizes = {task: np.array([self._size(own) for own in told]) for task, told in self.stories.items()}
         self.fitting: dict[int, list[tuple[str, np.ndarray]]] = {}
         for room in sorted({length or self.shortest for length in curriculum}):
             for task, own in sizes.items():
@@ -80,10 +80,12 @@ class Curriculum:
 
     def _draw(self, length: int, rng: np.random.Generator) -> Needles:
         task, indices = self.fitting[length][rng.integers(len(self.fitting[length]))]
-        return self._needles(self.told[task][indices[rng.integers(len(indices))]], bool(rng.random() < 0.5))
+        return self._needles(
+            self.stories[task][indices[rng.integers(len(indices))]], bool(rng.random() < 0.5)
+        )
 
     def _text(self, length: int, rng: np.random.Generator) -> np.ndarray:
-        """Exactly so many tokens: a story in hay, its last question at the end."""
+        """A story in a haystack, `length` tokens in all, with its last question at the end."""
         needles = self._draw(length, rng)
         room = length - sum(map(len, needles))
         borders = self.hay.borders
@@ -100,7 +102,7 @@ class Curriculum:
         return np.concatenate(parts)
 
     def _stories(self, size: int, rng: np.random.Generator) -> np.ndarray:
-        """A row of stories without hay, and hay behind the last that has room."""
+        """A row of stories without a haystack, filled up with book text."""
         needles: Needles = []
         room = size
         while (needed := sum(map(len, more := self._draw(size, rng)))) <= room:
@@ -127,8 +129,8 @@ class Curriculum:
         return sum(map(len, self._needles(told, True)))
 
 
-def _with_earlier(stories: Sequence[Story]) -> list[list[Story]]:
-    """Every question with those that were asked before it in the same story."""
+def _group_questions(stories: Sequence[Story]) -> list[list[Story]]:
+    """Every question, together with the earlier questions of its story."""
     found: list[list[Story]] = []
     for story in stories:
         last = found[-1] if found else []

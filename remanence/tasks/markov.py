@@ -1,4 +1,4 @@
-"""Markov models of DNA that learn while they read: what a language model's bits per base are to be held against."""
+"""Adaptive Markov models of DNA: the baseline for a language model's bits per base."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 RECENT = 20
-"""Bases by which the mixture judges its models."""
+"""The number of preceding bases whose cost weights the models of the mixture."""
 MOST = 12
 """The highest order: its table of counts has 4 ** 13 entries, 256 MiB."""
 
@@ -51,7 +51,7 @@ class Markov:
 
 
 def _earlier(values: np.ndarray) -> np.ndarray:
-    """How often each value has occurred in front of its place."""
+    """For each element, how often its value occurs before it."""
     order = np.argsort(values, kind="stable")
     ordered, places = values[order], np.arange(len(values))
     first = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(values) else np.empty(0, bool)

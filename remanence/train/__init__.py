@@ -1,6 +1,6 @@
-"""Training: `fit` goes from a config to a run folder that can be killed at any moment and taken up again.
+"""Training: `fit` goes from a config to a run folder that can be interrupted at any moment and resumed.
 
-`Run` is the same one step at a time.
+`Run` does the same, one step at a time.
 """
 
 from remanence.train.config import OptimizerConfig, TrainConfig, override

@@ -1,4 +1,4 @@
-"""The model card of an exported folder: what is known of the model, and how it is used."""
+"""The model card of an exported folder: the architecture, the training data and how to use the model."""
 
 from __future__ import annotations
 

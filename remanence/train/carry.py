@@ -1,4 +1,4 @@
-"""The state that rows carry from step to step, where documents are read over several steps."""
+"""The recurrent state that rows carry from step to step, for documents that are read over several steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def carry_in(
     initial_state: InitialState | None = None,
     number: int = 0,
 ) -> State:
-    """The state that rows bring into a step: theirs, or a new one where a document begins or a memory has diverged.
+    """The state at the start of a step: the carried one, or a new one where a document begins or a memory has diverged.
 
-    The new one is made and is part of the autograd graph in any case: with sharded weights both are collective calls.
+    The new state is always made and part of the autograd graph: with sharded weights both are collective calls.
     """
     fresh = model.start(batch.tokens.shape[0])
     if initial_state is not None:
@@ -34,11 +34,10 @@ def carry_in(
 
 
 def carry_out(model: Model, state: State, batch: Batch, captured: bool) -> State:
-    """The state that rows take out of a step, detached.
+    """The state after a step that rows carry to the next one, detached.
 
-    A row whose document ended has read padding behind it. Its position becomes 0, and the next step, which begins a
-    document, begins it anew. After a captured step, rows whose memory diverged begin anew at once; otherwise
-    `carry_in` does it.
+    A row whose document ended has read padding after it. Its position is set to 0, and the next step starts it with a
+    new state. After a captured step, rows whose memory diverged get a new state here; otherwise in `carry_in`.
     """
     if captured and bool((bad := state.diverged).any()):
         state = where(bad.tolist(), model.start(len(bad)).detach(), state)

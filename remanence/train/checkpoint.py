@@ -119,13 +119,13 @@ def _write(
 
 
 def _digest(path: Path) -> str:
-    """Of a file: what it says itself, if it does."""
-    told = read_header(path).metadata.get(DIGEST) if path.suffix == ".safetensors" else None
-    return told or file_digest(path)
+    """The digest that a file holds in its header, else the digest of its bytes."""
+    stored = read_header(path).metadata.get(DIGEST) if path.suffix == ".safetensors" else None
+    return stored or file_digest(path)
 
 
 def _shard_digests(checkpoint: Path, *, flushed: bool = False) -> dict[str, str]:
-    """Of the files that torch has written, in several threads; on their way to the disk also `flushed`."""
+    """The digests of the shards that torch has written, by file name. `flushed` first writes them to the disk."""
     folder = checkpoint / PARTS
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
 
@@ -139,7 +139,7 @@ def _shard_digests(checkpoint: Path, *, flushed: bool = False) -> dict[str, str]
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete ones, oldest first."""
+    """The complete checkpoints in a folder, oldest first."""
     return sorted(path for path in folder.glob("[0-9]*") if (path / "progress.json").is_file())
 
 
@@ -152,7 +152,7 @@ def load(
     *,
     stored_config: Callable[[Path, TrainableModel], ModelDescription] = lambda path, _: read_config(path),
 ) -> tuple[Progress, State | None]:
-    """Take a checkpoint up: weights, moments and random numbers in place, and where the run stood.
+    """Load a checkpoint: weights, moments and random numbers in place. Returns the progress and the carried state.
 
     `stored_config` reads the config of the checkpoint's model, which must be `model`'s.
     """
@@ -189,18 +189,18 @@ def load(
 
 
 def read_progress(path: Path) -> Progress:
-    """Where the run stood."""
+    """The progress of the run at a checkpoint."""
     return _progress(path)[0]
 
 
 def saved_config(path: Path) -> Mapping[str, object] | None:
-    """The config that a checkpoint was written under, as plain data; older ones do not tell."""
+    """The config that a checkpoint was written under, as plain data; None for checkpoints of early versions."""
     return _progress(path)[1].get("config")
 
 
 @contextmanager
 def _fitting(path: Path) -> Iterator[None]:
-    """Tensors of another kind than expected, in one line. Only a file without a digest can hold such."""
+    """Turn errors about unexpected tensors into one line. Only a file without a digest can hold such tensors."""
     try:
         yield
     except (KeyError, IndexError, RuntimeError, TypeError) as error:
@@ -208,7 +208,7 @@ def _fitting(path: Path) -> Iterator[None]:
 
 
 def _check_complete(path: Path, facts: dict[str, Any]) -> None:
-    """Whether all files that were written are there, and torch's shards as they were written."""
+    """Refuse a checkpoint with missing or altered files."""
     for name, digest in facts.get("files", {}).items():
         if not (path / name).is_file():
             raise ValueError(f"{path / name}: no such file, which the checkpoint was written with")
@@ -219,7 +219,7 @@ def _check_complete(path: Path, facts: dict[str, Any]) -> None:
 
 
 def load_model(path: Path) -> Any:
-    """Only the model, with all its weights, of a checkpoint of either kind or of a model's folder."""
+    """The model with all its weights, from a checkpoint of either kind or a model folder."""
     if (path / "progress.json").is_file():
         _check_complete(path, _progress(path)[1])
     if (loader := model_loader(path)) is not None:
@@ -234,7 +234,7 @@ def load_model(path: Path) -> Any:
 
 
 def load_carried(path: Path) -> State | None:
-    """Only the memories that were carried, all rows of them."""
+    """The carried state of all rows."""
     return _carried(path, load_model(path), World(torch.device("cpu")))
 
 
@@ -278,7 +278,7 @@ def _one_line(path: Path, kind: type[Exception]) -> Iterator[None]:
 
 
 def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
-    """Where a run stood, and what else the checkpoint tells of itself."""
+    """The progress of a run, and the other entries of progress.json."""
     facts = read_json(path / "progress.json")
     found = {name: facts.pop(name, None) for name in Progress._fields}
     if any(type(value) is not int or value < 0 for value in found.values()):
@@ -304,7 +304,7 @@ def _moments(model: TrainableModel, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def _carried(path: Path, model: TrainableModel, world: World) -> State | None:
-    """This process's rows of the memories that were carried, of whatever processes wrote them."""
+    """The carried state of this process's rows, whatever number of processes wrote it."""
     parts = sorted(path.glob("carried-*.safetensors"))
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""Several processes as one run: their ranks, what they agree on, and a model whose weights are sharded over them."""
+"""Distributed training: the ranks of a run, collective calls, and models sharded over processes (FSDP2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remanence.train.trainable import TrainableModel
 
 
 class World(NamedTuple):
-    """The processes of a run, of which this is one. Alone, everything here does nothing."""
+    """The rank of this process and the number of processes. In a single process, collective calls do nothing."""
 
     device: torch.device
     rank: int = 0
@@ -38,7 +38,7 @@ class World(NamedTuple):
         return summed.tolist()
 
     def run_on_rank0(self, act: Callable[[], object]) -> None:
-        """Run `act` in the first process, for all: files."""
+        """Run `act` in the first process only, such as writing a file."""
         self.run_on_all(act if self.first else lambda: None)
 
     def run_on_all(self, act: Callable[[], object]) -> None:
@@ -57,7 +57,7 @@ class World(NamedTuple):
 
 @contextmanager
 def joined(device: str) -> Iterator[World]:
-    """This process among those that `torchrun` started, or alone if it did not."""
+    """Join the processes that `torchrun` started, if any."""
     own = resolve(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:

@@ -1,4 +1,4 @@
-"""A run's model as a folder of its own, and what it was trained on."""
+"""Export of a run's model to a model folder, and the record of its training data."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _trained(folder: Path, config: TrainConfig) -> dict[str, object]:
 
 
 def _carried(run: Path, config: TrainConfig, row: int) -> State:
-    """What one of a batch's rows remembered at a run's end."""
+    """The state that one row of the batch carried at the end of a run."""
     found = checkpoint.checkpoints(run / "checkpoints")
     state = checkpoint.load_carried(found[-1]) if config.carry and found else None
     if state is None:

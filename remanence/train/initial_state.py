@@ -27,7 +27,7 @@ from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
 
 SPAN = 100
-"""Steps over which the size of memories is averaged: enough to be steady, few enough to follow training."""
+"""The window, in steps, of the running mean of memory magnitudes."""
 
 
 class InitialState(Protocol):
@@ -70,7 +70,7 @@ class Document(NamedTuple):
 
 
 class _Drawn:
-    """The base class: the choice of documents that do not begin fresh."""
+    """The base class: draws the documents that do not start in the learned initial state."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world

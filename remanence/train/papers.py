@@ -1,4 +1,4 @@
-"""What the Titans papers train: pre-training by size."""
+"""Pre-training configurations of the Titans papers, by model size."""
 
 from __future__ import annotations
 

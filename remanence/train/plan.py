@@ -1,6 +1,4 @@
-"""What a run will cost, before it is begun: parameters, arithmetic, memory of a GPU, hours. Estimates, and told as
-such.
-"""
+"""Estimates of the cost of a run before it starts: parameters, floating-point operations, GPU memory, hours."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
 
 
 class Plan(NamedTuple):
-    """Everything `--dry-run` tells."""
+    """The estimates that `--dry-run` prints."""
 
     parameters: int
     tokens: int
@@ -185,7 +183,7 @@ def memory_of_run(config: TrainConfig, devices: int = 1) -> dict[str, float]:
 
 
 def _refuse(memory: dict[str, float], available: float, config: TrainConfig, devices: int) -> None:
-    """What cannot fit, and options with which it does."""
+    """Refuse a run that does not fit into memory, and suggest options with which it fits."""
     if sum(memory.values()) <= available:
         return
     largest = max(memory, key=lambda part: memory[part])

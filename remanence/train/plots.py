@@ -1,4 +1,4 @@
-"""A run seen: its loss, and what its memories did, from metrics.jsonl to one picture."""
+"""A plot of metrics.jsonl: the loss of a run, and surprise and gates of its memories."""
 
 from __future__ import annotations
 

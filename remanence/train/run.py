@@ -1,6 +1,6 @@
 """A training run. Everything a step needs is a function of its number or is in the checkpoint.
 
-A run that was killed therefore goes on as if it had not been.
+A run that was killed and resumed therefore gives the same result as one without an interruption.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Log = Callable[[Line], None]
 
 
 class TrainingError(DivergedError):
-    """A run that could not go on: too many steps in a row had a loss or a gradient that is not finite."""
+    """Raised when too many consecutive steps had a loss or a gradient that is not finite."""
 
 
 def fit(
@@ -67,14 +67,14 @@ def fit(
     log: Log | None = None,
     source: Source | None = None,
 ) -> Any:
-    """Train a model in a new folder, or go on in one.
+    """Train a model in a new folder, or resume the run in a folder, and return the model.
 
     ``out`` then holds config.json, metrics (.jsonl, .png), checkpoints and the model. An existing run is never
-    overwritten. With `resume` the run's own config counts, and `config` may be None. `log` gets each line of the
-    metrics. SIGTERM saves a checkpoint and returns; Ctrl-C does, too, before it interrupts (pressed twice, at once);
-    SIGUSR1 writes a sample to samples.jsonl. `source` stands in for the one that the config names: data that is in no
-    file. Returned is the model, the best in validation if the run validates (`validate_every`). Started by `torchrun`,
-    the processes share the rows and the weights (FSDP2); the result is the same up to rounding.
+    overwritten. With `resume` the config in the folder is used, and `config` may be None. `log` is called with each
+    line of the metrics. SIGTERM saves a checkpoint and returns; Ctrl-C does, too, before it interrupts (pressed twice,
+    at once); SIGUSR1 writes a sample to samples.jsonl. `source` replaces the source of batches that the config names,
+    for data that is in no file. With `validate_every`, the returned model is the one with the lowest validation loss.
+    Started by `torchrun`, the processes share the rows and the weights (FSDP2); the result is the same up to rounding.
     """
     with Run.open(config, out, resume=resume, log=log, source=source) as run:
         run.train()
@@ -82,7 +82,7 @@ def fit(
 
 
 class Run:
-    """A run that is open: its model, its optimizer and its progress, one step at a time.
+    """An open training run: its model, its optimizer and its progress, one step at a time.
 
     ``with Run.open(config, "out/run") as run: run.train()`` is what `fit` does. In a loop of your own, call `step`
     until `done`, then `finish`. Closing only frees what is open: a run that is closed early goes on from its last
@@ -99,7 +99,7 @@ class Run:
         log: Log | None = None,
         source: Source | None = None,
     ) -> Run:
-        """Begin a run in a new or empty folder, or take up the one in it. A config that cannot run leaves no folder."""
+        """Start a run in a new or empty folder, or resume the one in it. A refused config leaves no folder."""
         out = Path(out)
         config = run_config(out) if resume else resolve_config(config)
         with ExitStack() as resources:
@@ -156,7 +156,7 @@ class Run:
         return self.progress.step >= self.config.steps or self.validation.stopped
 
     def train(self) -> None:
-        """All steps that are left, then `finish`. Signals are answered between steps, as `fit` describes."""
+        """Take all remaining steps, then call `finish`. Signals are handled between steps, as `fit` describes."""
         with received_signals() as received:
             while not self.done:
                 ends = bool(received & {"SIGTERM", "SIGINT"})
@@ -173,7 +173,7 @@ class Run:
             self.finish()
 
     def step(self) -> Step:
-        """The next step, its line in the metrics and, at every `save_every`-th, a checkpoint."""
+        """Take the next step, log its metrics, and write a checkpoint at every `save_every`-th step."""
         config, number = self.config, self.progress.step
         self.carried = self.task.before_step(self.model, self.carried, number)
         first = number * config.accumulate
@@ -204,7 +204,7 @@ class Run:
         return step
 
     def checkpoint(self) -> None:
-        """Write a checkpoint of now, if there is none, and remove all but the last `keep`."""
+        """Write a checkpoint of the current step, if there is none, and remove all but the last `keep`."""
         if self.metrics:
             self.metrics.flush()
         where = self.out / "checkpoints"
@@ -213,7 +213,7 @@ class Run:
 
     @torch.no_grad()
     def sample(self) -> None:
-        """One more line of samples.jsonl: what the model generates now. All processes take part: each has a shard."""
+        """Add a line with generated text to samples.jsonl. All processes have to call it."""
         if not (self.out / "tokenizer").is_dir():
             return  # generated tasks have none
         prompt, step = self.config.prompt, self.progress.step
@@ -232,7 +232,7 @@ class Run:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def finish(self) -> None:
-        """The last checkpoint and the plot; after the last step also the model, in a folder of its own."""
+        """Write the last checkpoint and the plot; after the last step also the folder `model`."""
         self.checkpoint()
         if self.metrics and self.metrics.written:
             plot(self.out)
@@ -266,7 +266,7 @@ class Run:
             tokenizer.save(self.out / "tokenizer")
 
     def _load(self, resume: bool) -> tuple[Progress, State | None]:
-        """What the last checkpoint has; without one, a new run's beginning."""
+        """The progress and the carried state of the last checkpoint; without one, those of a new run."""
         found = checkpoint.checkpoints(self.out / "checkpoints") if resume else []
         if not found:
             self._count_unigrams()
@@ -303,7 +303,7 @@ class Run:
             warnings.warn(f"{self.out / 'config.json'}: changed since the checkpoint: {listed}", stacklevel=2)
 
     def _count_unigrams(self) -> None:
-        """How rare each token is, for a store of rare ones. A model that is trained further knows it already."""
+        """Count token frequencies for a store of rare tokens. A model that is trained further has them already."""
         config, table = self.config, self.model.log_unigrams
         if table is None or config.init_from is not None:
             return
@@ -364,7 +364,7 @@ def resolve_config(config: TrainConfig | None) -> TrainConfig:
 
 
 def _absolute(path: str | None) -> str | None:
-    """A run may be taken up from another working directory."""
+    """The absolute path: a run may be resumed in another working directory."""
     return path if path is None or path.startswith(PREFIX) else str(Path(path).resolve())
 
 
@@ -377,12 +377,12 @@ def _current(saved: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _plain(config: TrainConfig) -> dict[str, object]:
-    """A config as a JSON file gives it back."""
+    """A config as a JSON file stores it: lists instead of tuples."""
     return json.loads(json.dumps(config.to_dict()))
 
 
 def _replayable(batches: list[Batch]) -> dict[str, Tensor]:
-    """All that a step has read, by part: what `take_step` needs to do it again."""
+    """All tensors of a step's batches, by name and part: enough to repeat the step."""
     parts = {}
     for index, batch in enumerate(batches):
         for name, value in batch._asdict().items():

@@ -1,4 +1,4 @@
-"""Signals that a run answers between two steps instead of at once."""
+"""Signals that a run handles between two steps instead of immediately."""
 
 from __future__ import annotations
 

@@ -82,6 +82,6 @@ def reached(kind: str, config: ModelConfig, length: int, captured: bool = True) 
 
 
 def nearest(rows: list[dict[str, Any]], distance: Callable[[dict[str, Any]], float]) -> list[dict[str, Any]]:
-    """All rows at the smallest distance."""
+    """The rows with the smallest distance."""
     best = min(rows, key=distance)
     return [row for row in rows if distance(row) == distance(best)]

@@ -1,4 +1,4 @@
-"""What the training loop needs of what it trains: a protocol, and the registry of its implementations."""
+"""The interface between the training loop and a training task, and the registry of tasks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The best weights of a run by its validation, and when to stop.
 
-What was measured is in the metrics, so that a run that goes on knows it, too.
+Validation losses are read back from the metrics when a run is resumed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEST = "best.safetensors"
 
 
 class Validation:
-    """What a run has measured so far, up to the step that it goes on from."""
+    """The validation losses of a run, up to the step that it resumes from."""
 
     def __init__(self, run: Path, step: int, stop_after: int, world: World | None = None) -> None:
         self.path, self.stop_after, self.world = run / BEST, stop_after, world or World(torch.device("cpu"))
@@ -45,13 +45,13 @@ class Validation:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last looks were all no better than one before them."""
+        """Whether the last `stop_after` validations had no lower loss than an earlier one."""
         if not self.stop_after or self.best is None:
             return False
         return sum(step > self.best[0] for step, _ in self.history) >= self.stop_after
 
     def add(self, step: int, value: float, model: TrainableModel) -> None:
-        """Note a value, and keep the weights if there is none better. All processes call it."""
+        """Record a validation loss, and save the weights if it is the lowest. All processes have to call it."""
         value = value if isfinite(value) else inf
         self.history.append((step, value))
         if self.best == (step, value) and isfinite(value):
@@ -60,7 +60,7 @@ class Validation:
 
     @torch.no_grad()
     def restore(self, model: TrainableModel) -> None:
-        """Give a model its best weights; without any, it keeps its own."""
+        """Load the weights with the lowest validation loss, if there are any."""
         if self.best is None or not self.path.is_file():
             return
         stored = read_tensors(self.path)
