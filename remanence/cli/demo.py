@@ -82,13 +82,17 @@ class Demo:
             raise ValueError(f"seed: expected an integer of at least 0, got {seed}")
         if self.tokens < 1024:
             raise ValueError(f"tokens: expected an integer of at least 1024, got {self.tokens}")
-        console, begun = Console(), time.monotonic()
+        console, started = Console(), time.monotonic()
         configs = {name: demo_models.recipe_config(name, self.device, seed, self.steps) for name in RECIPES}
         with replaced(out) as folder:
             book = demo_book.read_book(folder, device, seed, self.tokens)
             echo(f"{book['model']}, whose window is {book['window']} tokens wide, has read {book['book']}.")
             echo(f"Asked {book['distance']:,} tokens after the facts in it, from {out / 'book.mem'}:")
-            titles = {"on": "with its memory", "frozen": "memory never written", "off": "memory off"}
+            titles = {
+                "on": "with its memory",
+                "frozen": "frozen memory (no test-time writes)",
+                "off": "memory off",
+            }
             console.print(answers_table(book, titles))
             seconds = demo_models.train(configs, folder)
             torch.set_num_threads(1)
@@ -119,7 +123,7 @@ class Demo:
             write_json(folder / "recall.json", facts)
         folders = f"{out}/{{{','.join(RECIPES)}}}/model"
         files = f"plot: {out / 'recall.png'}   numbers: {out / 'recall.json'}   models: {folders}"
-        echo(f"{files}   {time.monotonic() - begun:.0f} s in all")
+        echo(f"{files}   {time.monotonic() - started:.0f} s in all")
 
 
 @contextmanager
@@ -158,7 +162,7 @@ def replaced(out: Path) -> Iterator[Path]:
 def accuracy_table(accuracy: dict[str, list[float]]) -> Table:
     from rich.table import Table
 
-    title = f"{PAIRS} pairs, asked so many tokens later: right answers (guessing: {CHANCE:.0%})"
+    title = f"{PAIRS} pairs: accuracy by distance in tokens to the question (chance: {CHANCE:.0%})"
     table = Table("model", title=title)
     for distance in DISTANCES:
         table.add_column(f"{distance:,}", justify="right")
@@ -179,8 +183,8 @@ def plot(accuracy: dict[str, list[float]], path: Path) -> None:
     axis.axvspan(DISTANCES[0] / 1.3, edge, color="#f1efe8", linewidth=0)
     axis.annotate("in the window", (edge / 1.06, 42), ha="right", fontsize=9, color="#6b675c")
     axis.axhline(100 * CHANCE, color="#6b675c", linewidth=1, linestyle=":")
-    below: dict[str, Any] = {"xytext": (0, -12), "textcoords": "offset points", "ha": "left"}
-    axis.annotate("guessing", (DISTANCES[0], 100 * CHANCE), fontsize=9, **below)
+    point = (DISTANCES[0], 100 * CHANCE)
+    axis.annotate("chance", point, (0, -12), textcoords="offset points", ha="left", fontsize=9)
     # Where both memories are right the lines lie on each other: LMM's is broken, and on top.
     looks = {"window": ("#8a8a8a", "s-", 2), "lmm": ("#e07a1f", "^--", 3), "mac": ("#1b6ca8", "o-", 2)}
     for name, row in accuracy.items():
@@ -191,7 +195,7 @@ def plot(accuracy: dict[str, list[float]], path: Path) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(DISTANCES, [f"{distance:,}" for distance in DISTANCES])
     axis.set(xlim=(DISTANCES[0] / 1.3, DISTANCES[-1] * 1.15), ylim=(0, 103))
-    axis.set(xlabel="tokens between a pair and its question", ylabel="right answers, %")
+    axis.set(xlabel="tokens between a pair and its question", ylabel="accuracy, %")
     title = f"{PAIRS} pairs recalled from further and further away, by models trained on 64 tokens"
     axis.set_title(title, fontsize=11)
     axis.spines[["top", "right"]].set_visible(False)
@@ -201,17 +205,19 @@ def plot(accuracy: dict[str, list[float]], path: Path) -> None:
 
 
 def answers_table(recalled: dict[str, Any], titles: dict[str, str]) -> Table:
-    """Questions, and the answers to each that `recalled` has under the names that are given titles here."""
+    """A table of questions and of the answers in `recalled`, one column for each key of `titles`."""
     from rich.table import Table
 
     from remanence.cli.console import coloured
 
-    table = Table("asked", *titles.values())
-    for key, value, *answers in zip(*(recalled[name] for name in ("asked", "told", *titles)), strict=True):
-        verdicts = [("right", "green") if answer == value else ("wrong", "red") for answer in answers]
-        told = zip(answers, verdicts, strict=True)
+    table = Table("question", *titles.values())
+    for question, expected, *answers in zip(
+        *(recalled[name] for name in ("questions", "answers", *titles)), strict=True
+    ):
+        verdicts = [("right", "green") if answer == expected else ("wrong", "red") for answer in answers]
+        cells = zip(answers, verdicts, strict=True)
         table.add_row(
-            key if key.endswith("?") else f"{key}?",
-            *(coloured(f"{answer:>2} {word}", colour) for answer, (word, colour) in told),
+            question if question.endswith("?") else f"{question}?",
+            *(coloured(f"{answer:>2} {word}", colour) for answer, (word, colour) in cells),
         )
     return table

@@ -22,7 +22,7 @@ from remanence.tokenizers.tokens import load_tokenizer
 MODEL, BOOK = "remanence-small", FOLDER / "frankenstein.txt.xz"
 TITLE = "Mary Shelley's Frankenstein"
 FACTS = 4
-TOLD = 512
+FACT_SPACING = 512
 """Bytes of the book between two facts; the rest of the book is between the last fact and the questions."""
 REACH = 8
 """Windows per layer that a model without a memory reads: its receptive field is one per layer."""
@@ -39,12 +39,14 @@ def draw_facts(book: str, seed: int) -> list[tuple[str, str, str]]:
     return facts
 
 
-def with_facts(book: str, told: list[str]) -> tuple[str, str]:
-    """The book's beginning with a fact after each `TOLD` characters or so, where a sentence ends; and the rest."""
+def insert_facts(book: str, statements: list[str]) -> tuple[str, str]:
+    """The book's beginning with a fact after about every `FACT_SPACING` characters, where a sentence ends; and the
+    rest.
+    """
     parts, start = [], 0
-    for each in told:
-        end = book.index(". ", start + TOLD) + 1
-        parts += [book[start:end], each]
+    for statement in statements:
+        end = book.index(". ", start + FACT_SPACING) + 1
+        parts += [book[start:end], statement]
         start = end
     return "".join(parts), book[start:]
 
@@ -55,7 +57,7 @@ def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dic
     """
     began, book = time.monotonic(), lzma.decompress(BOOK.read_bytes()).decode()
     facts = draw_facts(book, seed)
-    beginning, rest = with_facts(book, [stated for stated, *_ in facts])
+    beginning, rest = insert_facts(book, [stated for stated, *_ in facts])
     rest = rest.encode()[:tokens].decode(errors="ignore")
     path = folder / "book.mem"
     session = _session(device)
@@ -82,8 +84,8 @@ def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dic
         "bytes": path.stat().st_size,
         "seconds": round(read, 1),
         "facts": [stated.strip() for stated, *_ in facts],
-        "asked": [question.strip() for _, question, _ in facts],
-        "told": [value for *_, value in facts],
+        "questions": [question.strip() for _, question, _ in facts],
+        "answers": [value for *_, value in facts],
         "on": [_answer(remembered, question) for _, question, _ in facts],
         **{mode: [_answer(other, question) for _, question, _ in facts] for mode, other in others.items()},
     }

@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from remanence.backbone import State
 from remanence.cli.demo import KEYS, NOISE, PAIRS, RECIPES, SEGMENT, WINDOW
 from remanence.cli.progress import Progress
 from remanence.config import ModelConfig, change
@@ -25,11 +28,11 @@ from remanence.train import OptimizerConfig, RecallData, TrainConfig, fit
 READ, SILENCE = 2 * PAIRS, 200
 """Tokens of the pairs, and of the noise that follows, in the text that becomes a memory file."""
 CONV = 2
-"""The kernel of the convolutions: a value and the key before it. With 4, noise has keys of 256 kinds instead of 16 and
-wears at what was written: an LMM then answered 88 % at 2,048 tokens.
+"""The kernel of the convolutions: a value and the key before it. With 4, noise has 256 different keys instead of 16 and
+overwrites more of the memory: the accuracy of an LMM was then 88 % at 2,048 tokens.
 """
 FORGET = -12.0
-"""Where the forget gate starts: half of a memory is left after 110,000 tokens. With the default of -6 it is 280, and
+"""Initial bias of the forget gate: half of a memory is left after 110,000 tokens. With the default of -6 it is 280, and
 texts of 64 tokens do not teach a gate to keep much more.
 """
 
@@ -67,7 +70,7 @@ def recipe_config(name: str, device: str, seed: int, steps: int | None) -> Train
 def train(configs: dict[str, TrainConfig], folder: Path) -> dict[str, float]:
     """Train all models at once, in a process each; the seconds that each took. The first that fails ends the others."""
     context, began = get_context("spawn"), time.monotonic()
-    running: dict[Any, tuple[str, Any]] = {}
+    running: dict[Connection, tuple[str, SpawnProcess]] = {}
     seconds = {}
     try:
         with uninterrupted():
@@ -80,7 +83,8 @@ def train(configs: dict[str, TrainConfig], folder: Path) -> dict[str, float]:
         with Progress(steps=True, last=True, keep=True) as progress:
             bars = {name: progress.add(name, configs[name].steps, RECIPES[name].title) for name in configs}
             while running:
-                for line in connection.wait(list(running)):
+                ready = connection.wait(list(running))
+                for line in [each for each in running if each in ready]:
                     name, process = running[line]
                     if metrics := _receive(line):
                         loss = "none" if metrics["loss"] is None else f"{metrics['loss']:.2f}"
@@ -98,7 +102,7 @@ def train(configs: dict[str, TrainConfig], folder: Path) -> dict[str, float]:
     return seconds
 
 
-def _receive(line: Any) -> dict[str, Any] | None:
+def _receive(line: Connection) -> dict[str, Any] | None:
     """The metrics that a process has sent, or None at its end. An error in the process is raised here."""
     try:
         message = line.recv()
@@ -109,7 +113,7 @@ def _receive(line: Any) -> dict[str, Any] | None:
     return message
 
 
-def _train(config: TrainConfig, folder: Path, line: Any) -> None:
+def _train(config: TrainConfig, folder: Path, line: Connection) -> None:
     """Train in a process of its own: metrics are sent as they come, and an error as text."""
     torch.set_num_threads(1)
     try:
@@ -165,8 +169,8 @@ def remember(folder: Path, device: torch.device, seed: int) -> dict[str, Any]:
         "read": [f"{symbol(key)}={symbol(value)}" for key, value in values.items()],
         "noise": SILENCE,
         "bytes": path.stat().st_size,
-        "asked": [symbol(key) for key in questions[0].tolist()],
-        "told": [symbol(values[key]) for key in questions[0].tolist()],
+        "questions": [symbol(key) for key in questions[0].tolist()],
+        "answers": [symbol(values[key]) for key in questions[0].tolist()],
         "from_the_file": restored,
         "without_it": answer(model, questions, model.start(1)),
     }
@@ -177,7 +181,7 @@ def load_mac(folder: Path, device: torch.device) -> Model:
 
 
 @torch.no_grad()
-def answer(model: Model, questions: Tensor, state: Any) -> list[str]:
+def answer(model: Model, questions: Tensor, state: State) -> list[str]:
     """The model's answer to each key, each asked by itself from the same state."""
     keys = questions.view(-1, 1).to(model.device)
     logits, _ = model(keys, state.rows([0] * len(keys)))

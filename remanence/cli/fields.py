@@ -11,7 +11,10 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 WIDTH = 110
 """Of a line, in characters."""
@@ -22,23 +25,23 @@ class Field(NamedTuple):
     """A dotted name, its value, and its description."""
 
     name: str
-    value: Any
+    value: object
     description: str
 
 
-def all_fields(config: Any, prefix: str = "") -> Iterator[Field]:
+def all_fields(config: DataclassInstance, prefix: str = "") -> Iterator[Field]:
     """The fields of a dataclass, and those of the dataclasses in it."""
     descriptions = field_descriptions(type(config))
     for each in fields(config):
         value = getattr(config, each.name)
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             yield from all_fields(value, f"{prefix}{each.name}.")
         else:
             yield Field(prefix + each.name, value, descriptions.get(each.name, ""))
 
 
-def field_descriptions(cls: type[Any]) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each attribute; several may share a line:
+def field_descriptions(cls: type) -> dict[str, str]:
+    """The description of each attribute in the docstrings of a class and its bases; several may share a line:
     ``keys, noise: ...``.
     """
     found: dict[str, str] = {}
@@ -50,7 +53,7 @@ def field_descriptions(cls: type[Any]) -> dict[str, str]:
     return found
 
 
-def format_value(value: Any) -> str:
+def format_value(value: object) -> str:
     """A value as an override is written (`runtime/overrides.py: parse_value` reads it)."""
     if isinstance(value, tuple):
         return ",".join(map(format_value, value))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from remanence.cli.arguments import Device, Folder, Mode
+from remanence.cli.byte_stream import ByteStream
 from remanence.cli.progress import Bar, Progress
 from remanence.io.files import locked_target
 from remanence.io.outputs import make_folder
@@ -384,26 +384,3 @@ def show_tokens(bar: Bar, position: int, tokens: int, surprise: float | None) ->
     note = f"{tokens:,} tokens, {tokens / max(bar.elapsed, 1e-9):,.0f}/s"
     note += f", surprise {surprise:.3f}" if surprise is not None else ""
     bar.update(position, note)
-
-
-class ByteStream:
-    """The bytes of several files as one stream, in pieces; `position` is how many have been read."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files, self.position = files, 0
-        self.size = sum(path.stat().st_size for path in files)
-
-    def fingerprint(self) -> str:
-        """A digest of the files' sizes and beginnings: enough to notice that other files are given to --resume."""
-        digest = hashlib.sha256()
-        for path in self.files:
-            with open(path, "rb") as file:
-                digest.update(f"{path.stat().st_size} ".encode() + file.read(1 << 16))
-        return digest.hexdigest()[:32]
-
-    def __iter__(self) -> Iterator[bytes]:
-        for path in self.files:
-            with open(path, "rb") as file:
-                while piece := file.read(1 << 14):
-                    self.position += len(piece)
-                    yield piece
