@@ -1,7 +1,7 @@
-"""The laws a streaming memory must keep, as functions: for our modules and for anyone's.
+"""Tests of the properties that a streaming memory must have, as functions for any module.
 
 A `step` is anything called as ``y, state = step(x, state)`` with x ``[b t ...]`` and None as the first state; a module
-is such a thing too. Each law raises an AssertionError that says where it broke.
+is one, too. Each function raises an AssertionError that names the first violation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def assert_close(a: Any, b: Any, tolerance: float, what: str = "results") -> Non
             raise AssertionError(f"{what}[{index}]: apart by {apart:.3g}, allowed {tolerance:.3g}")
 
 
-def _other(x: Tensor) -> Tensor:
+def _different_content(x: Tensor) -> Tensor:
     """Different content of the same kind: random numbers, or, for tokens of a vocabulary, x's own in another order."""
     if x.is_floating_point():
         return torch.randn_like(x)
@@ -91,7 +91,7 @@ def assert_rows_isolated(step: Step, x: Tensor) -> None:
     before, state = step(x, None)
     for row in range(x.shape[0]):
         changed = x.clone()
-        changed[row] = _other(changed[row])
+        changed[row] = _different_content(changed[row])
         after, other = step(changed, None)
         rest = [r for r in range(x.shape[0]) if r != row]
         for a, b in zip([before, *tensors(state)], [after, *tensors(other)], strict=True):
@@ -142,7 +142,7 @@ def assert_padding_inert(
     alone.
     """
     first, state = module(x, None, mask=mask)
-    noise = torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, _other(x))
+    noise = torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, _different_content(x))
     second, other = module(noise, None, mask=mask)
     for a, b in zip([first, *tensors(state)], [second, *tensors(other)], strict=True):
         if not torch.equal(a, b):

@@ -72,12 +72,13 @@ class Vertical:
 
 @cache
 def verticals() -> tuple[Vertical, ...]:
-    """All that are present."""
+    """The verticals that are installed."""
     found = sorted(Path(__file__).parent.glob("*/vertical.py"))
     return tuple(import_module(f"{PACKAGE}.{path.parent.name}.vertical").VERTICAL for path in found)
 
 
 def imported(name: Name) -> Any:
+    """The attribute or module that a name refers to."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute) if attribute else import_module(module)
 

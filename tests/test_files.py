@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from remanence.io.files import (
-    _workshop,
+    _temporary_folder,
     locked,
     read_json,
     replacing,
@@ -58,7 +58,7 @@ def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tm
     path = tmp_path / "a.txt"
     assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == -9
     assert len(hidden(tmp_path)) == 1 and not path.exists()
-    with _workshop(path) as mine:
+    with _temporary_folder(path) as mine:
         assert hidden(tmp_path) == [mine.name]  # the leftover is gone
         with replacing(path) as temporary:
             temporary.write_text("beside")

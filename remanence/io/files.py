@@ -1,7 +1,7 @@
-"""Files that are whole or not there: written under a temporary name, flushed, and renamed. Nothing is ever unpickled.
+"""Atomic writes of files and folders: written under a temporary name, flushed, and renamed. Nothing is unpickled.
 
-What is being written is locked, and a lock dies with its process: so what a killed process left can be told from what
-another one is writing, and is removed by the next that writes the same file.
+Temporary folders are locked while they are written, and a lock ends with its process. Unlocked ones were left by a
+killed process, and the next process that writes the same file removes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KIND = "sha256:"
 
 
 def flush(path: Path) -> None:
-    """Have the disk keep a file's content, or a folder's names: they survive a loss of power from then on."""
+    """Flush a file's content, or the entries of a folder, to disk (fsync)."""
     if fcntl is None and path.is_dir():
         return
     number = os.open(path, os.O_RDWR if fcntl is None else os.O_RDONLY)  # Windows flushes what can be written
@@ -67,7 +67,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield path  # in a folder that is itself temporary: it is seen, or not, with all that is in it
         _finish(path, path.parent.stat().st_mode & 0o666)
         return
-    with _workshop(path) as folder:
+    with _temporary_folder(path) as folder:
         temporary = folder / path.name
         yield temporary
         _finish(temporary, path.stat().st_mode & 0o777 if path.exists() else folder.stat().st_mode & 0o666)
@@ -76,7 +76,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _finish(path: Path, mode: int) -> None:
-    """A file with its permissions, on the disk. (safetensors gives its files to their owner alone.)"""
+    """Set a file's permissions and flush it. (safetensors makes files that only their owner can read.)"""
     os.chmod(path, mode)
     flush(path)
 
@@ -87,7 +87,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     ends.
     """
     path = path.resolve()
-    with _workshop(path) as folder:
+    with _temporary_folder(path) as folder:
         temporary = folder / path.name
         temporary.mkdir()
         yield temporary
@@ -97,7 +97,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _workshop(path: Path) -> Iterator[Path]:
+def _temporary_folder(path: Path) -> Iterator[Path]:
     """A locked folder beside `path`, whose name no other can have; those that killed processes left are removed."""
     remove_leftovers(path.parent, path.name)
     folder, lock = path, None
@@ -114,7 +114,7 @@ def _workshop(path: Path) -> Iterator[Path]:
 
 
 def _label(name: str) -> str:
-    """A file's name, in a name that the disk can hold."""
+    """A file's name, or its digest if the name is too long for a temporary name."""
     return name if len(os.fsencode(name)) <= 200 else hashlib.sha256(os.fsencode(name)).hexdigest()
 
 
@@ -169,15 +169,15 @@ def _release(lock: int) -> None:
     os.close(lock)
 
 
-def _forget() -> None:
-    """In a child: what its parent has locked is not its own."""
+def _close_inherited_locks() -> None:
+    """In a forked child: close the descriptors of the parent's locks."""
     for lock in _held:
         os.close(lock)
     _held.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def locked_file(path: Path, who: str, meant: Path | None = None) -> Iterator[Non
 
 
 def append_line(path: Path, line: str) -> None:
-    """One more line of a file, on the disk when this returns; half a line that a killed process left is ended."""
+    """Append a line to a file and flush it to disk. An incomplete last line of a killed process is ended first."""
     with open(path, "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -254,13 +254,13 @@ def append_line(path: Path, line: str) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Of a whole file."""
+    """The SHA-256 digest of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def canonical(data: Any) -> bytes:
-    """JSON data as bytes that do not depend on the order of its keys."""
+def canonical(data: object) -> bytes:
+    """JSON data as bytes that do not depend on the order of keys."""
     try:
         return json.dumps(data, sort_keys=True).encode()
     except RecursionError:
@@ -268,12 +268,12 @@ def canonical(data: Any) -> bytes:
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object with the digest of itself."""
+    """A JSON object with a digest of its other entries added."""
     return {**data, DIGEST: _digest(data)}
 
 
 def unsealed(what: object, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object without its digest, if it has one that fits; one without is taken as it is."""
+    """A JSON object without its digest, which is checked. An object without a digest is accepted."""
     rest = {key: value for key, value in data.items() if key != DIGEST}
     # Damage to the digest's own name must not pass for an object that never had one.
     renamed = any(isinstance(value, str) and value.startswith(KIND) for value in rest.values())
@@ -284,12 +284,12 @@ def unsealed(what: object, data: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _digest(data: Mapping[str, Any]) -> str:
+def _digest(data: Mapping[str, object]) -> str:
     return KIND + hashlib.sha256(canonical(data)).hexdigest()[:32]
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write an object as it is; `sealed` first, `read_json` notices damage."""
+def write_json(path: Path, data: Mapping[str, object]) -> None:
+    """Write a JSON object atomically. `read_json` detects damage if the object is `sealed`."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 

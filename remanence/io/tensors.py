@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from remanence.io.files import DIGEST, canonical, replacing
 from remanence.runtime.errors import first_line
@@ -47,14 +47,14 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file holds, and its own words."""
+    """The header of a file: its tensors' entries and its metadata."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
 
 
 class Stored(NamedTuple):
-    """A file's tensors, and its own words."""
+    """The tensors and metadata of a file."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -69,7 +69,7 @@ class Opened(NamedTuple):
 
 @contextmanager
 def opened(source: Path | Opened) -> Iterator[Opened]:
-    """A file to read a header and tensors from, which then belong together."""
+    """An open file from which header and tensors are read, so that both are of the same version."""
     if isinstance(source, Opened):
         yield source
         return
@@ -88,7 +88,7 @@ def read_header(source: Path | Opened) -> Header:
 
 
 def _parsed(source: Opened) -> tuple[Header, dict[str, int]]:
-    """A file's header, and where each tensor begins."""
+    """A file's header, and the offset of each tensor."""
     path, file = source
     file.seek(0)
     size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
@@ -196,7 +196,7 @@ def _mapped(file: BinaryIO, entries: Mapping[str, Entry], begins: Mapping[str, i
 
 
 def _check_digest(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Whether a file is as it was written; of its words, those about that are taken away."""
+    """Check the digest of a file, and remove the entries about it from the metadata."""
     told = metadata.pop(DIGEST, None)
     if told is None and not WRITER.items() <= metadata.items():
         return
@@ -209,7 +209,7 @@ def _check_digest(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         metadata.pop(name, None)
 
 
-def describe(tensor: Tensor) -> list[Any]:
+def describe(tensor: Tensor) -> list[str | int]:
     """A tensor's dtype and shape, as JSON has them."""
     return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
 
@@ -220,7 +220,7 @@ def entry_of(tensor: Tensor) -> Entry:
 
 
 def sha256(tensor: Tensor) -> str:
-    """Of a tensor's bytes, where they lie."""
+    """The SHA-256 digest of a tensor's bytes, without a copy."""
     import torch
 
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
