@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from remanence.config import ModelConfig
-from remanence.forecast.config import ForecastConfig, Shape
+from remanence.forecast.config import ForecastConfig, NetworkConfig
 from remanence.forecast.network import make_network
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig
 
@@ -30,7 +30,9 @@ def written(path, values, names=("a", "b", "c")):
 
 def shape(lookback=24, horizon=8, names=("a", "b", "c"), **forecast):
     own = {"patch": 8, "stride": 4, **forecast}
-    return Shape(forecast=ForecastConfig(**own), model=MODEL, lookback=lookback, horizon=horizon, names=names)
+    return NetworkConfig(
+        forecast=ForecastConfig(**own), model=MODEL, lookback=lookback, horizon=horizon, names=names
+    )
 
 
 def network(seed=0, **fields):

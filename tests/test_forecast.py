@@ -51,7 +51,7 @@ class TestNetworks:
             found.append(made.head_proj(features.flatten()) + made.time_proj(z[:, channel]))
         wanted = torch.stack(found, 1) * std + mean + rows[24:]
         torch.testing.assert_close(made(x, torch.tensor([7]))[0], wanted, rtol=1e-10, atol=1e-10)
-        with pytest.raises(ValueError, match="first: expected the numbers of the look-backs' first rows"):
+        with pytest.raises(ValueError, match="first: expected the index of each look-back's first row"):
             made(x)
 
     @pytest.mark.parametrize("name", NETWORKS)
@@ -112,7 +112,8 @@ class TestNetworks:
         assert not torch.allclose(found["on"], found["frozen"], atol=1e-5)
         plain = network(network="dlinear")
         with pytest.raises(
-            ValueError, match="memory_mode: expected 'on', as the network 'dlinear' has no memory, got 'off'"
+            ValueError,
+            match="memory_mode: expected 'on', because the network 'dlinear' has no memory, got 'off'",
         ):
             plain.memory_mode = "off"
 
@@ -268,9 +269,9 @@ class TestForecaster:
     def test_its_score_is_the_protocols(self, fitted):
         values = waves(300)
         scaler, miss = fitted.network.scaler, []
-        standard = scaler.standardized(values)
+        standard = scaler.standardize(values)
         for start in range(240 - 24, 300 - 24 - 8 + 1):
-            found = scaler.standardized(fitted.predict(values[: start + 24]))
+            found = scaler.standardize(fitted.predict(values[: start + 24]))
             miss.append(found - standard[start + 24 : start + 32])
         score = fitted.score(values)
         assert score.mse == pytest.approx(np.square(miss).mean(), rel=1e-4)
@@ -291,7 +292,7 @@ class TestForecaster:
         faster = OptimizerConfig(lr=5e-3, warmup=10)
         fields = {**QUICK, "steps": 100, "validate_every": 50, "dropout": 0.0, "optimizer": faster}
         made = Forecaster(**fields).fit(values)
-        standard = made.network.scaler.standardized(values)
+        standard = made.network.scaler.standardize(values)
         again = [standard[at + 1 : at + 9] - standard[at] for at in range(399, 491)]
         assert made.score(values).mse < 0.1 * np.square(again).mean()
 
@@ -303,9 +304,12 @@ class TestForecaster:
 
     def test_wrong_turns_are_one_line(self, fitted, tmp_path):
         for act, message in (
-            (lambda: Forecaster().predict(waves()), "forecaster: expected one that was fitted or loaded"),
+            (lambda: Forecaster().predict(waves()), "forecaster: expected a fitted or loaded forecaster"),
             (lambda: fitted.predict(waves(10)), "data: expected at least the look-back's 24 rows, got 10"),
-            (lambda: fitted.predict(waves(30)[:, :2]), "data: expected 3 columns, as were fitted, got 2"),
+            (
+                lambda: fitted.predict(waves(30)[:, :2]),
+                "data: expected 3 columns, as in the fitted data, got 2",
+            ),
             (lambda: fitted.predict(np.full((30, 3), np.nan)), "column '0': expected a number in every row"),
             (
                 lambda: fitted.plot(waves(), tmp_path / "x.png", channels=("z",)),

@@ -11,7 +11,7 @@ from test_memfile import TEXT, session
 
 from remanence import Model, Session, folder
 from remanence.forecast import network
-from remanence.forecast.config import ForecastConfig, Shape
+from remanence.forecast.config import ForecastConfig, NetworkConfig
 from remanence.inference import memfile
 from remanence.io.tensors import opened, read_header, read_tensors, write_tensors
 from remanence.testing import assert_close
@@ -161,7 +161,7 @@ def test_a_models_folder_that_is_replaced(tmp_path, monkeypatch, name):
 
 def test_a_forecasting_network_that_is_replaced(tmp_path, monkeypatch):
     forecast = ForecastConfig(network="dlinear")
-    shape = Shape(forecast=forecast, model=config("lmm"), lookback=8, horizon=4, names=("x",))
+    shape = NetworkConfig(forecast=forecast, model=config("lmm"), lookback=8, horizon=4, names=("x",))
     made = [network.make_network(shape) for _ in range(2)]
     with torch.no_grad():
         next(made[1].parameters()).add_(1)

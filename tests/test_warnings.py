@@ -8,7 +8,7 @@ import torch
 from remanence import Model, ModelConfig, cli
 from remanence.cli import progress
 from remanence.evaluate import TASKS, Subject, evaluate
-from remanence.evaluate.grid import NOTE, Ablate, GridSettings
+from remanence.evaluate.grid import PAPER_NOTE, Ablate, GridSettings
 from remanence.train import fit
 from remanence.train.checkpoint import Progress
 from remanence.train.export import reached
@@ -57,7 +57,7 @@ class TestReach:
     def test_an_untrained_model_is_not_taken_for_a_trained_one(self, warned, tmp_path):
         Model(ModelConfig(**MODEL, pattern=("lmm",), memory={"heads": 2, "chunk": 4})).save(tmp_path / "m")
         said = warned("read", tmp_path / "m", text(tmp_path / "a", 9), "--save", tmp_path / "a.mem")
-        assert "there is no trained.json" in said
+        assert "no trained.json, so it may be untrained" in said
         Model(ModelConfig(**MODEL, pattern=("window",))).save(tmp_path / "w")
         assert "trained" not in warned("read", tmp_path / "w", tmp_path / "a", "--save", tmp_path / "w.mem")
 
@@ -144,7 +144,7 @@ class TestPapersNumbers:
             task.recipe = config(data=DataConfig(kind="packed", length=24))
         task.subject = type("Nothing", (), {"seed": 0})()
         row, *_ = task._variant_rows("perplexity", 24, "base", {0: {"loss": 1.0, "right": 0.5, "count": 3}})
-        assert (NOTE in row.setting) == expected and "table 5" not in row.setting
-        assert "for the order alone" in NOTE
+        assert (PAPER_NOTE in row.setting) == expected and "table 5" not in row.setting
+        assert "for the order alone" in PAPER_NOTE
         row, *_ = task._variant_rows("accuracy", 24, "base", {0: {"loss": 1.0, "right": 0.5, "count": 3}})
-        assert NOTE not in row.setting
+        assert PAPER_NOTE not in row.setting

@@ -45,9 +45,9 @@ from experiments.shared import Row, Rows, add_arguments, bits_of, machine, table
 from remanence.config import Mode, change
 from remanence.dna.alphabet import BASES, base_tokens, reverse_complement
 from remanence.dna.evaluation import label_scores
-from remanence.dna.fasta import records
+from remanence.dna.fasta import read_records
 from remanence.dna.labelled import Labelled, read_labelled
-from remanence.dna.task import confusion, scores
+from remanence.dna.task import classification_scores, confusion
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import wilson
 from remanence.io.files import replacing
@@ -102,7 +102,9 @@ def genome_of(data: Path) -> np.ndarray:
     )
     if not found:
         raise SystemExit(f"{data}: expected a genome, *.fna.gz, got none")
-    return np.concatenate([base_tokens(piece) for record in records(found[0]) for piece in record.pieces])
+    return np.concatenate(
+        [base_tokens(piece) for record in read_records(found[0]) for piece in record.pieces]
+    )
 
 
 def tasks_of(data: Path, work: Path) -> dict[str, Path]:
@@ -250,7 +252,7 @@ def classes(what: Row, args: argparse.Namespace) -> Row:
             losses.append(run.step().loss)
             if run.progress.step % every and not run.done:
                 continue
-            found = scores(dev.scored(run.model, both=False))
+            found = classification_scores(dev.scored(run.model, both=False))
             looks.append(
                 [run.progress.step, round(found["mcc"], 4), round(statistics.fmean(losses[-every:]), 4)]
             )
@@ -263,7 +265,10 @@ def classes(what: Row, args: argparse.Namespace) -> Row:
         for mode in MODES[:3] if run.model.has_memory else MODES[:1]:
             for both in (False, True):
                 matrix = test.scored(run.model, both, mode if run.model.has_memory else None)
-                found[f"{mode}{' both' * both}"] = {"confusion": matrix.tolist(), **scores(matrix)}
+                found[f"{mode}{' both' * both}"] = {
+                    "confusion": matrix.tolist(),
+                    **classification_scores(matrix),
+                }
         count = sum(parameter.numel() for parameter in run.model.parameters())
     shutil.rmtree(folder, ignore_errors=True)
     return {

@@ -40,9 +40,9 @@ from experiments.shared import Rows, add_arguments, machine
 from remanence.config import change
 from remanence.forecast.network import Network
 from remanence.forecast.online import SHIFTS, roll
-from remanence.forecast.protocol import HORIZONS, errors_of
+from remanence.forecast.protocol import HORIZONS, compute_errors
 from remanence.forecast.series import Series, read_series
-from remanence.forecast.task import Forecasting
+from remanence.forecast.task import WindowSource
 from remanence.model import matched, parameters
 from remanence.recipes import load_recipe
 from remanence.runtime.device import resolve
@@ -112,10 +112,10 @@ def config_of(run: str, what: Row, device: str) -> TrainConfig:
     return config
 
 
-def trained(config: TrainConfig, series: Series, off: bool) -> tuple[Network, Forecasting, Row]:
+def trained(config: TrainConfig, series: Series, off: bool) -> tuple[Network, WindowSource, Row]:
     """The best network of a run by the package's own engine, in a folder that is thrown away."""
     start = time.monotonic()
-    source = Forecasting(config, config.batch, series)
+    source = WindowSource(config, config.batch, series)
     folder = Path(tempfile.mkdtemp(prefix="forecast-"))
     try:
         with Run.open(config, folder / "run", source=source) as run:
@@ -137,7 +137,7 @@ def trained(config: TrainConfig, series: Series, off: bool) -> tuple[Network, Fo
     return network, source, facts
 
 
-def measured(run: str, network: Network, source: Forecasting, args: argparse.Namespace) -> Row:
+def measured(run: str, network: Network, source: WindowSource, args: argparse.Namespace) -> Row:
     """Errors over all windows of the test part, in each mode; of an online run, along the stream as well."""
     shape, device = source.shape, network.device
     windows = source.protocol.windows("test", shape.lookback, shape.horizon).to(device)
@@ -145,7 +145,7 @@ def measured(run: str, network: Network, source: Forecasting, args: argparse.Nam
     for mode in ("on", "off", "frozen") if run in ("memory", "online") else ("on",):
         if run != "off":
             network.memory_mode = mode
-        errors[mode] = errors_of(network, windows, size=512)._asdict()
+        errors[mode] = compute_errors(network, windows, size=512)._asdict()
     found: Row = {"errors": errors}
     if run == "online":
         network.memory_mode = "on"

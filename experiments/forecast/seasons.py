@@ -33,7 +33,7 @@ from remanence.forecast.network import Network
 from remanence.forecast.online import roll
 from remanence.forecast.recipes import forecasting
 from remanence.forecast.series import Series
-from remanence.forecast.task import Forecasting
+from remanence.forecast.task import WindowSource
 from remanence.runtime.device import resolve
 from remanence.train import OptimizerConfig, Run, TrainConfig
 
@@ -66,8 +66,8 @@ def config_of(steps: int, seed: int, device: str) -> TrainConfig:
     )  # fmt: skip
 
 
-def trained(config: TrainConfig, series: Series, without: bool) -> tuple[Network, Forecasting]:
-    source = Forecasting(config, config.batch, series)
+def trained(config: TrainConfig, series: Series, without: bool) -> tuple[Network, WindowSource]:
+    source = WindowSource(config, config.batch, series)
     folder = Path(tempfile.mkdtemp(prefix="seasons-"))
     try:
         with Run.open(config, folder / "run", source=source) as run:
@@ -80,7 +80,7 @@ def trained(config: TrainConfig, series: Series, without: bool) -> tuple[Network
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def measured(network: Network, source: Forecasting, modes: tuple[str, ...]) -> Row:
+def measured(network: Network, source: WindowSource, modes: tuple[str, ...]) -> Row:
     """Mean squared errors by mode and by the periods since a pattern began, from the first pattern of the test part."""
     length = PERIOD * REPEATS
     start = -(-source.protocol.borders.val // length) * length

@@ -1,1 +1,1 @@
-"""DNA: an alphabet's tokenizer, FASTA files and tables of sequences, pretraining and classification, evaluation."""
+"""DNA: tokenizer, readers of FASTA files and labelled tables, pretraining, classification and evaluation."""

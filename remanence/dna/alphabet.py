@@ -1,4 +1,4 @@
-"""DNA as tokens: one for each base, and symbols for what a sequence is asked about."""
+"""DNA tokenizer: one token per base, and tokens for the labels of classification."""
 
 from __future__ import annotations
 
@@ -14,73 +14,75 @@ from remanence.runtime.choices import short_repr
 from remanence.tokenizers.tokens import END, PIECE, Decoder, utf8, write_settings
 
 BASES = "ACGTN"
-"""The letters that have a token each, in the tokens' order. N is any base."""
+"""The letters with a token each, in the order of the tokens. N is any base."""
 AMBIGUOUS = "RYSWKMBDHV"
-"""IUPAC's other codes, each for some of the bases. They are read as N."""
-ENDS, ASKS, FIRST = 5, 6, 7
-"""The tokens that end a document and that ask for a sequence's label, and the first label's."""
+"""IUPAC ambiguity codes, each for several bases. They are encoded as N."""
+END_TOKEN, LABEL_QUERY, FIRST_LABEL = 5, 6, 7
+"""Token ids: end of document, label query (the model predicts the label after it), and the first label."""
 VOCABULARY = 32
-MOST_LABELS = VOCABULARY - FIRST
-BAD, BLANK = 255, 254
-"""What `TOKENS` has for a byte that is no letter of a sequence, and for white space."""
+MAX_LABELS = VOCABULARY - FIRST_LABEL
+INVALID, WHITESPACE = 255, 254
+"""Values in `TOKENS` of bytes that are not letters of a sequence, and of white space."""
 
 
-def _table() -> np.ndarray:
-    table = np.full(256, BAD, np.uint8)
+def _make_token_table() -> np.ndarray:
+    table = np.full(256, INVALID, np.uint8)
     for token, letter in enumerate(BASES):
         table[[ord(letter), ord(letter.lower())]] = token
     for letter in AMBIGUOUS:
         table[[ord(letter), ord(letter.lower())]] = BASES.index("N")
-    table[[ord("U"), ord("u")]] = BASES.index("T")  # RNA is read as its DNA
-    table[list(b" \t\r\n")] = BLANK
+    table[[ord("U"), ord("u")]] = BASES.index("T")  # RNA is encoded as DNA
+    table[list(b" \t\r\n")] = WHITESPACE
     return table
 
 
-TOKENS = _table()
-"""The token of every byte: either case, with U as T and ambiguity codes as N."""
+TOKENS = _make_token_table()
+"""Lookup table from bytes to tokens: case-insensitive, with U as T and ambiguity codes as N."""
 LETTERS = np.frombuffer(BASES.encode(), np.uint8)
 COMPLEMENT = np.array([3, 2, 1, 0, 4, *range(5, 256)], np.uint8)
 
 
 def base_tokens(text: bytes) -> np.ndarray:
-    """The tokens of a sequence, without white space; an error names the first letter that is none of a sequence."""
+    """Encode a sequence without its white space. An error names the first invalid letter."""
     found = TOKENS[np.frombuffer(text, np.uint8)]
-    bad = np.flatnonzero(found == BAD)
+    bad = np.flatnonzero(found == INVALID)
     if len(bad):
-        raise ValueError(f"sequence: expected the letters of DNA, got {wrong_letter(text[bad[0] :])}")
-    return found[found != BLANK]
+        raise ValueError(
+            f"sequence: expected the letters of DNA, got {describe_invalid_letter(text[bad[0] :])}"
+        )
+    return found[found != WHITESPACE]
 
 
-def wrong_letter(text: bytes) -> str:
-    """What an error says of a text that begins with a letter of no DNA."""
+def describe_invalid_letter(text: bytes) -> str:
+    """Text for error messages about the invalid letter at the start of `text`."""
     letter = text[:4].decode("utf-8", "replace")[:1]
     protein = letter.isascii() and letter.isalpha()
     return short_repr(letter) + (", as in a protein" if protein else "")
 
 
 def reverse_complement(tokens: np.ndarray) -> np.ndarray:
-    """The other strand, read in its own direction (the last axis is the sequence's)."""
+    """Reverse complement of token sequences, along the last axis."""
     return COMPLEMENT[tokens[..., ::-1]]
 
 
 class DnaTokenizer:
-    """One token per base. `labels` are the classes that sequences are asked about; each is a token of its own."""
+    """Tokenizer with one token per base. `labels` are the classes of a classifier, with one token each."""
 
     vocabulary: int = VOCABULARY
-    end: int | None = ENDS
+    end: int | None = END_TOKEN
     unit = "base"
-    """What a token stands for."""
+    """What one token stands for, in the names of metrics."""
     example: ClassVar = {"file": "bases.txt", "stem": "bases", "prompt": "ATG", "text": "ACGT" * 8}
-    """A file, a prompt and a text, for a model card."""
+    """Example file, prompt and text for the model card."""
 
     def __init__(self, labels: Sequence[str] = ()) -> None:
-        if len(labels) > MOST_LABELS:
-            raise ValueError(f"labels: expected at most {MOST_LABELS} classes, got {len(labels)}")
+        if len(labels) > MAX_LABELS:
+            raise ValueError(f"labels: expected at most {MAX_LABELS} classes, got {len(labels)}")
         self.labels = tuple(labels)
 
     @property
     def identity(self) -> object:
-        """What a digest of the tokenizer is made of."""
+        """Contents that the digest of the tokenizer is computed from."""
         return dna_json(self.labels)
 
     def encode(self, text: str) -> list[int]:
@@ -114,17 +116,19 @@ class _DnaDecoder:
 def dna_json(labels: Sequence[str] = ()) -> dict[str, Any]:
     """The tokenizer in the ``tokenizers`` library's format, so that Hugging Face reads the same tokens.
 
-    There, a letter that is none of a sequence is N: that library has no way to refuse one.
+    In that library an invalid letter becomes N, because it cannot raise an error.
     """
     special = [END, "<|label|>", *(f"<|label:{label}|>" for label in labels)]
-    special += [f"<|unused:{token}|>" for token in range(ENDS + len(special), VOCABULARY)]
+    special += [f"<|unused:{token}|>" for token in range(END_TOKEN + len(special), VOCABULARY)]
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     changes = [("\\s+", ""), ("[Uut]", "T"), ("a", "A"), ("c", "C"), ("g", "G"), (f"(?i)[{AMBIGUOUS}n]", "N")]
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": token, "content": text, **added} for token, text in enumerate(special, ENDS)],
+        "added_tokens": [
+            {"id": token, "content": text, **added} for token, text in enumerate(special, END_TOKEN)
+        ],
         "normalizer": {
             "type": "Sequence",
             "normalizers": [
@@ -150,12 +154,12 @@ def dna_json(labels: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def read_dna_json(tokenizer: Mapping[str, Any]) -> DnaTokenizer | None:
-    """The tokenizer that a ``tokenizer.json`` describes, if it is one of these."""
+    """The DNA tokenizer that a parsed ``tokenizer.json`` describes, or None if it describes another one."""
     try:
         texts = [str(entry["content"]) for entry in tokenizer["added_tokens"]]
     except (KeyError, TypeError):
         return None
     named = [re.fullmatch(r"<\|label:(.*)\|>", text, re.DOTALL) for text in texts]
     labels = [found[1] for found in named if found]
-    fits = len(labels) <= MOST_LABELS and tokenizer == dna_json(labels)
+    fits = len(labels) <= MAX_LABELS and tokenizer == dna_json(labels)
     return DnaTokenizer(labels) if fits else None

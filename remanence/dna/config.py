@@ -1,4 +1,4 @@
-"""The configuration of DNA as training data. Imports no torch."""
+"""Configuration of DNA as training data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from remanence.train.data_config import CorpusData
 
 @dataclass(frozen=True, kw_only=True)
 class GenomeData(CorpusData):
-    """A genome, to be predicted base by base.
+    """A genome for next-base prediction.
 
     Attributes:
         path: a FASTA file or a folder of them.
-        reverse_complement: whether half of the rows, by chance, are read on the other strand.
+        reverse_complement: replace each row by its reverse complement with probability 1/2.
     """
 
     kind: str = "genome"
@@ -26,13 +26,13 @@ class GenomeData(CorpusData):
 
 @dataclass(frozen=True, kw_only=True)
 class DnaData(CorpusData):
-    """Sequences with labels, which are asked for at their ends. Rows are no longer than the longest sequence needs.
+    """Labelled sequences; the label is predicted after the last base. Rows are padded to the longest sequence.
 
     Attributes:
         path: a table, or a folder in GUE's or GenomicBenchmarks' layout.
-        length: the most tokens of a row.
-        weight: how much a base counts in the loss, beside a label; 0: only labels do.
-        reverse_complement: whether half of the rows, by chance, are read on the other strand.
+        length: maximum number of tokens in a row.
+        weight: weight of each base in the loss, relative to a label. 0: loss on labels only.
+        reverse_complement: replace each row by its reverse complement with probability 1/2.
     """
 
     kind: str = "dna"

@@ -1,4 +1,4 @@
-"""How well sequences are told apart: accuracy, Matthews' correlation and F1 of a model that was trained on classes."""
+"""Evaluation of DNA classifiers: accuracy, Matthews correlation coefficient and F1."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from remanence.dna.alphabet import FIRST, DnaTokenizer, reverse_complement
+from remanence.dna.alphabet import FIRST_LABEL, DnaTokenizer, reverse_complement
 from remanence.dna.labelled import LAYOUTS, SPLITS, read_labelled
-from remanence.dna.task import asked, confusion, scores
+from remanence.dna.task import append_label_query, classification_scores, confusion
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, share
 from remanence.inference.reader import traces
@@ -21,7 +20,7 @@ from remanence.runtime.choices import check_choice
 from remanence.runtime.errors import DivergedError
 
 UNIT = 512
-"""Sequences whose result is kept together."""
+"""Number of sequences per unit of work in the journal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,9 @@ class DnaSettings:
     Attributes:
         data: a table with the columns sequence and label, or a folder in GUE's or GenomicBenchmarks' layout.
         split: train, dev or test, where data is a folder.
-        reverse_complement: read each sequence on both strands, and take the mean of the two answers.
-        samples: only so many sequences, spread evenly over the split.
-        rows: sequences of a batch.
+        reverse_complement: average the predictions for each sequence and its reverse complement.
+        samples: number of sequences, evenly spaced over the split. Default: all.
+        rows: batch size, in sequences.
     """
 
     data: str | None = None
@@ -47,7 +46,7 @@ class DnaSettings:
 
 
 class Dna(Task):
-    """Which of its labels a model gives each sequence. It chooses among those it was trained on."""
+    """Classification of sequences among the labels of the model's training data."""
 
     name = "dna"
     Settings = DnaSettings
@@ -56,11 +55,11 @@ class Dna(Task):
         super().__init__(subject, settings)
         tokenizer = subject.tokens
         if not isinstance(tokenizer, DnaTokenizer) or not tokenizer.labels:
-            got = "none" if not isinstance(tokenizer, DnaTokenizer) else "one that knows bases but no labels"
-            hint = "`remanence train dna/classify` makes one"
-            raise ValueError(f"model: expected a classifier of DNA, got {got}; {hint}")
+            got = "another model" if not isinstance(tokenizer, DnaTokenizer) else "a DNA model without labels"
+            hint = "train one with `remanence train dna/classify`"
+            raise ValueError(f"model: expected a DNA classifier, got {got}; {hint}")
         if settings.data is None:
-            raise ValueError(f"dna.data: expected {LAYOUTS}, got none; --dna.data=PATH gives one")
+            raise ValueError(f"dna.data: expected {LAYOUTS}, got none; set it with --dna.data=PATH")
         self.labels = tokenizer.labels
         found = read_labelled("dna.data", settings.data, settings.split)
         for place, label in zip(found.places, found.labels, strict=True):
@@ -74,9 +73,9 @@ class Dna(Task):
         ]
         self.sequences = [found.sequences[index] for index in kept]
         self.classes = [self.labels.index(found.labels[index]) for index in kept]
-        told = hashlib.sha256(b"".join(each.tobytes() + b"\n" for each in self.sequences))
-        told.update(bytes(self.classes))
-        self.digest = told.hexdigest()[:16]
+        digest = hashlib.sha256(b"".join(each.tobytes() + b"\n" for each in self.sequences))
+        digest.update(bytes(self.classes))
+        self.digest = digest.hexdigest()[:16]
 
     @property
     def identity(self) -> Setting:
@@ -94,9 +93,9 @@ class Dna(Task):
         return (1 + self.settings.reverse_complement) * sum(len(each) + 1 for each in own)
 
     def measure(self, units: list[Setting]) -> list[Result]:
-        return [self._measured(unit["from"]) for unit in units]
+        return [self._measure(unit["from"]) for unit in units]
 
-    def _measured(self, start: int) -> Result:
+    def _measure(self, start: int) -> Result:
         sequences, chosen = self.sequences[start : start + UNIT], []
         for first in range(0, len(sequences), self.settings.rows):
             own = sequences[first : first + self.settings.rows]
@@ -110,11 +109,11 @@ class Dna(Task):
 
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
         found = np.sum([result["confusion"] for _, result in results], 0)
-        told, count = scores(found), int(found.sum())
+        metrics, count = classification_scores(found), int(found.sum())
         return [
             self.row("accuracy", **share(int(np.trace(found)), count)),
-            self.row("MCC", told["mcc"], count=count),
-            self.row("F1", told["f1"], count=count),
+            self.row("MCC", metrics["mcc"], count=count),
+            self.row("F1", metrics["f1"], count=count),
             *(
                 self.row("taken for", int(found[true, taken]), {"label": label, "taken": other}, detail=True)
                 for true, label in enumerate(self.labels)
@@ -125,10 +124,10 @@ class Dna(Task):
 
 @torch.no_grad()
 def label_scores(subject: Subject, sequences: Sequence[np.ndarray], labels: int) -> torch.Tensor:
-    """The logarithm of each label's probability, among labels ``[b labels]``, for sequences of any lengths."""
-    tokens, ends = asked(sequences)
+    """Log-probabilities of the labels ``[b labels]``, normalised over labels, for sequences of any lengths."""
+    tokens, ends = append_label_query(sequences)
     rows, places = torch.from_numpy(tokens.astype(np.int64)).to(subject.device), torch.from_numpy(ends)
-    found: Any = None
+    found: torch.Tensor | None = None
     for part, trace in traces(subject.model, rows, memory_mode=subject.mode):
         inside = (places >= part.start) & (places < part.stop)
         hidden = trace.hidden[inside.to(subject.device), (places[inside] - part.start).to(subject.device)]
@@ -136,6 +135,9 @@ def label_scores(subject: Subject, sequences: Sequence[np.ndarray], labels: int)
         found[inside.to(subject.device)] = hidden
         subject.on_tokens(rows[:, part].numel())
         if bool(trace.state.diverged.any()):
-            raise DivergedError("memory: expected finite numbers, got a memory that diverged in a sequence")
-    logits = subject.model.logits(found)[:, FIRST : FIRST + labels]
+            raise DivergedError(
+                "memory: expected finite numbers, got a memory that diverged while reading a sequence"
+            )
+    assert found is not None
+    logits = subject.model.logits(found)[:, FIRST_LABEL : FIRST_LABEL + labels]
     return logits.float().log_softmax(-1).cpu()

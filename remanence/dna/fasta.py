@@ -1,4 +1,4 @@
-"""Sequences from FASTA files, a piece at a time: a genome is never held as a whole, even if it is a single line."""
+"""Streaming FASTA reader: sequences are read in pieces, never as a whole, even if a genome is a single line."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from pathlib import Path
 from typing import NamedTuple
 
 from remanence.data.sources import OPENERS, PIECE, read_pieces
-from remanence.dna.alphabet import AMBIGUOUS, BAD, BASES, BLANK, TOKENS, wrong_letter
+from remanence.dna.alphabet import AMBIGUOUS, BASES, INVALID, TOKENS, WHITESPACE, describe_invalid_letter
 from remanence.runtime.choices import short_repr
 
 _CLEANED = bytes(BASES.encode()[token] if token < len(BASES) else 0 for token in TOKENS.tolist())
-_BLANK = bytes(byte for byte, token in enumerate(TOKENS.tolist()) if token == BLANK)
-_WRONG = bytes(byte for byte, token in enumerate(TOKENS.tolist()) if token == BAD)
-_MARK = b"\xef\xbb\xbf"
-"""What some editors on Windows put in front of a text in UTF-8."""
+_BLANK = bytes(byte for byte, token in enumerate(TOKENS.tolist()) if token == WHITESPACE)
+_WRONG = bytes(byte for byte, token in enumerate(TOKENS.tolist()) if token == INVALID)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""The UTF-8 byte order mark that some editors write."""
 NAME = 100
-"""Bytes of a header that are kept."""
+"""Maximum number of bytes of a header in a record's name."""
 
 
 def clean(raw: bytes) -> bytes:
-    """The bases of a part of a sequence, in capitals and without white space; a zero for what is no base."""
+    """Bases of a piece of a sequence, in upper case and without white space; invalid letters become zero bytes."""
     return raw.translate(_CLEANED, _BLANK)
 
 
-def wrong_at(raw: bytes) -> int:
-    """Where a part of a sequence has its first letter that is no base."""
+def find_invalid(raw: bytes) -> int:
+    """Index of the first invalid letter in a piece of a sequence."""
     return len(raw) - len(raw.lstrip(bytes(set(range(256)) - set(_WRONG))))
 
 
 class Record(NamedTuple):
-    """A sequence: its name, the line of its header, and its bases in pieces, to be read before the next record's."""
+    """A sequence: its name, the line of its header, and an iterator over its bases, read before the next record."""
 
     name: str
     line: int
     pieces: Iterator[bytes]
 
 
-def records(path: Path, size: int = PIECE) -> Iterator[Record]:
-    """The sequences of a FASTA file, compressed or not, of which `size` bytes are read at a time.
+def read_records(path: Path, size: int = PIECE) -> Iterator[Record]:
+    """Iterate over the sequences of a FASTA file, compressed or not, reading `size` bytes at a time.
 
-    Lower case is read as upper case, U as T, and ambiguity codes as N, which a warning counts at the end. An error
-    names the line of what is no DNA: text in front of the first header, a record without bases, any other letter.
+    Lower case is read as upper case, U as T, and ambiguity codes as N, with a warning that counts them at the end.
+    Text before the first header, a record without bases and invalid letters are errors that name the line.
     """
-    found = _parts(path, size)
+    found = _parse(path, size)
     header = next(found)
     while isinstance(header, _Header):
-        rest = _Rest(found)
-        pieces = iter(rest)
+        record_pieces = _RecordPieces(found)
+        pieces = iter(record_pieces)
         yield Record(header.name, header.line, pieces)
-        deque(pieces, maxlen=0)  # what was not asked for
-        header = rest.next
+        deque(pieces, maxlen=0)  # skip the pieces that the caller did not read
+        header = record_pieces.next
 
 
-def documents(path: Path) -> Iterator[Iterator[bytes]]:
-    """The bases of each sequence, in pieces: a file as documents of text."""
-    return (record.pieces for record in records(path))
+def read_documents(path: Path) -> Iterator[Iterator[bytes]]:
+    """Iterate over the sequences of a file as documents, each an iterator over pieces of bases."""
+    return (record.pieces for record in read_records(path))
 
 
 class _Header(NamedTuple):
@@ -65,8 +65,8 @@ class _Header(NamedTuple):
     line: int
 
 
-class _Rest:
-    """The pieces up to the next header, which is then `next`."""
+class _RecordPieces:
+    """Iterator over the pieces up to the next header, which is then in `next`."""
 
     def __init__(self, found: Iterator[_Header | bytes]) -> None:
         self.found = found
@@ -80,14 +80,14 @@ class _Rest:
             yield part
 
 
-def _parts(path: Path, size: int) -> Iterator[_Header | bytes]:
-    """Headers, and the bases that follow each in pieces."""
+def _parse(path: Path, size: int) -> Iterator[_Header | bytes]:
+    """Iterate over headers and the cleaned pieces of bases after each."""
     line, bases, header, ambiguous = 1, 0, None, Counter[str]()
-    for new_line, is_header, raw in _lines(path, size):
+    for new_line, is_header, raw in _split_lines(path, size):
         line = new_line
         if is_header:
             if header is not None and not bases:
-                raise ValueError(_empty(path, header))
+                raise ValueError(_empty_record_error(path, header))
             header, bases = _Header(raw.decode("utf-8", "replace").strip(), line), 0
             yield header
             continue
@@ -98,49 +98,49 @@ def _parts(path: Path, size: int) -> Iterator[_Header | bytes]:
             wanted = "expected a header that begins with '>'"
             raise ValueError(f"{path}: line {line + before}: {wanted}, got a line that begins with {start}")
         if b"\0" in cleaned:
-            at = wrong_at(raw)
+            at = find_invalid(raw)
             where = line + raw[:at].count(b"\n")
             raise ValueError(
                 f"{path}: line {where}: expected bases ({BASES}, U or ambiguity codes), "
-                f"got {wrong_letter(raw[at : at + 4])}"
+                f"got {describe_invalid_letter(raw[at : at + 4])}"
             )
         if cleaned:
-            _count(raw, cleaned, ambiguous)
+            _count_ambiguous(raw, cleaned, ambiguous)
             bases += len(cleaned)
             yield cleaned
     if header is None:
         raise ValueError(f"{path}: expected FASTA records, got an empty file")
     if not bases:
-        raise ValueError(_empty(path, header))
+        raise ValueError(_empty_record_error(path, header))
     if ambiguous:
         letters = ", ".join(f"{count:,} {letter}" for letter, count in sorted(ambiguous.items()))
         warnings.warn(f"{path}: ambiguity codes are read as N: {letters}", stacklevel=2)
 
 
-def _empty(path: Path, header: _Header) -> str:
+def _empty_record_error(path: Path, header: _Header) -> str:
     return f"{path}: line {header.line}: expected bases after the header {short_repr(header.name)}, got none"
 
 
-def _count(raw: bytes, cleaned: bytes, ambiguous: Counter[str]) -> None:
-    """Count ambiguity codes, which are rare: only where there is an N at all."""
+def _count_ambiguous(raw: bytes, cleaned: bytes, ambiguous: Counter[str]) -> None:
+    """Count ambiguity codes, only in pieces with an N because they are rare."""
     if b"N" in cleaned:
         for letter in AMBIGUOUS:
             if found := raw.count(letter.encode()) + raw.count(letter.lower().encode()):
                 ambiguous[letter] += found
 
 
-def _lines(path: Path, size: int) -> Iterator[tuple[int, bool, bytes]]:
-    """Headers without their '>', and what stands between them, in pieces cut anywhere; the line each begins on."""
+def _split_lines(path: Path, size: int) -> Iterator[tuple[int, bool, bytes]]:
+    """Iterate over headers without their '>' and pieces of the text between them, with the line each starts on."""
     line, inside, held, fresh, first = 1, False, b"", True, True
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
         for piece in read_pieces(path, lambda: file.read(size)):
             if first:
-                held, first = held + piece, len(held + piece) < len(_MARK)
+                held, first = held + piece, len(held + piece) < len(_BYTE_ORDER_MARK)
                 if first:
                     continue
-                piece, held = held.removeprefix(_MARK), b""
+                piece, held = held.removeprefix(_BYTE_ORDER_MARK), b""
             while piece:
-                if inside or (fresh and piece[:1] == b">"):  # to the end of the header's line
+                if inside or (fresh and piece[:1] == b">"):  # up to the end of the header line
                     part, end, piece = piece.partition(b"\n")
                     held = (held + part)[: NAME + 1]
                     inside, fresh = not end, bool(end)

@@ -1,4 +1,4 @@
-"""Sequences with a class each: tables (GUE's layout), and folders of classes (GenomicBenchmarks' layout)."""
+"""Readers of labelled sequences: tables (GUE's layout) and folders of classes (GenomicBenchmarks' layout)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from remanence.runtime.choices import short_repr
 
 TABLES = (".csv", ".tsv")
 SEQUENCE, LABEL = ("sequence", "seq"), ("label", "class")
-"""The names of the columns, in any case."""
+"""Names of the columns (case-insensitive)."""
 SPLITS = {"train": ("train",), "dev": ("dev", "valid", "val", "validation"), "test": ("test",)}
-"""The parts of a dataset, and what their files or folders may be called."""
+"""The splits of a dataset, and possible names of their files or folders."""
 LAYOUTS = (
     "a .csv table, or a folder with train.csv and test.csv or with train/CLASS/*.txt and test/CLASS/*.txt"
 )
 
 
 class Labelled(NamedTuple):
-    """Sequences as tokens, the label of each, and where each was read, for errors."""
+    """A labelled dataset: sequences as tokens, their labels, and their places in the files for error messages."""
 
     sequences: list[np.ndarray]
     labels: list[str]
@@ -33,30 +33,32 @@ class Labelled(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The classes, in order: as numbers where all are."""
+        """Sorted names of the classes, in numerical order if all are integers."""
         found = set(self.labels)
         return sorted(found, key=int) if all(name.isdecimal() for name in found) else sorted(found)
 
 
 def read_labelled(what: str, source: str | None, split: str) -> Labelled:
-    """A split of a dataset; a table is read whole, whatever the split. `what` is the setting that `source` is."""
+    """Read a split of a dataset; a single table has no splits and is read as a whole. `what` is the name of the setting
+    for error messages.
+    """
     if source is None:
-        raise ValueError(f"{what}: expected {LAYOUTS}, got none; --{what}=PATH gives one")
+        raise ValueError(f"{what}: expected {LAYOUTS}, got none; set it with --{what}=PATH")
     path = Path(source)
     if not path.exists():
-        raise ValueError(f"{what}: expected {LAYOUTS}, got {source}, which is not there")
+        raise ValueError(f"{what}: expected {LAYOUTS}, got {source}, which does not exist")
     if path.is_file():
-        return _gathered(path, _table(path))
-    file, folder = _split_of(path, split)
+        return _collect(path, _read_table(path))
+    file, folder = _find_split(path, split)
     if file is not None:
-        return _gathered(file, _table(file))
+        return _collect(file, _read_table(file))
     if folder is not None:
-        return _gathered(folder, _folder(folder))
+        return _collect(folder, _read_folder(folder))
     raise ValueError(f"{what}: expected a split {split!r} ({LAYOUTS}), got none in {source}")
 
 
-def _split_of(path: Path, split: str) -> tuple[Path | None, Path | None]:
-    """The table or else the folder of a split."""
+def _find_split(path: Path, split: str) -> tuple[Path | None, Path | None]:
+    """Path of the table of a split, or else of its folder."""
     for name in SPLITS.get(split, (split,)):
         for table in TABLES:
             for packed in ("", *OPENERS):
@@ -67,7 +69,7 @@ def _split_of(path: Path, split: str) -> tuple[Path | None, Path | None]:
     return None, None
 
 
-def _gathered(path: Path, found: Iterator[tuple[str, bytes, str]]) -> Labelled:
+def _collect(path: Path, found: Iterator[tuple[str, bytes, str]]) -> Labelled:
     made = Labelled([], [], [])
     for place, text, label in found:
         try:
@@ -86,8 +88,8 @@ def _gathered(path: Path, found: Iterator[tuple[str, bytes, str]]) -> Labelled:
     return made
 
 
-def _table(path: Path) -> Iterator[tuple[str, bytes, str]]:
-    """Rows of a table: where they stand, their sequence, their label."""
+def _read_table(path: Path) -> Iterator[tuple[str, bytes, str]]:
+    """Iterate over the rows of a table: place, sequence, label."""
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
         raw = b"".join(read_pieces(path, lambda: file.read(1 << 20)))
     if not raw.strip():
@@ -98,7 +100,7 @@ def _table(path: Path) -> Iterator[tuple[str, bytes, str]]:
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
         head = [name.strip().lower() for name in next(rows)]
-        sequence, label = _column(path, head, SEQUENCE), _column(path, head, LABEL)
+        sequence, label = _find_column(path, head, SEQUENCE), _find_column(path, head, LABEL)
         for row in rows:
             place = f"{path}: line {rows.line_num}"
             if not any(row):
@@ -110,7 +112,7 @@ def _table(path: Path) -> Iterator[tuple[str, bytes, str]]:
         raise ValueError(f"{path}: line {rows.line_num}: not a table ({error})") from None
 
 
-def _column(path: Path, head: list[str], names: tuple[str, ...]) -> int:
+def _find_column(path: Path, head: list[str], names: tuple[str, ...]) -> int:
     for name in names:
         if name in head:
             return head.index(name)
@@ -118,8 +120,8 @@ def _column(path: Path, head: list[str], names: tuple[str, ...]) -> int:
     raise ValueError(f"{path}: line 1: expected a column {' or '.join(map(repr, names))}, got {got}")
 
 
-def _folder(folder: Path) -> Iterator[tuple[str, bytes, str]]:
-    """A sequence for each file of each class's folder."""
+def _read_folder(folder: Path) -> Iterator[tuple[str, bytes, str]]:
+    """Iterate over the files in the folder of each class: place, sequence, label."""
     classes = sorted(path for path in folder.iterdir() if path.is_dir())
     if not classes:
         raise ValueError(f"{folder}: expected a folder for each class, got none")

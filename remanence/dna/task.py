@@ -1,4 +1,4 @@
-"""DNA: a genome to be predicted base by base, and sequences whose class is asked for at their end."""
+"""Training sources for DNA: next-base prediction on a genome, and classification of labelled sequences."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ import torch
 
 from remanence.data import Batch
 from remanence.data.sources import files
-from remanence.dna.alphabet import ASKS, BASES, FIRST, DnaTokenizer, base_tokens, reverse_complement
+from remanence.dna.alphabet import (
+    BASES,
+    FIRST_LABEL,
+    LABEL_QUERY,
+    DnaTokenizer,
+    base_tokens,
+    reverse_complement,
+)
 from remanence.dna.config import DnaData, GenomeData
-from remanence.dna.fasta import records
+from remanence.dna.fasta import read_records
 from remanence.dna.labelled import Labelled, read_labelled
 from remanence.tasks.draw import IGNORED, plain_batch, rank_rows, step_rng
 from remanence.train.config import TrainConfig
 from remanence.train.sources import check_vocabulary
 
 PADDING = BASES.index("N")
-"""What stands behind a sequence that ends before its row. A causal model never sees it where it is asked."""
+"""Padding token after the end of a sequence. A causal model does not see it at the positions with targets."""
 
 
 def digest(parts: Iterable[np.ndarray | str]) -> str:
-    """Of sequences, or of sequences and labels: a run that goes on notices other ones."""
+    """Digest of sequences and labels, by which a resumed run detects changed data."""
     found = sha256()
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part.data  # no copy of a chromosome
@@ -35,11 +42,11 @@ def digest(parts: Iterable[np.ndarray | str]) -> str:
     return found.hexdigest()[:32]
 
 
-class Genome:
-    """Training rows from random places of a genome. Each base is predicted from those before it.
+class GenomeSource:
+    """Training rows from random positions of a genome, for next-base prediction.
 
-    Where rows carry their memory, a row reads on for up to `stretch` pieces before it begins at another place. With
-    `reverse_complement`, every other place, by chance, is read on the other strand.
+    With carried memory, a row reads up to `max_pieces` consecutive pieces before it jumps to a new position. With
+    `reverse_complement`, each position is read on the opposite strand with probability 1/2.
     """
 
     def __init__(
@@ -51,7 +58,7 @@ class Genome:
         rank: int = 0,
         world: int = 1,
         *,
-        stretch: int = 1,
+        max_pieces: int = 1,
         reverse_complement: bool = False,
     ) -> None:
         self.records, self.length, self.batch, self.seed = list(records), length, batch, seed
@@ -60,32 +67,33 @@ class Genome:
         sizes = np.array([len(record) for record in records])
         if sizes.max(initial=0) < 2:
             raise ValueError("data.path: expected a sequence of at least two bases, got none")
-        # Not longer than the sequences that half of all bases lie in: shorter ones are padded.
+        # At most the N50 of the sequences: half of all bases lie in sequences of at least this length. Shorter
+        # sequences are padded.
         ordered = np.sort(sizes)[::-1]
-        half = int(ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)])
-        self.pieces = max(1, min(stretch, (half - 1) // length))
-        self.carried = stretch > 1
-        self.room = np.maximum(1, sizes - self.pieces * length)
+        n50 = int(ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)])
+        self.pieces = max(1, min(max_pieces, (n50 - 1) // length))
+        self.carried = max_pieces > 1
+        self.num_starts = np.maximum(1, sizes - self.pieces * length)
         self._drawn = lru_cache(4)(self._draw)
 
     def _draw(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Every row's record, place and strand for the stretch of this number."""
+        """Draw the record, start and strand of every row for the span with this number."""
         rng = step_rng(self.seed, number)
-        ends = np.cumsum(self.room)
+        ends = np.cumsum(self.num_starts)
         at = rng.integers(int(ends[-1]), size=self.rows)
         record = np.searchsorted(ends, at, "right")
-        turned = rng.integers(2, size=self.rows).astype(bool) & self.both
-        return record, at - (ends[record] - self.room[record]), turned
+        reverse = rng.integers(2, size=self.rows).astype(bool) & self.both
+        return record, at - (ends[record] - self.num_starts[record]), reverse
 
-    def _piece(self, record: int, start: int, turned: bool, piece: int) -> np.ndarray:
-        """One more token than a row's, or fewer at the record's end."""
+    def _piece(self, record: int, start: int, reverse: bool, piece: int) -> np.ndarray:
+        """The bases of a piece: `length` + 1, or fewer at the end of the record."""
         bases, size = self.records[record], self.pieces * self.length + 1
-        stretch = bases[start : start + size]
+        span = bases[start : start + size]
         first = piece * self.length
-        if not turned:
-            return stretch[first : first + self.length + 1]
-        stop = max(0, len(stretch) - first)
-        return reverse_complement(stretch[max(0, stop - self.length - 1) : stop])
+        if not reverse:
+            return span[first : first + self.length + 1]
+        stop = max(0, len(span) - first)
+        return reverse_complement(span[max(0, stop - self.length - 1) : stop])
 
     def step(self, number: int) -> Batch:
         tokens = np.full((self.batch, self.length), PADDING, np.int64)
@@ -93,10 +101,10 @@ class Genome:
         begins = np.zeros(self.batch, bool)
         for row in range(self.batch):
             every = self.rank * self.batch + row
-            # Rows begin in turn, so that a step has some from every part of a stretch.
-            stretch, piece = divmod(number + every * self.pieces // self.rows, self.pieces)
-            record, start, turned = (int(each[every]) for each in self._drawn(stretch))
-            bases = self._piece(record, start, bool(turned), piece)
+            # Rows start their spans at staggered steps, so that a batch holds pieces from every part of a span.
+            span, piece = divmod(number + every * self.pieces // self.rows, self.pieces)
+            record, start, reverse = (int(each[every]) for each in self._drawn(span))
+            bases = self._piece(record, start, bool(reverse), piece)
             tokens[row, : len(bases)] = bases[: self.length]
             targets[row, : max(0, len(bases) - 1)] = bases[1:]
             begins[row] = piece == 0 or number == 0
@@ -104,22 +112,24 @@ class Genome:
         return batch._replace(begins=torch.from_numpy(begins)) if self.carried else batch
 
 
-def asked(sequences: Sequence[np.ndarray], length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of sequences, each followed by the question for its label ``[b t]``, and where that stands ``[b]``."""
+def append_label_query(
+    sequences: Sequence[np.ndarray], length: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pad sequences to rows ``[b t]`` with the label query token after each, and its positions ``[b]``."""
     ends = np.array([len(sequence) for sequence in sequences])
     rows = np.full((len(sequences), length or int(ends.max()) + 1), PADDING, np.uint8)
     for row, sequence in zip(rows, sequences, strict=True):
         row[: len(sequence)] = sequence
-    rows[np.arange(len(rows)), ends] = ASKS
+    rows[np.arange(len(rows)), ends] = LABEL_QUERY
     return rows, ends
 
 
-class Classes:
-    """Training rows: sequences in an order shuffled for every epoch, each followed by the question for its label.
+class LabelledSource:
+    """Training rows for classification: sequences shuffled every epoch, each followed by the label query token.
 
-    Rows are as long as the longest sequence needs, at most `length`. The label is the target; with a `weight` above 0
-    each base is one, too, and counts so much beside it. With `reverse_complement`, half of the rows, by chance, are
-    read on the other strand.
+    Rows are padded to the longest sequence, at most `length` tokens. The label is the target. With `weight` above 0
+    each base is a target as well, with this weight. With `reverse_complement`, each row is replaced by its reverse
+    complement with probability 1/2.
     """
 
     def __init__(
@@ -144,13 +154,13 @@ class Classes:
             where = data.places[longest]
             raise ValueError(f"data.length: expected at least {needed}, for {where}, got {length}")
         self.sequences, self.length = data.sequences, needed
-        self.tokens, self.ends = asked(data.sequences, needed)
-        index = {name: FIRST + number for number, name in enumerate(data.names)}
+        self.tokens, self.ends = append_label_query(data.sequences, needed)
+        index = {name: FIRST_LABEL + number for number, name in enumerate(data.names)}
         self.labels = np.array([index[label] for label in data.labels])
         self._order = lru_cache(2)(lambda epoch: step_rng(seed, epoch).permutation(len(self.labels)))
 
-    def _chosen(self, number: int) -> np.ndarray:
-        """The sequences of a step, for all processes together."""
+    def _step_indices(self, number: int) -> np.ndarray:
+        """Indices of the sequences of a step, for all processes."""
         count, rows = len(self.labels), self.batch * self.world
         places = np.arange(number * rows, (number + 1) * rows)
         epochs = places // count
@@ -162,17 +172,19 @@ class Classes:
 
     def step(self, number: int) -> Batch:
         own = rank_rows(self.batch, self.rank)
-        chosen = self._chosen(number)[own]
+        chosen = self._step_indices(number)[own]
         tokens, ends = self.tokens[chosen].astype(np.int64), self.ends[chosen]
         if self.both:
-            # Not the generator that an epoch's order is drawn from.
-            turned = step_rng(self.seed + 2**62, number).integers(2, size=self.batch * self.world)[own]
-            for row in np.flatnonzero(turned):
+            # A different generator from the one that shuffles epochs.
+            reverse = step_rng(self.seed + 2**62, number).integers(2, size=self.batch * self.world)[own]
+            for row in np.flatnonzero(reverse):
                 tokens[row, : ends[row]] = reverse_complement(tokens[row, : ends[row]])
         targets = np.full_like(tokens, IGNORED)
         weights = None
         if self.weight:
-            inside = np.arange(self.length) < ends[:, None] - 1  # the last base is followed by the question
+            inside = (
+                np.arange(self.length) < ends[:, None] - 1
+            )  # the last base is followed by the label query
             targets[:, :-1] = np.where(inside[:, :-1], tokens[:, 1:], IGNORED)
             weights = torch.full(tokens.shape, self.weight)
             weights[torch.arange(len(ends)), torch.from_numpy(ends)] = 1.0
@@ -181,17 +193,17 @@ class Classes:
 
 
 def confusion(labels: Sequence[int], chosen: Sequence[int], classes: int) -> np.ndarray:
-    """How often each class (rows) was taken for each (columns)."""
+    """Confusion matrix ``[classes classes]``: true classes in rows, predicted classes in columns."""
     found = np.zeros((classes, classes), np.int64)
     np.add.at(found, (np.asarray(labels), np.asarray(chosen)), 1)
     return found
 
 
-def scores(found: np.ndarray) -> dict[str, float]:
-    """Accuracy, Matthews' correlation coefficient, and the mean over classes of F1, of a confusion matrix.
+def classification_scores(found: np.ndarray) -> dict[str, float]:
+    """Accuracy, Matthews correlation coefficient and macro F1 of a confusion matrix.
 
-    The coefficient is Gorodkin's for any number of classes; 0 where all are of one class, or taken for one. A class
-    that neither occurs nor is chosen does not count in F1.
+    The coefficient is Gorodkin's generalisation to several classes, and 0 if all true or all predicted classes are the
+    same. Classes that neither occur nor are predicted are left out of F1.
     """
     found = found.astype(np.float64)
     total, right = float(found.sum()), float(np.trace(found))
@@ -205,8 +217,8 @@ def scores(found: np.ndarray) -> dict[str, float]:
     }
 
 
-def genome_source(config: TrainConfig, batch: int, rank: int, world: int) -> Genome:
-    """The source of the kind "genome". A byte for each base is held in memory."""
+def make_genome_source(config: TrainConfig, batch: int, rank: int, world: int) -> GenomeSource:
+    """Build the training source of data.kind=genome. The genome is held in memory, one byte per base."""
     data = config.data
     assert isinstance(data, GenomeData)
     if data.path is None or not Path(data.path).exists():
@@ -214,21 +226,21 @@ def genome_source(config: TrainConfig, batch: int, rank: int, world: int) -> Gen
     found = [
         np.concatenate([base_tokens(piece) for piece in record.pieces])
         for file in files([Path(data.path)])
-        for record in records(file)
+        for record in read_records(file)
     ]
-    source = Genome(
+    source = GenomeSource(
         found, data.length, batch, config.seed, rank, world,
-        stretch=data.max_carried_steps or 1 if config.carry else 1, reverse_complement=data.reverse_complement,
+        max_pieces=data.max_carried_steps or 1 if config.carry else 1, reverse_complement=data.reverse_complement,
     )  # fmt: skip
     check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)
     return source
 
 
-def class_source(config: TrainConfig, batch: int, rank: int, world: int) -> Classes:
-    """The source of the kind "dna"."""
+def make_label_source(config: TrainConfig, batch: int, rank: int, world: int) -> LabelledSource:
+    """Build the training source of data.kind=dna."""
     data = config.data
     assert isinstance(data, DnaData)
-    source = Classes(
+    source = LabelledSource(
         read_labelled("data.path", data.path, "train"), data.length, batch, config.seed, rank, world,
         weight=data.weight, reverse_complement=data.reverse_complement,
     )  # fmt: skip

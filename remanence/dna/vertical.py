@@ -1,4 +1,4 @@
-"""What `remanence.dna` registers. Imports no torch."""
+"""Registration of `remanence.dna` with the core package. Imports no torch."""
 
 from remanence.verticals import Format, Vertical
 
@@ -9,17 +9,17 @@ VERTICAL = Vertical(
         "dna": "remanence.dna.config:DnaData",
     },
     sources={
-        "genome": "remanence.dna.task:genome_source",
-        "dna": "remanence.dna.task:class_source",
+        "genome": "remanence.dna.task:make_genome_source",
+        "dna": "remanence.dna.task:make_label_source",
     },
     evaluations={"dna": "remanence.dna.evaluation:Dna"},
     tokenizers=("remanence.dna.alphabet:read_dna_json",),
     formats=(
         Format(
             name="FASTA",
-            # The last is a protein's: it is refused with its line, as any file that is no DNA.
+            # .faa files hold proteins: reading one raises an error that names the line.
             suffixes=(".fa", ".fasta", ".fna", ".fas", ".ffn", ".frn", ".faa"),
-            documents="remanence.dna.fasta:documents",
+            documents="remanence.dna.fasta:read_documents",
         ),
     ),
     moved={

@@ -1,4 +1,4 @@
-"""BABILong: questions about the facts of a bAbI story that are hidden in a book, by length."""
+"""BABILong: accuracy on bAbI questions whose facts are distributed over a long text, by length."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from remanence.tasks.haystack import Haystack
 class BabilongSettings:
     """
     Attributes:
-        data: bAbI's folder or archive (tasks_1-20_v1-2; English, a thousand stories a task, where it has several), or
-            hf:NAME of a dataset with BABILong's columns (input, question, target; config 0k, a split for each task).
-        books: the text around the facts: a file, a folder or hf:NAME. Not needed for length 0.
+        data: folder or archive of bAbI (tasks_1-20_v1-2; the English version with 1000 stories per task), or hf:NAME of
+            a dataset with the columns of BABILong (input, question, target; config 0k, one split per task).
+        books: the background text around the facts: a file, a folder or hf:NAME. Not needed for length 0.
         tasks: qa1 to qa20, or all.
-        lengths: exact numbers of tokens before the answer; 0 for the facts alone.
-        samples: of every task and length.
-        indices: a JSON file that names the test stories to ask, by task: ``{"qa1": [1, 4, ...]}``, as BABILong's
-            test_100_idxs.json does. Default: all, in an order drawn with the seed.
-        shots: stories of the training split, with their answers, that come first.
-        published: which of the paper's points are drawn, few-shot or fine-tuned. Default: fine-tuned if the model was
+        lengths: numbers of tokens before the answer, exact; 0 for the facts alone.
+        samples: number of questions per task and length.
+        indices: a JSON file with the indices of the test stories per task, ``{"qa1": [1, 4, ...]}``, such as
+            test_100_idxs.json of BABILong. Default: all, in an order drawn with the seed.
+        shots: number of training stories with answers in front of the text (few-shot examples).
+        published: which results of the paper are plotted, few-shot or fine-tuned. Default: fine-tuned if the model was
             trained by recipes/babilong.py.
-        batch: texts of a batch.
+        batch: batch size, in texts.
     """
 
     data: str | None = None
@@ -63,12 +63,12 @@ class BabilongSettings:
             check_choice("tasks", task, ALL)
         if self.shots and self.data is not None and self.data.startswith(PREFIX):
             raise ValueError(
-                f"shots: expected 0 with a dataset of the hub, which has no stories to learn from, got {self.shots}"
+                f"shots: expected 0 with a dataset of the hub, which has no training stories, got {self.shots}"
             )
 
 
 class Babilong(Task):
-    """Whether the model generates the answer and no other, and whether it is the likeliest of the task's answers."""
+    """Whether the generated text contains the right answer and no other, and whether it is the likeliest option."""
 
     name = "babilong"
     Settings = BabilongSettings
@@ -78,9 +78,11 @@ class Babilong(Task):
         tuned = subject.trained.get("data") == "babilong"
         self.published = settings.published or ("fine-tuned" if tuned else "few-shot")
         self.digest = hashlib.sha256()
-        stories = {name: self._asked(name) for name in settings.tasks}
+        stories = {name: self._select_stories(name) for name in settings.tasks}
         shots = {
-            name: self._read(name, "train")[: settings.shots] for name in settings.tasks if settings.shots
+            name: self._read_split(name, "train")[: settings.shots]
+            for name in settings.tasks
+            if settings.shots
         }
         self.books, hay = None, None
         if max(settings.lengths):
@@ -89,15 +91,15 @@ class Babilong(Task):
             longest = max(settings.lengths)
             hay = Haystack.of("babilong.books", self.books.sentences(), subject.tokenizer, longest)
         self.questions = Questions(stories, shots, hay, subject.tokenizer, subject.seed)
-        for group in self.units():  # a length without room for the stories is known now
+        for group in self.units():  # fail now if a length is too short for the stories
             self.sample(group[-1])
 
-    def _asked(self, task: str) -> list[Story]:
-        stories, path = self._read(task, "test"), self.settings.indices
+    def _select_stories(self, task: str) -> list[Story]:
+        stories, path = self._read_split(task, "test"), self.settings.indices
         if path is None:
             return stories
         if not Path(path).is_file():
-            raise ValueError(f"babilong.indices: expected a JSON file, got {path}, which is not there")
+            raise ValueError(f"babilong.indices: expected a JSON file, got {path}, which does not exist")
         chosen = read_json(Path(path)).get(task)
         known = range(len(stories))
         if not isinstance(chosen, list) or not all(type(index) is int and index in known for index in chosen):
@@ -106,7 +108,7 @@ class Babilong(Task):
         self.digest.update(repr(chosen).encode())
         return [stories[index] for index in chosen]
 
-    def _read(self, task: str, split: str) -> list[Story]:
+    def _read_split(self, task: str, split: str) -> list[Story]:
         found = read_stories("babilong.data", self.settings.data, task, split)
         self.digest.update(repr(found).encode())
         return found
@@ -128,12 +130,12 @@ class Babilong(Task):
         return int(unit["length"]) or 256
 
     def sample(self, unit: Setting) -> tuple[np.ndarray, str, Story]:
-        """A unit's text up to the question, the beginning of an answer, and the story."""
+        """Text and question of a unit, the prompt that starts the answer, and the story."""
         text, story = self.questions.sample(unit)
         return text, PROMPT, story
 
     def options(self, task: str, right: str) -> list[str]:
-        """All answers of a task, the right one first."""
+        """All answers of a task, with the correct one first."""
         return self.questions.options(task, right)
 
     def measure(self, units: list[Setting]) -> list[Result]:
@@ -164,7 +166,9 @@ class Babilong(Task):
                     setting = {"qa": task, "length": length, "options": own[0]["options"], **tuned}
                     rows.append(
                         self.row(
-                            metric, **share(sum(result[key] for result in own), len(own)), setting=setting
+                            metric,
+                            **share(sum(result[key] for result in own), len(own)),
+                            setting=setting,
                         )
                     )
                 mean = share(sum(result[key] for result in here), len(here))
@@ -174,7 +178,7 @@ class Babilong(Task):
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         points = published.figure6(self.published)
         lengths = sorted({*self.settings.lengths, *published.FIGURE6_LENGTHS} - {0})
-        none = lengths[0] / 2  # where no length at all stands on an axis of logarithms
+        none = lengths[0] / 2  # the x position of length 0 on a logarithmic axis
         lines = {
             f"ours, memory {mode}": sorted(
                 (row.setting["length"] or none, 100 * row.value)
@@ -192,7 +196,7 @@ class Babilong(Task):
                 lines,
                 title=title,
                 x="tokens",
-                y="right answers, %",
+                y="accuracy, %",
                 published=points,
                 percent=True,
                 ticks=ticks,

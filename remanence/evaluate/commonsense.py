@@ -1,4 +1,4 @@
-"""Table 1's columns through lm-evaluation-harness: its scoring and prompts, on local jsonl or datasets of the hub."""
+"""Commonsense benchmarks of Table 1 through lm-evaluation-harness, on local jsonl files or datasets of the hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Entry = dict[str, Any]
 
 
 class Benchmark(NamedTuple):
-    """Its name in the harness, prefixes of a local file's name, the metrics of Table 1, and how a line is read."""
+    """A benchmark: its name in the harness, prefixes of local file names, metrics, and the parser of a line."""
 
     harness: str
     files: tuple[str, ...]
@@ -32,8 +32,8 @@ class Benchmark(NamedTuple):
     read: Callable[[Entry], Entry]
 
 
-def _answer(entry: Entry) -> Entry:
-    """A question with choices, as llm-foundry's files have them: the harness's words are "... Answer:"."""
+def _multiple_choice(entry: Entry) -> Entry:
+    """Convert a multiple-choice question of llm-foundry to the prompt of the harness ("... Answer:")."""
     query = entry["query"].strip().removeprefix("Passage: ")
     return {
         "query": query if query.endswith("Answer:") else f"{query}\nAnswer:",
@@ -44,7 +44,7 @@ def _answer(entry: Entry) -> Entry:
 
 def _piqa(entry: Entry) -> Entry:
     if "goal" not in entry:
-        return _answer(entry)
+        return _multiple_choice(entry)
     return {
         "query": f"Question: {entry['goal']}\nAnswer:",
         "choices": [entry["sol1"], entry["sol2"]],
@@ -54,14 +54,14 @@ def _piqa(entry: Entry) -> Entry:
 
 def _arc(entry: Entry) -> Entry:
     if "question" not in entry:
-        return _answer(entry)
+        return _multiple_choice(entry)
     choices, gold = entry["choices"]["text"], entry["choices"]["label"].index(entry["answerKey"])
     return {"query": f"Question: {entry['question']}\nAnswer:", "choices": choices, "gold": gold}
 
 
 def _siqa(entry: Entry) -> Entry:
     if "answerA" not in entry:
-        return _answer(entry)
+        return _multiple_choice(entry)
     choices = [entry["answerA"], entry["answerB"], entry["answerC"]]
     return {
         "query": f"Q: {entry['context']} {entry['question']}\nA:",
@@ -72,7 +72,7 @@ def _siqa(entry: Entry) -> Entry:
 
 def _boolq(entry: Entry) -> Entry:
     if "passage" not in entry:
-        return _answer(entry)
+        return _multiple_choice(entry)
     query = f"{entry['passage']}\nQuestion: {entry['question']}?\nAnswer:"
     gold = int(entry.get("label", entry.get("answer")))  # type: ignore[arg-type]
     return {"query": query, "choices": ["no", "yes"], "gold": gold}
@@ -115,8 +115,8 @@ def _lambada(entry: Entry) -> Entry:
     return {"query": entry["context"], "end": f" {entry['continuation'].lstrip()}"}
 
 
-def _check(where: str, entry: Entry) -> None:
-    """The harness would take -1 for the last choice."""
+def _check_gold(where: str, entry: Entry) -> None:
+    """Check the index of the correct choice; the harness would read -1 as the last choice."""
     gold, choices = entry.get("gold"), entry.get("choices", entry.get("contexts"))
     if choices is not None and (type(gold) is not int or not 0 <= gold < len(choices)):
         raise ValueError(f"{where}: gold: expected one of {len(choices)} choices, from 0 on, got {gold!r}")
@@ -135,8 +135,8 @@ BENCHMARKS = {
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Silence standard error: the harness's progress bars would break ours, and it calls git where there is none."""
+def _silence_stderr() -> Iterator[None]:
+    """Redirect standard error to null: the harness prints progress bars, and errors of git outside a repository."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -147,41 +147,41 @@ def _silent() -> Iterator[None]:
         os.close(nowhere)
 
 
-SCORED = [{"metric": "acc", "aggregation": "mean"}, {"metric": "acc_norm", "aggregation": "mean"}]
-CHOICE: Entry = {
+ACCURACY_METRICS = [{"metric": "acc", "aggregation": "mean"}, {"metric": "acc_norm", "aggregation": "mean"}]
+MULTIPLE_CHOICE: Entry = {
     "output_type": "multiple_choice",
     "doc_to_choice": "choices",
     "doc_to_target": "gold",
-    "metric_list": SCORED,
+    "metric_list": ACCURACY_METRICS,
 }
-FORMS: dict[str, Entry] = {
-    "choice": {**CHOICE, "doc_to_text": "{{query}}"},
+TASK_TEMPLATES: dict[str, Entry] = {
+    "choice": {**MULTIPLE_CHOICE, "doc_to_text": "{{query}}"},
     "winogrande": {
-        **CHOICE,
+        **MULTIPLE_CHOICE,
         "doc_to_text": "gold",
         "doc_to_choice": "contexts",
         "doc_to_target": "end",
-        "metric_list": SCORED[:1],
+        "metric_list": ACCURACY_METRICS[:1],
     },
     "lambada": {
         "output_type": "loglikelihood",
         "doc_to_text": "{{query}}",
         "doc_to_target": "{{end}}",
-        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}, SCORED[0]],
+        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}, ACCURACY_METRICS[0]],
     },
 }
-"""The harness's way of asking, for lines that are already in its words."""
+"""Task templates of the harness for lines that were converted to its format."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonsenseSettings:
     """
     Attributes:
-        data: a folder of jsonl files, compressed or not, named after the benchmarks, with the hub's fields or
-            llm-foundry's. Default: the harness's own tasks, whose datasets come from the hub.
+        data: a folder of jsonl files, compressed or not, named after the benchmarks, with the fields of the Hugging
+            Face datasets or of llm-foundry. Default: the tasks of the harness, which download their datasets.
         benchmarks: lambada, piqa, hellaswag, winogrande, arc_easy, arc_challenge, siqa, boolq.
-        samples: of each benchmark, only the first.
-        batch_size: texts of a batch.
+        samples: number of questions per benchmark, from the start. Default: all.
+        batch_size: batch size, in texts.
     """
 
     data: str | None = None
@@ -198,7 +198,7 @@ class CommonsenseSettings:
 
 
 class Commonsense(Task):
-    """LAMBADA's perplexity and eight accuracies, by length where Table 1 has them so, and their mean."""
+    """LAMBADA perplexity, eight accuracies (length-normalised where Table 1 has them so), and their mean."""
 
     name = "commonsense"
     Settings = CommonsenseSettings
@@ -211,7 +211,7 @@ class Commonsense(Task):
             import remanence.hf  # noqa: F401
         except ImportError:
             raise ValueError(
-                "commonsense: it needs the extra 'eval'; pip install 'remanence[eval]'"
+                "commonsense: expected the extra 'eval', which is not installed; pip install 'remanence[eval]'"
             ) from None
         if not (subject.source / "tokenizer.json").is_file():
             raise ValueError(
@@ -219,12 +219,14 @@ class Commonsense(Task):
             )
         self.entries: dict[str, list[Entry]] = {}
         if settings.data is not None:
-            self.entries = {name: self._entries(Path(settings.data), name) for name in settings.benchmarks}
+            self.entries = {
+                name: self._read_entries(Path(settings.data), name) for name in settings.benchmarks
+            }
 
-    def _entries(self, folder: Path, name: str) -> list[Entry]:
+    def _read_entries(self, folder: Path, name: str) -> list[Entry]:
         if not folder.is_dir():
             raise ValueError(
-                f"commonsense.data: expected a folder of jsonl files, got {folder}, which is not one"
+                f"commonsense.data: expected a folder of jsonl files, got {folder}, which is not a folder"
             )
         found = sorted(
             path
@@ -244,7 +246,7 @@ class Commonsense(Task):
                 f"{found[0]}: expected the fields of {name}, as the hub or llm-foundry has them ({error!r})"
             ) from None
         for number, entry in enumerate(read, 1):
-            _check(f"{found[0]}: line {number}", entry)
+            _check_gold(f"{found[0]}: line {number}", entry)
         return read
 
     @property
@@ -252,10 +254,10 @@ class Commonsense(Task):
         return {"samples": self.settings.samples}
 
     def units(self) -> list[list[Setting]]:
-        return [[{"benchmark": name, **self._source([name])}] for name in self.settings.benchmarks]
+        return [[{"benchmark": name, **self._source_setting([name])}] for name in self.settings.benchmarks]
 
-    def _source(self, names: Sequence[str]) -> Setting:
-        """A digest of the benchmarks' lines, and what SIQA asks for: letters are another question than the paper's."""
+    def _source_setting(self, names: Sequence[str]) -> Setting:
+        """Digest of the benchmarks' lines, and whether SIQA's choices are letters, which differs from the paper."""
         own = [self.entries[name] for name in names if name in self.entries]
         digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16] if own else "hub"
         if "siqa" not in names:
@@ -269,32 +271,32 @@ class Commonsense(Task):
 
     @cached_property
     def harness(self) -> Any:
-        """The model as the harness knows it. No text is cut: a memory reads any length."""
+        """The model in the harness. Texts are not truncated, because a memory reads any length."""
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped, unused-ignore]
 
         source, device = str(self.subject.source), str(self.subject.device)
         return HFLM(pretrained=source, device=device, batch_size=self.settings.batch_size, max_length=1 << 20)
 
     def measure(self, units: list[Setting]) -> list[Result]:
-        return [self._measured(unit["benchmark"]) for unit in units]
+        return [self._measure(unit["benchmark"]) for unit in units]
 
-    def _measured(self, name: str) -> Result:
+    def _measure(self, name: str) -> Result:
         import datasets  # type: ignore[import-untyped, unused-ignore]
         import lm_eval
         from lm_eval.tasks import TaskManager  # type: ignore[import-untyped, unused-ignore]
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         datasets.disable_progress_bars()
-        with tempfile.TemporaryDirectory() as folder, _silent():
+        with tempfile.TemporaryDirectory() as folder, _silence_stderr():
             self.harness.model.model.memory_mode = self.subject.mode
-            task: Any = BENCHMARKS[name].harness
+            task: str | Entry = BENCHMARKS[name].harness
             if name in self.entries:
                 path = Path(folder) / "entries.jsonl"
                 path.write_text(
                     "".join(json.dumps(entry) + "\n" for entry in self.entries[name]), encoding="utf-8"
                 )
                 source = {"data_files": {"test": str(path)}, "cache_dir": folder}
-                form = FORMS.get(name, FORMS["choice"])
+                form = TASK_TEMPLATES.get(name, TASK_TEMPLATES["choice"])
                 task = {
                     "task": name,
                     "dataset_path": "json",
@@ -339,6 +341,6 @@ class Commonsense(Task):
                 else:
                     rows.append(self.row(metric, result[metric], unit, count=result["count"]))
         if len(results) == len(BENCHMARKS):
-            setting = {"benchmark": "all", **self._source(list(BENCHMARKS))}
+            setting = {"benchmark": "all", **self._source_setting(list(BENCHMARKS))}
             rows.append(self.row("mean accuracy", sum(shares) / len(shares), setting))
         return rows

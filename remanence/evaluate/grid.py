@@ -1,4 +1,4 @@
-"""Ablations of the memory, and memories of other depths: a grid of models trained from one recipe, and compared."""
+"""Ablations and memory depths: variants of one recipe, each trained and evaluated on the same held-out data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remanence.config import ModelConfig, change
+from remanence.data import Batch
 from remanence.evaluate import published
 from remanence.evaluate.plots import Points, curves
 from remanence.evaluate.subject import LOGITS, Subject
@@ -27,11 +28,14 @@ from remanence.tasks.draw import HELD_OUT
 from remanence.train import SOURCES, CorpusData, PackedData, TrainConfig, fit, run_config
 
 SHARDS = ("packed", "documents")
-"""Kinds of data that lie in files: held-out ones are other files."""
-NOTE = "table 5, 400M on text: for the order alone"
-"""What stands above the paper's perplexities, whose models and texts are others."""
+"""Kinds of data that are read from shards, so that held-out data is a different folder of shards."""
+PAPER_NOTE = "table 5, 400M on text: for the order alone"
+"""Column title of the paper's perplexities, which are from other models and texts."""
 
-PARTS: dict[str, dict[str, Any]] = {
+Changes = dict[str, Any]
+"""Fields of a `ModelConfig` and their new values."""
+
+ABLATIONS: dict[str, Changes] = {
     "base": {},
     "linear": {"memory": {"net": "linear", "depth": None}},
     "no_conv": {"memory": {"conv": 0}},
@@ -39,22 +43,22 @@ PARTS: dict[str, dict[str, Any]] = {
     "no_forget": {"memory": {"rule": "no_forget"}},
     "no_persistent": {"persistent": 0},
 }
-"""Table 5's rows, as changes to the recipe's model."""
-DEEP_ABLATIONS: dict[str, dict[str, Any]] = {"linear": {"depth": 1}, "no_forget": {"rule": "delta"}}
-"""The same of a memory of the net "deep"."""
-DEPTHS: dict[str, dict[str, Any]] = {str(depth): {"memory": {"depth": depth}} for depth in range(1, 5)}
+"""The ablations of Table 5, as changes to the model of the recipe."""
+DEEP_ABLATIONS: dict[str, Changes] = {"linear": {"depth": 1}, "no_forget": {"rule": "delta"}}
+"""The same for a memory with the net "deep"."""
+DEPTHS: dict[str, Changes] = {str(depth): {"memory": {"depth": depth}} for depth in range(1, 5)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridSettings:
     """
     Attributes:
-        variants: which of the grid's models. Default: all that differ from the first.
-        seeds: each model is trained with every one of them.
-        lengths: tokens of the held-out rows. Default: the recipe's own length.
-        batches: of held-out rows, each as large as in training.
-        data: held-out shards, where the recipe reads shards (`remanence data prepare`).
-        steps: of training, instead of the recipe's.
+        variants: names of the variants. Default: all that change the model of the recipe.
+        seeds: training seeds; each variant is trained with every seed.
+        lengths: numbers of tokens in the held-out rows. Default: the length of the recipe.
+        batches: number of held-out batches, of the batch size in training.
+        data: folder of held-out shards, if the recipe reads shards (`remanence data prepare`).
+        steps: number of training steps. Default: that of the recipe.
     """
 
     variants: tuple[str, ...] | None = None
@@ -70,18 +74,18 @@ class GridSettings:
 
 
 class Grid(Task):
-    """Perplexity and accuracy on held-out rows, mean and deviation over seeds. Runs stay, and go on if interrupted."""
+    """Held-out perplexity and accuracy of each variant, mean and deviation over seeds. Interrupted runs are resumed."""
 
     Settings = GridSettings
     needs = "recipe"
-    changes: ClassVar[dict[str, dict[str, Any]]]
+    changes: ClassVar[dict[str, Changes]]
     published: ClassVar[dict[str, float]] = {}
 
     def __init__(self, subject: Subject, settings: GridSettings) -> None:
         super().__init__(subject, settings)
         if subject.recipe is None or subject.folder is None:
             raise ValueError(
-                f"{self.name}: expected --json OUT, beside which the trained models are kept, got none"
+                f"{self.name}: expected --json OUT, next to which the trained models are saved, got none"
             )
         self.recipe: TrainConfig = subject.recipe
         self.folder: Path = subject.folder
@@ -104,17 +108,17 @@ class Grid(Task):
             check_choice(f"{self.name}.variants", name, self.changes)
         self.variants = settings.variants or tuple(name for name in self.changes if self._differs(name))
         self.lengths = settings.lengths or (self.recipe.data.length,)
-        for length in self.lengths:  # a length that the task cannot have is known now
-            self._rows(length, 0)
+        for length in self.lengths:  # fail now if the task does not support a length
+            self._held_out_batch(length, 0)
 
     def _differs(self, name: str) -> bool:
-        """Taking away persistent tokens, or momentum, that a model has not is no variant."""
+        """Whether a variant changes the model, which may have no persistent tokens or no momentum."""
         if name == "no_momentum":
             return RULES[self.recipe.model.memory.rule].momentum
         return name != "no_persistent" or parameters(self._model(name)) != parameters(self.recipe.model)
 
     def _model(self, name: str) -> ModelConfig:
-        """The recipe's model with a variant's changes and no other: not those that another net would bring along."""
+        """Model config of a variant: the recipe's model with the listed changes only."""
         model, changes = self.recipe.model, self.changes[name]
         own = DEEP_ABLATIONS.get(name) if model.memory.net == "deep" else None
         memory = replace(model.memory, **(own or changes.get("memory", {})))
@@ -140,7 +144,7 @@ class Grid(Task):
         return (self.settings.steps or self.recipe.steps) * self.recipe.batch * self.recipe.data.length
 
     def config(self, name: str, seed: int) -> TrainConfig:
-        """A variant's run."""
+        """Training config of a variant."""
         config = replace(self.recipe, model=self._model(name), seed=seed, device=self.subject.device.type)
         data = config.data
         if isinstance(data, CorpusData) and data.path is not None:
@@ -148,15 +152,15 @@ class Grid(Task):
         return replace(config, steps=self.settings.steps or config.steps)
 
     def measure(self, units: list[Setting]) -> list[Result]:
-        return [self._measured(self._trained(unit["variant"], unit["trained"])) for unit in units]
+        return [self._measure(self._train_or_load(unit["variant"], unit["trained"])) for unit in units]
 
-    def _trained(self, name: str, seed: int) -> Model:
-        """A variant's model, trained now, or on from where an earlier evaluation left it, or ready."""
+    def _train_or_load(self, name: str, seed: int) -> Model:
+        """The trained model of a variant: loaded if finished, else trained or resumed."""
         config, out = self.config(name, seed), self.folder / f"{self.name}-{name}-{seed}"
-        begun = (out / "config.json").is_file()
-        if begun and run_config(out) != config:
+        resume = (out / "config.json").is_file()
+        if resume and run_config(out) != config:
             raise ValueError(
-                f"{out}: expected a run of this recipe, got another's; give --json another name, or remove it"
+                f"{out}: expected a run of this recipe, got another run; choose another --json name, or remove it"
             )
         if not (out / "model" / "config.json").is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -166,15 +170,15 @@ class Grid(Task):
                 self.subject.on_tokens((line["step"] - steps[-1]) * tokens)
                 steps.append(line["step"])
 
-            fit(None if begun else config, out, resume=begun, log=log)
+            fit(None if resume else config, out, resume=resume, log=log)
             if not (out / "model" / "config.json").is_file():
-                raise ValueError(f"{out}: its training was stopped and saved; the same command goes on")
+                raise ValueError(f"{out}: training was stopped and saved; run the same command to resume")
         return Model.load(out / "model", device=self.subject.device).eval()
 
-    def _rows(self, length: int, number: int) -> Any:
-        """Held-out rows: generated with another seed, or from other shards; the same for every variant.
+    def _held_out_batch(self, length: int, number: int) -> Batch:
+        """A held-out batch, generated with another seed or read from the held-out shards; the same for every variant.
 
-        Shards are always read packed: each row begins with an empty memory, and can look back at most its length.
+        Shards are always read packed: each row starts with an empty memory and its context is at most its length.
         """
         data = self.recipe.data
         if data.kind in SHARDS:
@@ -187,19 +191,19 @@ class Grid(Task):
         return SOURCES[data.kind](config, self.recipe.batch // self.recipe.accumulate, 0, 1).step(number)
 
     @torch.no_grad()
-    def _measured(self, model: Model) -> Result:
+    def _measure(self, model: Model) -> Result:
         found = {}
         for length in self.lengths:
             loss, right, count = 0.0, 0, 0
             for number in range(self.settings.batches):
-                for logits, targets in self._logits(model, self._rows(length, number)):
+                for logits, targets in self._logits_and_targets(model, self._held_out_batch(length, number)):
                     loss += float(F.cross_entropy(logits, targets, reduction="sum"))
                     right, count = right + int((logits.argmax(-1) == targets).sum()), count + targets.numel()
             found[str(length)] = {"loss": loss / count, "right": right / count, "count": count}
         return found
 
-    def _logits(self, model: Model, batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits and targets of all positions that have one, some at a time; rows are read in pieces."""
+    def _logits_and_targets(self, model: Model, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over logits and targets of the positions with a target, a limited number at a time."""
         device = self.subject.device
         tokens, wanted = batch.tokens.to(device), batch.targets.to(device)
         mask = None if batch.mask is None else batch.mask.to(device)
@@ -223,15 +227,15 @@ class Grid(Task):
         return rows
 
     def _variant_rows(self, metric: str, length: int, name: str, by_seed: Mapping[int, Result]) -> list[Row]:
-        """The mean and the deviation over seeds, then each seed as a detail."""
+        """Rows of one variant: mean and deviation over seeds, then each seed as a detail row."""
         setting: Setting = {"variant": name, "length": length}
         perplexities = metric == "perplexity"
         values = [perplexity(each["loss"]) if perplexities else each["right"] for each in by_seed.values()]
         counts = [each["count"] for each in by_seed.values()]
         shown = (
             perplexities and name in self.published and self.recipe.data.kind in SHARDS
-        )  # texts, as the paper's
-        paper = {NOTE: self.published[name]} if shown else {}
+        )  # text data, as in the paper
+        paper = {PAPER_NOTE: self.published[name]} if shown else {}
         spread = stdev(values) if len(values) > 1 and all(map(isfinite, values)) else None
         summary = {**setting, "seeds": len(values), **paper}
         return [
@@ -248,44 +252,48 @@ class Grid(Task):
         drawn = []
         for metric in ("perplexity", "accuracy"):
             lines: dict[str, list[tuple[float, float]]] = {}
-            looks = {}
+            styles = {}
             for pattern, (mode, own) in enumerate(rows.items()):
                 for row in [row for row in own if row.metric == metric and not row.detail]:
                     variant = row.setting["variant"]
-                    called = f"{self.name} {variant}" if variant.isdecimal() else variant
-                    name = called if len(rows) == 1 else f"{called}, memory {mode}"
+                    label = f"{self.name} {variant}" if variant.isdecimal() else variant
+                    name = label if len(rows) == 1 else f"{label}, memory {mode}"
                     lines.setdefault(name, []).append((row.setting["length"], row.value))
-                    looks[name] = (self.variants.index(variant), pattern)
+                    styles[name] = (self.variants.index(variant), pattern)
             path = stem.with_name(f"{stem.name}.{self.name}-{metric}.png")
-            theirs = self.beside(metric)
+            theirs = self.published_lines(metric)
             lengths = sorted(
                 {*self.lengths, *(int(length) for line in theirs.values() for length, _ in line)}
             )
             ticks = {float(length): format_length(length) for length in lengths}
             title = f"{self.subject.source.stem}: held-out {metric} by length"
-            x = "tokens of a row"
+            x = "tokens per row"
             drawn.append(
-                curves(path, lines, title=title, x=x, y=metric, published=theirs, ticks=ticks, looks=looks)
+                curves(path, lines, title=title, x=x, y=metric, published=theirs, ticks=ticks, styles=styles)
             )
         return drawn
 
-    def beside(self, metric: str) -> Mapping[str, Points]:
-        """The paper's lines over lengths, if it has them."""
+    def published_lines(self, metric: str) -> Mapping[str, Points]:
+        """Published results by length to plot next to ours; none by default."""
         return {}
 
 
 class Ablate(Grid):
+    """Ablations of the memory, as in Table 5."""
+
     name = "ablate"
-    changes = PARTS
-    published = published.TABLE5  # of an LMM with 400M parameters: for the order, not for the numbers
+    changes = ABLATIONS
+    published = published.TABLE5  # an LMM with 400M parameters: compare the order, not the numbers
 
 
 class Depth(Grid):
+    """Memories of depth 1 to 4, as in Figure 7."""
+
     name = "depth"
     changes = DEPTHS
 
-    def beside(self, metric: str) -> Mapping[str, Points]:
-        """Figure 7 at the size nearest to ours, for the order. It is of texts: generated tasks are drawn without it."""
+    def published_lines(self, metric: str) -> Mapping[str, Points]:
+        """Lines of Figure 7 at the nearest model size, for text data only. Compare the order, not the numbers."""
         if metric != "perplexity" or self.recipe.data.kind not in SHARDS:
             return {}
         size = published.nearest_figure7(parameters(self.recipe.model))

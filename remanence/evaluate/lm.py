@@ -1,6 +1,6 @@
-"""How well a text is predicted: window by window and as one stream with carried memory, and by position.
+"""Language modelling: perplexity per window and as one stream with carried memory, and loss by position.
 
-A text may be a genome: then numbers are per base, and Markov models can be measured beside the model.
+For genomes the metrics are per base, and Markov models are available as a baseline.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import log
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,25 +24,25 @@ from remanence.runtime.overrides import format_length
 from remanence.tasks.markov import MOST, Mixture
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, byte_level_json
 
-EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
-"""Positions at which a new mean of losses begins: 1, 2, 3, 4, 6, 8, 11, 16, ..."""
-LETTERS = set(byte_level_json()["model"]["vocab"])
-"""What byte-level tokenizers write bytes as."""
+BIN_EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
+"""Edges of the position bins for the mean loss: 1, 2, 3, 4, 6, 8, 11, 16, ..."""
+BYTE_LETTERS = set(byte_level_json()["model"]["vocab"])
+"""The characters that stand for bytes in byte-level tokenizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LmSettings:
     """
     Attributes:
-        data: a text file, jsonl, parquet, FASTA, a folder of them, or hf:NAME. Every document begins with an empty
+        data: a text file, jsonl, parquet, FASTA, a folder of them, or hf:NAME. Every document starts with an empty
             memory.
-        views: "stream" (memory carried through each document), "window" (begun anew every so many tokens), and of DNA
-            "markov" (no model, but counts of what followed the bases before, for comparison).
-        window: tokens of a window.
-        max_tokens: of each file, only the first.
-        rows: windows of a batch.
-        every: also the mean over every so many tokens of a file, one after the other, for a curve of it.
-        orders: of the Markov models.
+        views: "stream" (memory carried through each document), "window" (memory reset at every window), and for DNA
+            "markov" (Markov models of the bases, as a baseline).
+        window: number of tokens in a window.
+        max_tokens: maximum number of tokens per file, from the start. Default: all.
+        rows: batch size, in windows.
+        every: also report the mean over each block of this many tokens of a file, as a curve.
+        orders: orders of the Markov models.
     """
 
     data: str | None = None
@@ -66,7 +65,7 @@ class LmSettings:
 
 
 class Lm(Task):
-    """Perplexity, bits per byte, and loss against position. In both views a document's first token does not count."""
+    """Perplexity, bits per byte, and loss by position. The first token of a document has no loss in either view."""
 
     name = "lm"
     Settings = LmSettings
@@ -109,12 +108,12 @@ class Lm(Task):
         return min(size, self.settings.max_tokens or size)
 
     def measure(self, units: list[Setting]) -> list[Result]:
-        return [self._measured(unit) for unit in units]
+        return [self._measure(unit) for unit in units]
 
-    def _measured(self, unit: Setting) -> Result:
-        """Sums over a file's documents: what is held at a time is a few windows, however long they are."""
+    def _measure(self, unit: Setting) -> Result:
+        """Sums of losses over the documents of a file, read as a stream in constant memory."""
         if unit["view"] == "markov":
-            return self._markov(unit)
+            return self._measure_markov(unit)
         sums = Sums(every=self.settings.every)
         found = self.subject.bookmark.find(self.subject.model) if unit["view"] == "stream" else None
         if found:
@@ -123,15 +122,15 @@ class Lm(Task):
             left = None if self.settings.max_tokens is None else self.settings.max_tokens - sums.tokens
             if left is not None and left < 2:
                 break
-            if number < sums.document:  # counted before the interruption
+            if number < sums.document:  # already counted before the interruption
                 deque(document, maxlen=0)
                 continue
-            lists = _Counted(self.tokenizer, _limited(self.tokenizer.stream(document), left))
+            lists = _CountingStream(self.tokenizer, _truncate(self.tokenizer.stream(document), left))
             if unit["view"] == "stream":
-                self._stream(lists, sums, number, found[0] if found else None)
+                self._measure_stream(lists, sums, number, found[0] if found else None)
                 found = None
             else:
-                for losses in self._windows(lists, unit["window"]):
+                for losses in self._window_losses(lists, unit["window"]):
                     sums.add(losses.flatten())
             sums.tokens, sums.bytes = sums.tokens + lists.tokens, sums.bytes + lists.bytes - lists.first
             sums.document, sums.position = number + 1, 1
@@ -144,13 +143,13 @@ class Lm(Task):
             **({"bins": sums.bins, "places": sums.places} if unit["view"] == "stream" else {}),
         }
 
-    def _markov(self, unit: Setting) -> Result:
-        """The same sums for every order and their mixture, which read a file's documents one after the other."""
+    def _measure_markov(self, unit: Setting) -> Result:
+        """Sums of losses of the Markov models of every order and of their mixture."""
         models, left = Mixture(unit["orders"]), self.settings.max_tokens
         sums = [Sums(every=self.settings.every) for _ in range(len(unit["orders"]) + 1)]
         for document in self.texts.of(self.files[unit["file"]]):
-            first = 1  # as everywhere, a document's first token does not count
-            for tokens in _limited(self.tokenizer.stream(document), left):
+            first = 1  # the first token of a document has no loss
+            for tokens in _truncate(self.tokenizer.stream(document), left):
                 bits = models.bits(np.array(tokens))
                 for own, costs in zip(sums, bits, strict=True):
                     own.add(torch.from_numpy(costs[first:] * log(2)))
@@ -164,23 +163,23 @@ class Lm(Task):
             for name, own in zip(names, sums, strict=True)
         }
 
-    def _stream(self, lists: _Counted, sums: Sums, number: int, state: State | None) -> None:
-        """One document from where it stands; the bookmark knows all that was counted."""
+    def _measure_stream(self, lists: _CountingStream, sums: Sums, number: int, state: State | None) -> None:
+        """Add the losses of one document, from its current position on, and save checkpoints."""
         sums.document = number
-        for losses, now in self.subject.stream_losses(_without(lists, sums.position - 1), state):
+        for losses, now in self.subject.stream_losses(_skip_tokens(lists, sums.position - 1), state):
             sums.add(losses, sums.position)
-            self.subject.bookmark.keep(self.subject.model, now, sums.plain)
+            self.subject.bookmark.keep(self.subject.model, now, sums.to_dict)
 
-    def _windows(self, lists: Iterable[Sequence[int]], window: int) -> Iterator[torch.Tensor]:
-        """Losses of windows that each begin anew: a window's last target is the next one's first input."""
+    def _window_losses(self, lists: Iterable[Sequence[int]], window: int) -> Iterator[torch.Tensor]:
+        """Losses of windows, each with an empty memory; the last target of a window is the first input of the next."""
         held: list[int] = []
-        room = self.settings.rows * window
+        block_size = self.settings.rows * window
         for tokens in lists:
             held += tokens
-            while len(held) > room:
-                block = torch.tensor(held[: room + 1])
+            while len(held) > block_size:
+                block = torch.tensor(held[: block_size + 1])
                 yield self.subject.losses(block.unfold(0, window + 1, window))[0]
-                held = held[room:]
+                held = held[block_size:]
         for start in range(0, len(held) - 1, window):
             yield self.subject.losses(torch.tensor([held[start : start + window + 1]]))[0]
 
@@ -190,7 +189,9 @@ class Lm(Task):
             own = [(unit, result) for unit, result in results if unit["view"] == view]
             if view == "markov":
                 for order in own[0][1]:
-                    rows += self._places({"view": view, "order": order}, [found[order] for _, found in own])
+                    rows += self._rows_by_place(
+                        {"view": view, "order": order}, [found[order] for _, found in own]
+                    )
                 continue
             setting = {key: value for key, value in own[0][0].items() if key != "file"}
             nll, tokens, size = (sum(result[key] for _, result in own) for key in ("nll", "tokens", "bytes"))
@@ -198,7 +199,7 @@ class Lm(Task):
             name = f"bits per {self.unit}"
             rows += [self.row(name, nll / log(2) / size, setting, count=size)] if size else []
             if view == "stream":
-                for index, (start, end) in enumerate(zip([0, *EDGES], [*EDGES, None], strict=True)):
+                for index, (start, end) in enumerate(zip([0, *BIN_EDGES], [*BIN_EDGES, None], strict=True)):
                     sums = [result["bins"][index] for _, result in own]
                     count = sum(each[1] for each in sums)
                     if count:
@@ -209,14 +210,14 @@ class Lm(Task):
                         }
                         loss = sum(each[0] for each in sums) / count
                         rows.append(self.row("loss by position", loss, where, count=count, detail=True))
-                rows += self._places(setting, [found for _, found in own])[1:]
+                rows += self._rows_by_place(setting, [found for _, found in own])[1:]
         return rows
 
-    def _places(self, setting: Setting, found: Sequence[Result]) -> list[Row]:
-        """Bits per token of all files together, then of each stretch of `every` tokens."""
+    def _rows_by_place(self, setting: Setting, found: Sequence[Result]) -> list[Row]:
+        """Rows of bits per token: over all files, then for each block of `every` tokens."""
         nll, count = (sum(each[key] for each in found) for key in ("nll", "tokens"))
         rows = [self.row(f"bits per {self.unit}", nll / log(2) / count, setting, count=count)]
-        places = [each.get("places", []) for each in found]  # of an earlier version there are none
+        places = [each.get("places", []) for each in found]  # results of earlier versions have none
         for index in range(max(map(len, places))):
             own = [each[index] for each in places if index < len(each)]
             nll, count = sum(each[0] for each in own), sum(each[1] for each in own)
@@ -225,9 +226,9 @@ class Lm(Task):
         return rows
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
-        return [*self._by_position(rows, stem), *self._by_place(rows, stem)]
+        return [*self._plot_by_position(rows, stem), *self._plot_by_place(rows, stem)]
 
-    def _by_place(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+    def _plot_by_place(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         lines: dict[str, list[tuple[float, float]]] = {}
         for mode, own in rows.items():
             for row in own:
@@ -235,19 +236,19 @@ class Lm(Task):
                     continue
                 order = row.setting.get("order")
                 markov = f"Markov, order {order}" if order != "mixture" else "Markov, orders mixed"
-                if order is None or mode == next(iter(rows)):  # they are the same for every mode
+                if order is None or mode == next(iter(rows)):  # Markov models are the same in every mode
                     name = f"memory {mode}" if order is None else markov
                     lines.setdefault(name, []).append((row.setting["from"], row.value))
         if not lines:
             return []
         lines = dict(sorted(lines.items(), key=lambda line: line[0].startswith("Markov")))
-        looks = {name: (index, int(name.startswith("Markov"))) for index, name in enumerate(lines)}
+        styles = {name: (index, int(name.startswith("Markov"))) for index, name in enumerate(lines)}
         path = stem.with_name(f"{stem.name}.lm-places.png")
-        title = f"Mean of every {format_length(self.settings.every)} tokens, in one reading"
+        title = f"Mean over blocks of {format_length(self.settings.every)} tokens, in one pass"
         y = f"bits per {'base' if self.unit == 'base' else 'token'}"
-        return [curves(path, lines, title=title, x="tokens read before", y=y, looks=looks, linear=True)]
+        return [curves(path, lines, title=title, x="tokens read before", y=y, styles=styles, linear=True)]
 
-    def _by_position(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+    def _plot_by_position(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         lines = {
             f"memory {mode}": [
                 (row.setting["from"], row.value) for row in own if row.metric == "loss by position"
@@ -263,7 +264,7 @@ class Lm(Task):
             if x <= max(p[0] for line in lines.values() for p in line)
         }
         path = stem.with_name(f"{stem.name}.lm.png")
-        title = "Loss against position, from the text's beginning"
+        title = "Loss by position from the start of the text"
         return [
             curves(path, lines, title=title, x="tokens read before", y="loss, nats per token", ticks=ticks)
         ]
@@ -271,9 +272,9 @@ class Lm(Task):
 
 @dataclass
 class Sums:
-    """Sums over a file, as plain data: the losses and their bins, and the tokens and bytes of finished documents.
+    """Sums over a file: losses, losses by position bin, and the tokens and bytes of finished documents.
 
-    `document` and `position` are where the reading stands. `places` are sums over every so many tokens, if asked for.
+    `document` and `position` are the current position in the file. `places` are sums over blocks of `every` tokens.
     """
 
     nll: float = 0.0
@@ -282,7 +283,7 @@ class Sums:
     bytes: int = 0
     document: int = 0
     position: int = 1
-    bins: list[list[float]] = field(default_factory=lambda: [[0.0, 0] for _ in range(len(EDGES) + 1)])
+    bins: list[list[float]] = field(default_factory=lambda: [[0.0, 0] for _ in range(len(BIN_EDGES) + 1)])
     every: int | None = None
     places: list[list[float]] = field(default_factory=list)
 
@@ -297,26 +298,27 @@ class Sums:
                 self.places[place] = [before[0] + float(own.sum()), before[1] + len(own)]
         self.nll, self.count = self.nll + float(values.sum()), self.count + len(values)
         if position is not None:
-            indices = np.searchsorted(EDGES, np.arange(position, position + len(values)), "right")
+            indices = np.searchsorted(BIN_EDGES, np.arange(position, position + len(values)), "right")
             self.position = position + len(values)
             for index in np.unique(indices):
                 own = values[indices == index]
                 self.bins[index] = [self.bins[index][0] + float(own.sum()), self.bins[index][1] + len(own)]
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> Result:
+        """The sums as JSON data, for a checkpoint."""
         return asdict(self)
 
 
-def _without(lists: Iterable[list[int]], count: int) -> Iterator[list[int]]:
-    """Without the first tokens."""
+def _skip_tokens(lists: Iterable[list[int]], count: int) -> Iterator[list[int]]:
+    """Skip the first `count` tokens of a stream of lists."""
     for tokens in lists:
         passed = min(count, len(tokens))
         count -= passed
         yield tokens[passed:]
 
 
-class _Counted:
-    """Lists of tokens on their way: how many there were, how many bytes of text they are, and the first of them."""
+class _CountingStream:
+    """Iterator over lists of tokens that counts tokens and bytes, and the bytes of the first token."""
 
     def __init__(self, tokenizer: Tokenizer, lists: Iterable[list[int]]) -> None:
         self.tokenizer, self.lists, self.tokens, self.bytes, self.first = tokenizer, lists, 0, 0, 0
@@ -324,14 +326,14 @@ class _Counted:
     def __iter__(self) -> Iterator[list[int]]:
         for tokens in self.lists:
             if not self.tokens:
-                self.first = size_of(self.tokenizer, tokens[:1])
+                self.first = num_bytes(self.tokenizer, tokens[:1])
             self.tokens += len(tokens)
-            self.bytes += size_of(self.tokenizer, tokens)
+            self.bytes += num_bytes(self.tokenizer, tokens)
             yield tokens
 
 
-def size_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
-    """The bytes of text that tokens stand for. The last ones may be parts of a character: bytes without a text."""
+def num_bytes(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
+    """Number of bytes of text that tokens encode. The last tokens may be an incomplete character."""
     if isinstance(tokenizer, ByteTokenizer):
         return len(tokens)
     end = len(tokens)
@@ -341,18 +343,18 @@ def size_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
         end -= 1
     size = len(tokenizer.decode(tokens[:end]).encode("utf-8", "surrogatepass"))
     if isinstance(tokenizer, JsonTokenizer):
-        size += sum(_part(tokenizer.inner.id_to_token(token) or "") for token in tokens[end:])
+        size += sum(_token_bytes(tokenizer.inner.id_to_token(token) or "") for token in tokens[end:])
     return size
 
 
-def _part(token: str) -> int:
-    """Bytes of a token as its file writes it: "<0xE2>", a letter for each byte, or as it is."""
+def _token_bytes(token: str) -> int:
+    """Number of bytes of a token string: "<0xE2>", byte-level characters, or plain text."""
     if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
         return 1
-    return len(token) if set(token) <= LETTERS else len(token.encode())
+    return len(token) if set(token) <= BYTE_LETTERS else len(token.encode())
 
 
-def _limited(lists: Iterable[list[int]], most: int | None) -> Iterator[list[int]]:
+def _truncate(lists: Iterable[list[int]], most: int | None) -> Iterator[list[int]]:
     for tokens in lists:
         if most is None:
             yield tokens

@@ -1,4 +1,4 @@
-"""Needles in a haystack, as RULER makes them: a value under a key, somewhere in a text of exactly so many tokens."""
+"""Needle in a haystack, as in RULER: retrieve the value of a key from a text of an exact number of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import repeat
 from pathlib import Path
 
 from remanence.data.texts import Texts
-from remanence.evaluate.plots import heat
+from remanence.evaluate.plots import heatmap
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, share
 from remanence.runtime.choices import check_choice
@@ -16,21 +16,22 @@ from remanence.tasks.draw import unit_rng
 from remanence.tasks.haystack import Haystack
 from remanence.tasks.needle import KINDS, NOISE, Sample, draw_sample, options, score
 
-SAID = 128
-"""Tokens an answer may have, as in RULER."""
+MAX_ANSWER_TOKENS = 128
+"""Maximum number of generated tokens, as in RULER."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NiahSettings:
     """
     Attributes:
-        data: the text that needles are hidden in: a file, a folder or hf:NAME. The kind pk makes its own.
+        data: the background text: a file, a folder or hf:NAME. The kind pk generates its own.
         kinds: pk, n, w (single needles), multikey, multiquery, multivalue.
-        lengths: exact numbers of tokens before the answer.
-        depths: where the needle is, from 0, the text's beginning, to 1, its end; of several, the first one queried.
-        samples: of every kind, length and depth.
-        choices: how many values the right one is chosen from by likelihood.
-        batch: texts of a batch.
+        lengths: numbers of tokens before the answer, exact.
+        depths: relative position of the needle, from 0 (start of the text) to 1 (end); with several needles, of the
+            first queried one.
+        samples: number of texts per kind, length and depth.
+        choices: number of values that are ranked by likelihood.
+        batch: batch size, in texts.
     """
 
     data: str | None = None
@@ -54,7 +55,7 @@ class NiahSettings:
 
 
 class Niah(Task):
-    """Whether the values are generated, are the likeliest text token by token, and are chosen among others."""
+    """Retrieval of needles: by generation, as the likeliest text token by token, and by ranking among other values."""
 
     name = "niah"
     Settings = NiahSettings
@@ -71,7 +72,7 @@ class Niah(Task):
             self.hays[True] = Haystack.of("niah.data", self.texts.sentences(), tokenizer, longest)
         if not all(KINDS[kind].essay for kind in settings.kinds):
             self.hays[False] = Haystack.of("niah.data", repeat(NOISE), tokenizer, longest)
-        for kind in settings.kinds:  # too short a length is known now, not after hours
+        for kind in settings.kinds:  # fail now if a length is too short
             self.sample(self._unit(kind, min(settings.lengths), settings.depths[0], 0))
 
     @property
@@ -79,7 +80,7 @@ class Niah(Task):
         return {
             **super().identity,
             "choices": self.settings.choices,
-            "ends": "scored",  # answers in journals of earlier versions were right without their ends
+            "ends": "scored",  # earlier versions did not check how an answer ends
             **(self.texts.identity if self.texts else {}),
         }
 
@@ -99,7 +100,7 @@ class Niah(Task):
         return int(unit["length"])
 
     def sample(self, unit: Setting) -> Sample:
-        """A unit's text: a function of its setting and the seed."""
+        """The text of a unit, a function of its setting and the seed."""
         hay = self.hays[KINDS[unit["kind"]].essay].part(unit["length"])
         rng = unit_rng(self.subject.seed, unit)
         where = unit["kind"], unit["length"], unit["depth"]
@@ -110,7 +111,10 @@ class Niah(Task):
         choices = [options(sample) for sample in samples]
         longest = max(len(self.subject.tokenizer.encode(own[0])) for own in choices)
         found = self.subject.answers(
-            [each.text for each in samples], [each.prompt for each in samples], choices, max(SAID, longest)
+            [each.text for each in samples],
+            [each.prompt for each in samples],
+            choices,
+            max(MAX_ANSWER_TOKENS, longest),
         )
         return [score(sample, answer) for sample, answer in zip(samples, found, strict=True)]
 
@@ -138,6 +142,10 @@ class Niah(Task):
                 name = kind if len(rows) == 1 else f"{kind}, memory {mode}"
                 maps[name] = {(row.setting["length"], row.setting["depth"]): row.value for row in cells}
         path = stem.with_name(f"{stem.name}.niah.png")
-        wide = len(rows) if len(rows) > 1 else 3  # of several modes, a line for each kind
-        title = "Needles found, % of those asked for"
-        return [heat(path, maps, title=title, x="tokens", y="depth of the needle", wide=wide)]
+        columns_per_row = len(rows) if len(rows) > 1 else 3  # with several modes, one row of maps per kind
+        title = "Needles retrieved, % of those queried"
+        return [
+            heatmap(
+                path, maps, title=title, x="tokens", y="depth of the needle", columns_per_row=columns_per_row
+            )
+        ]

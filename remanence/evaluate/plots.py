@@ -1,20 +1,25 @@
-"""Curves and heat maps, as PNG."""
+"""Line plots and heat maps, as PNG files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from remanence.io.files import replacing
 from remanence.runtime.overrides import format_length
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = ("#1b6ca8", "#e07a1f", "#3a8f5c", "#8a4f9e", "#8a8a8a", "#b3322e", "#6b675c", "#c9a227", "#4fb0ae")
 PATTERNS = ("-", ":", "--", "-.")
 Points = Sequence[tuple[float, float]]
 
 
-def pyplot() -> Any:
+def pyplot() -> ModuleType:
+    """matplotlib.pyplot with the backend that needs no display, imported on first use."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -33,13 +38,13 @@ def curves(
     published: Mapping[str, Points] | None = None,
     percent: bool = False,
     ticks: Mapping[float, str] | None = None,
-    looks: Mapping[str, tuple[int, int]] | None = None,
+    styles: Mapping[str, tuple[int, int]] | None = None,
     linear: bool = False,
 ) -> Path:
-    """Lines over a logarithmic axis, or of many points over a linear one; published points are grey and dashed.
+    """Plot lines over a logarithmic axis, or over a linear one; published results are grey and dashed.
 
-    `looks` are indices of each line's colour and pattern; without them every line has a colour. Earlier lines are
-    broader, so that a line behind another can be seen.
+    `styles` are the indices of each line's colour and dash pattern; by default every line has its own colour. Earlier
+    lines are thicker, so that overlapping lines stay visible.
     """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
@@ -55,7 +60,7 @@ def curves(
             label=f"{name} (paper)",
         )
     for index, (name, points) in enumerate(lines.items()):
-        colour, pattern = looks[name] if looks else (index, 0)
+        colour, pattern = styles[name] if styles else (index, 0)
         width = 1.2 if linear else 1.5 + 2 * (len(lines) - 1 - index) / len(lines)
         axis.plot(
             *zip(*points, strict=True),
@@ -84,23 +89,23 @@ def curves(
     return save_figure(figure, path, plt)
 
 
-def heat(
+def heatmap(
     path: Path,
     maps: Mapping[str, Mapping[tuple[float, float], float]],
     *,
     title: str,
     x: str,
     y: str,
-    wide: int = 3,
+    columns_per_row: int = 3,
 ) -> Path:
-    """Shares from 0 to 1 by two axes, a map for each name, `wide` in a line."""
+    """Plot heat maps of values from 0 to 1, one map per name, `columns_per_row` maps next to each other."""
     plt = pyplot()
     columns = sorted({cell[0] for cells in maps.values() for cell in cells})
     lines = sorted({cell[1] for cells in maps.values() for cell in cells})
-    wide = min(wide, len(maps))
-    high = -(-len(maps) // wide)
-    size = (1.5 + wide * max(2.6, 0.7 * len(columns)), 0.8 + high * (1.3 + 0.45 * len(lines)))
-    figure, axes = plt.subplots(high, wide, figsize=size, layout="constrained", squeeze=False)
+    columns_per_row = min(columns_per_row, len(maps))
+    high = -(-len(maps) // columns_per_row)
+    size = (1.5 + columns_per_row * max(2.6, 0.7 * len(columns)), 0.8 + high * (1.3 + 0.45 * len(lines)))
+    figure, axes = plt.subplots(high, columns_per_row, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat[len(maps) :]:
         axis.set_axis_off()
     for axis, (name, cells) in zip(axes.flat, maps.items(), strict=False):
@@ -122,12 +127,13 @@ def heat(
     return save_figure(figure, path, plt)
 
 
-def line_width(index: int, lines: Mapping[str, Any]) -> float:
-    """Earlier lines are broader, so that a line behind another can be seen."""
+def line_width(index: int, lines: Mapping[str, object]) -> float:
+    """Width of a line; earlier lines are thicker, so that overlapping lines stay visible."""
     return 1.2 + 2.4 * (len(lines) - 1 - index) / len(lines)
 
 
-def save_figure(figure: Any, path: Path, plt: Any) -> Path:
+def save_figure(figure: Figure, path: Path, plt: ModuleType) -> Path:
+    """Write a figure as PNG, atomically, and close it; returns the path."""
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=130, format="png")
     plt.close(figure)

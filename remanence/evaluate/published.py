@@ -1,6 +1,6 @@
-"""The Titans paper's numbers that evaluations draw or print beside theirs. Plain data: nothing is imported.
+"""Published results of the Titans paper, for plots and tables.
 
-From arXiv 2501.00663v1, without seeds or errors, as the paper has none. Figures 6 and 7 were read off the plots.
+From arXiv 2501.00663v1, which reports no seeds or error bars. Figures 6 and 7 were read off the plots.
 Accuracies are in percent, lengths in tokens.
 """
 
@@ -19,8 +19,8 @@ TABLE5 = {
 }
 """Perplexity of an LMM with 400M parameters and of its ablations (Table 5), by the variants of the task ``ablate``."""
 
-# Figure 6: BABILong. How many examples "few-shot" means and which tasks the mean is of, is not given.
-# In the second panel Titans, Mamba and RMT are fine-tuned, the large models are not.
+# Figure 6: BABILong. The paper does not give the number of few-shot examples or the tasks of the mean.
+# In the second panel Titans, Mamba and RMT are fine-tuned; the large models are not.
 FIGURE6_LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 524_288, 1_048_576, 10_485_760)
 FIGURE6: dict[str, dict[str, Numbers]] = {
     "few-shot": {
@@ -47,7 +47,7 @@ FIGURE6: dict[str, dict[str, Numbers]] = {
 
 
 def figure6(panel: str) -> dict[str, Points]:
-    """Every line of a panel of Figure 6, "few-shot" or "fine-tuned", as its points: tokens and per cent."""
+    """Lines of a panel of Figure 6, "few-shot" or "fine-tuned": lists of (tokens, accuracy in percent)."""
     return _points(FIGURE6_LENGTHS, FIGURE6[panel])
 
 
@@ -80,12 +80,12 @@ FIGURE7: dict[str, dict[str, Numbers]] = {
 
 
 def figure7(size: str) -> dict[str, Points]:
-    """Every line of a panel of Figure 7, "170M", "360M" or "760M", as its points: tokens and perplexity."""
+    """Lines of a panel of Figure 7, "170M", "360M" or "760M": lists of (tokens, perplexity)."""
     return _points(FIGURE7_LENGTHS, FIGURE7[size])
 
 
 def nearest_figure7(parameters: float) -> str:
-    """The size in Figure 7 that is nearest to this number of parameters."""
+    """The model size of Figure 7 nearest to this number of parameters."""
     return min(FIGURE7_PARAMETERS, key=lambda size: abs(FIGURE7_PARAMETERS[size] - parameters))
 
 

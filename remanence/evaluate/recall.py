@@ -1,4 +1,4 @@
-"""Recall of pairs: how many of them a memory holds, and over what distance."""
+"""Associative recall: accuracy by number of key-value pairs and by distance."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from remanence.tasks.recall import held_out, score, vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings:
-    """The task a model was trained on by recipes/recall.py, or by one like it.
+    """Settings of associative recall, for models trained with recipes/recall.py or a similar recipe.
 
     Attributes:
-        keys, noise: the numbers of keys, and of values, and of noise tokens. As in training.
-        distances: tokens between a pair and its question, with `pairs` pairs.
-        pairs: for the curve over distances.
-        capacities: numbers of pairs, queried at `distance` tokens, or as near as they fit.
-        distance: for the curve over capacities.
-        texts: for every point, in one batch.
+        keys, noise: numbers of different keys (and values) and of noise tokens. Use those of the training.
+        distances: numbers of tokens between a pair and its query, for the curve over distances.
+        pairs: number of pairs in the curve over distances.
+        capacities: numbers of pairs, for the curve over capacities.
+        distance: number of tokens between a pair and its query in the curve over capacities (at least 2 per pair).
+        texts: number of texts per point, in one batch.
     """
 
     keys: int = 32
@@ -46,9 +46,8 @@ class RecallSettings:
 
 
 class Recall(Task):
-    """Multi-query associative recall ("mqar"): all keys in turn, each followed by its value. "lookup": each key alone.
-
-    Both read the same memory. Guessing among the values is right once in `keys`.
+    """Associative recall in two forms. "mqar" (multi-query associative recall): all keys are queried one after another,
+    each followed by its value. "lookup": each key is queried alone. Both query the same memory. Chance is 1 / `keys`.
     """
 
     name = "recall"
@@ -58,9 +57,9 @@ class Recall(Task):
         super().__init__(subject, settings)
         needed, present = vocabulary(settings.keys, settings.noise), subject.model.config.vocab_size
         if present < needed:
-            kinds = f"{needed} kinds of tokens with keys={settings.keys} and noise={settings.noise}"
+            kinds = f"{needed} tokens with keys={settings.keys} and noise={settings.noise}"
             raise ValueError(
-                f"recall.keys: expected at most the model's {present} kinds of tokens, got {kinds}"
+                f"recall.keys: expected at most the model's vocabulary of {present}, got {kinds}"
             )
 
     @property
@@ -89,15 +88,17 @@ class Recall(Task):
         return int(self.settings.texts * (unit["distance"] + 2 * unit["pairs"]))
 
     def measure(self, units: list[Setting]) -> list[Result]:
-        return [self._measured(**unit) for unit in units]
+        return [self._measure(**unit) for unit in units]
 
-    def _measured(self, pairs: int, distance: int) -> Result:
+    def _measure(self, pairs: int, distance: int) -> Result:
         s = self.settings
         made = held_out(pairs, distance, s.texts, self.subject.seed, keys=s.keys, noise=s.noise)
         state = self.subject.read(list(made.texts.numpy().astype(np.int32)))
         in_turn = self.subject.likeliest(made.pairs, state)
         columns = made.keys.split(1, dim=1)
-        alone = [self.subject.likeliest(column, state) for column in columns]  # no state is copied
+        alone = [
+            self.subject.likeliest(column, state) for column in columns
+        ]  # every query reads the same state
         return score(made, in_turn, alone)
 
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
@@ -113,19 +114,19 @@ class Recall(Task):
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         drawn = []
         for curve, axis, name in (
-            ("distance", "tokens between a pair and its question", "distance"),
+            ("distance", "tokens between a pair and its query", "distance"),
             ("capacity", "pairs", "pairs"),
         ):
-            lines, looks = {}, {}
+            lines, styles = {}, {}
             for colour, (mode, own) in enumerate(rows.items()):
                 for pattern, metric in enumerate(("mqar", "lookup")):
                     here = [row for row in own if row.metric == metric and row.setting["curve"] == curve]
                     lines[f"memory {mode}, {metric}"] = [(row.setting[name], 100 * row.value) for row in here]
-                    looks[f"memory {mode}, {metric}"] = (colour, pattern)
+                    styles[f"memory {mode}, {metric}"] = (colour, pattern)
             fixed = (
                 f"{self.settings.pairs} pairs"
                 if curve == "distance"
-                else f"asked {self.settings.distance} tokens later"
+                else f"queried {self.settings.distance} tokens later"
             )
             ticks = {float(x): format_length(int(x)) for line in lines.values() for x, _ in line}
             path = stem.with_name(f"{stem.name}.recall-{curve}.png")
@@ -136,10 +137,10 @@ class Recall(Task):
                     lines,
                     title=title,
                     x=axis,
-                    y="right answers, %",
+                    y="accuracy, %",
                     percent=True,
                     ticks=ticks,
-                    looks=looks,
+                    styles=styles,
                 )
             )
         return drawn

@@ -1,4 +1,4 @@
-"""WikiText's perplexity of words and LAMBADA's last word, as lm-evaluation-harness defines them."""
+"""WikiText word perplexity and LAMBADA accuracy, as defined by lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class WikitextSettings:
     """
     Attributes:
         data: WikiText's test split as one text (wiki.test.raw), or jsonl with a page in each line's "text".
-        window: tokens that are predicted from one beginning, as the harness's max_length. Default: a whole page.
-        pages: only the first.
+        window: number of tokens per window, as max_length in the harness. Default: a whole page.
+        pages: number of pages, from the start. Default: all.
     """
 
     data: str | None = None
@@ -35,7 +35,7 @@ class WikitextSettings:
 
 
 class Wikitext(Task):
-    """Page by page, each after the token that ends a text, detokenised; perplexity is per word of the original page."""
+    """Word perplexity of detokenised pages, each after the end-of-text token; words are those of the original page."""
 
     name = "wikitext"
     Settings = WikitextSettings
@@ -49,11 +49,11 @@ class Wikitext(Task):
             raise ValueError(
                 f"wikitext.data: expected at least one page, got {settings.data}, which is empty"
             )
-        # With it rare words are easy: not comparable with wiki.test.raw.
+        # Files with <unk> have no rare words, so results are not comparable with wiki.test.raw.
         self.unk = any("<unk>" in page for page in self.pages)
         end = subject.tokenizer.end
         if end is None:
-            wanted = "a tokenizer with a token that ends a text, from which a page begins"
+            wanted = "a tokenizer with an end-of-text token, which precedes each page"
             raise ValueError(f"wikitext: expected {wanted}, got one without")
         self.prefix = end
 
@@ -70,7 +70,7 @@ class Wikitext(Task):
     def measure(self, units: list[Setting]) -> list[Result]:
         found = []
         for page in (self.pages[unit["page"]] for unit in units):
-            tokens = torch.tensor([self.prefix, *self.subject.tokenizer.encode(detokenised(page))])
+            tokens = torch.tensor([self.prefix, *self.subject.tokenizer.encode(detokenize(page))])
             nll = 0.0
             for start, first, stop in harness_windows(len(tokens) - 1, self.settings.window):
                 losses, _ = self.subject.losses(tokens[None, start : stop + 1])
@@ -97,9 +97,9 @@ class Wikitext(Task):
 
 
 def harness_windows(count: int, window: int | None) -> list[tuple[int, int, int]]:
-    """For each window of a page, after its first token: where it begins to read, where to predict, and where it stops.
+    """Windows over `count` targets as (first input, first target, end), as in the harness.
 
-    Each window predicts what follows; the last, if it is shorter, reads as much as the others before it predicts.
+    Consecutive windows have disjoint targets. A shorter last window starts earlier, so that it has a full context.
     """
     window = window or max(1, count)
     found = []
@@ -110,7 +110,7 @@ def harness_windows(count: int, window: int | None) -> list[tuple[int, int, int]
 
 
 def split_pages(text: str) -> list[str]:
-    """Where a heading of the first level begins a page, as in the hub's document-level WikiText."""
+    """Split a text into pages at first-level headings, as in the document-level WikiText of the hub."""
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
         plain = line.replace("= = =", "===").replace("= =", "==").strip()
@@ -120,7 +120,7 @@ def split_pages(text: str) -> list[str]:
     return [page for page in ("\n".join(lines) for lines in pages) if page.strip()]
 
 
-REWRITTEN: tuple[tuple[str, str], ...] = (
+DETOKENIZER_RULES: tuple[tuple[str, str], ...] = (
     (r"s '", "s'"),
     (r"/' [0-9]/", "/'[0-9]/"),
     (r" @-@ ", "-"),
@@ -141,11 +141,11 @@ REWRITTEN: tuple[tuple[str, str], ...] = (
     (r" N ", " 1 "),
     (r" 's", "'s"),
 )
-"""The harness's detokeniser with its errors (the second rule never applies): only the same text is comparable."""
+"""The detokeniser of the harness with its errors (the second rule never applies), for comparable results."""
 
 
-def detokenised(page: str) -> str:
-    for pattern, replacement in REWRITTEN:
+def detokenize(page: str) -> str:
+    for pattern, replacement in DETOKENIZER_RULES:
         page = re.sub(pattern, replacement, page)
     return page
 
@@ -154,9 +154,9 @@ def detokenised(page: str) -> str:
 class LambadaSettings:
     """
     Attributes:
-        data: jsonl, or hf:NAME; each line has "text", whose last word is asked for, or "context" and "continuation".
-        samples: only the first.
-        batch: texts that are read side by side.
+        data: jsonl, or hf:NAME; each line has "text", whose last word is predicted, or "context" and "continuation".
+        samples: number of passages, from the start. Default: all.
+        batch: batch size, in texts.
     """
 
     data: str | None = None
@@ -168,7 +168,7 @@ class LambadaSettings:
 
 
 class Lambada(Task):
-    """The last word of a passage: whether it is the most likely text, token by token, and its perplexity."""
+    """Accuracy (greedy decoding) and perplexity of the last word of a passage."""
 
     name = "lambada"
     Settings = LambadaSettings
@@ -184,7 +184,7 @@ class Lambada(Task):
             entries = lines("lambada.data", settings.data, hint)
             self.texts = Texts("lambada.data", settings.data, hint)
         self.passages = [
-            _passage(number, entry) for number, entry in enumerate(islice(entries, settings.samples), 1)
+            _parse_passage(number, entry) for number, entry in enumerate(islice(entries, settings.samples), 1)
         ]
 
     @property
@@ -206,10 +206,13 @@ class Lambada(Task):
         count = len(results)
         mean = sum(result["log"] for _, result in results) / count
         right = share(sum(result["right"] for _, result in results), count)
-        return [self.row("perplexity", perplexity(-mean), count=count), self.row("accuracy", **right)]
+        return [
+            self.row("perplexity", perplexity(-mean), count=count),
+            self.row("accuracy", **right),
+        ]
 
 
-def _passage(number: int, entry: object) -> tuple[str, str]:
+def _parse_passage(number: int, entry: object) -> tuple[str, str]:
     if isinstance(entry, dict) and isinstance(entry.get("text"), str) and " " in entry["text"].strip():
         context, word = entry["text"].rsplit(" ", 1)
         return context, " " + word

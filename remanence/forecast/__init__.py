@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from remanence.forecast.forecaster import Forecaster as Forecaster
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 __all__ = ["Forecaster"]
 
 
-def __getattr__(name: str) -> Any:
-    """`Forecaster`, imported when it is used: what is registered in `vertical.py` is read without torch."""
+def __getattr__(name: str) -> type[Forecaster]:
+    """Import `Forecaster` on first use, so that importing `remanence.forecast.vertical` does not import torch."""
     if name == "Forecaster":
         from remanence.forecast.forecaster import Forecaster
 

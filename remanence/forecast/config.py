@@ -1,4 +1,4 @@
-"""How a forecasting network is built around its backbone, as frozen data. Imports no torch."""
+"""Configuration of forecasting networks, as frozen dataclasses. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from remanence.config import ModelConfig
 from remanence.runtime.choices import check_choice, short_repr
 
 LOSSES = ("mse", "mae", "decay")
-MOST = 2**20
-"""Of any size here."""
+MAX_SIZE = 2**20
+"""Upper limit of every integer field below."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastConfig:
-    """A forecasting network, but for its backbone.
+    """Configuration of a forecasting network without its backbone, which `ModelConfig` describes.
 
     Attributes:
         network: name of an entry of `remanence.forecast.network.NETWORKS`: "memory", "linear" or "dlinear".
-        patch, stride: memory: values of a token, and how far the next one begins behind it.
-        linear: memory: whether a linear map from look-back to horizon stands beside the memory. It made errors larger.
-        cycle: memory: rows after which a season comes again, as 24 for a day of hours; a learned season is taken out in
-            front and put back behind. 0: none.
-        dropout: memory: on tokens and on features, in training.
-        history: memory: how many look-backs before its own a window's memory has read in training, each forecasting
-            as well. 0: every window begins with an empty memory, which is the field's protocol.
-        loss: "mse", "mae", or "decay": absolute errors, of which the n-th step counts as 1 / sqrt(n).
+        patch, stride: network "memory" only: values per patch, and the distance between the starts of two patches.
+        linear: network "memory" only: add a linear map from look-back to horizon to the output of the memory. It
+            increased the errors in our experiments.
+        cycle: network "memory" only: length of a season in rows, such as 24 for the days of hourly data. A learned
+            season is subtracted from the input and added to the forecast. 0: no season.
+        dropout: network "memory" only: dropout on tokens and features during training.
+        history: network "memory" only: how many earlier look-backs the memory reads before each training window, with
+            a loss on each of them. 0: every window starts with an empty memory, as in the standard protocol.
+        loss: "mse", "mae", or "decay": the absolute error with weight 1 / sqrt(n) for the n-th step.
     """
 
     network: str = "memory"
@@ -45,13 +46,13 @@ class ForecastConfig:
         check_choice("forecast.loss", self.loss, LOSSES)
         for name, least in (("patch", 1), ("stride", 1), ("cycle", 0), ("history", 0)):
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= MOST:
+            if type(value) is not int or not least <= value <= MAX_SIZE:
                 raise ValueError(
                     f"forecast.{name}: expected an integer of at least {least}, got {short_repr(value)}"
                 )
         if self.stride > self.patch:
             raise ValueError(
-                f"forecast.stride: expected at most patch={self.patch}, or values would be left out, got {self.stride}"
+                f"forecast.stride: expected at most patch={self.patch}, or values would be skipped, got {self.stride}"
             )
         if type(self.linear) is not bool:
             raise ValueError(f"forecast.linear: expected true or false, got {short_repr(self.linear)}")
@@ -68,8 +69,8 @@ class ForecastConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """All that a network is made from: its config, its backbone's, what it reads and what it forecasts."""
+class NetworkConfig:
+    """Complete configuration of a forecasting network, with its backbone, look-back, horizon and channel names."""
 
     forecast: ForecastConfig
     model: ModelConfig
@@ -80,7 +81,7 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("lookback", "horizon"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MOST:
+            if type(value) is not int or not 1 <= value <= MAX_SIZE:
                 raise ValueError(f"{name}: expected an integer of at least 1, got {short_repr(value)}")
         if not self.names or not all(isinstance(name, str) for name in self.names):
             raise ValueError(f"names: expected the names of the channels, got {short_repr(self.names)}")
@@ -97,8 +98,8 @@ class Shape:
         return {**asdict(self), "model": self.model.to_dict(), "names": list(self.names)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Shape:
-        """From a file, where each field may be anything that JSON can say."""
+    def from_dict(cls, data: Mapping[str, Any]) -> NetworkConfig:
+        """Build the configuration from parsed JSON and check the type of every field."""
         parts = {"forecast": ForecastConfig, "model": ModelConfig}
         for each in fields(cls):
             wanted = dict if each.name in parts else list if each.name == "names" else object
@@ -114,7 +115,7 @@ class Shape:
 class TrainFields:
     """
     Attributes:
-        forecast: with data.kind=forecast: the network, of which `model` is the backbone.
+        forecast: with data.kind=forecast: the forecasting network around the backbone `model`.
     """
 
     forecast: ForecastConfig = field(default_factory=ForecastConfig)

@@ -1,4 +1,4 @@
-"""The configuration of time series as training data. Imports no torch."""
+"""Configuration of time series as training data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class ForecastData(DataConfig):
 
     Attributes:
         path: a CSV file with the columns' names in its first line.
-        length: rows of the look-back.
-        horizon: rows that are forecast.
-        split: which rows train, validate and test, an entry of `remanence.forecast.protocol.SPLITS`.
-        columns, missing: the columns to read (none: all but a date), and what becomes of missing values: "refuse", or
-            "previous" for the value of the row before.
+        length: number of rows in the look-back.
+        horizon: number of rows to forecast.
+        split: which rows are for training, validation and test: an entry of `remanence.forecast.protocol.SPLITS`.
+        columns: the columns to read. Default: all except dates and the index.
+        missing: how missing values are handled: "refuse" raises an error, "previous" repeats the value of the row
+            before.
     """
 
     kind: str = "forecast"

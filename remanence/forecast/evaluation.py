@@ -1,4 +1,4 @@
-"""Forecasts by the field's protocol: errors over all windows of the test part, and along a stream that may shift."""
+"""Evaluation of forecasts: errors over all test windows (the standard protocol), and rolling errors on a stream."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum
 from remanence.forecast.network import Network
 from remanence.forecast.online import SHIFTS, roll
-from remanence.forecast.plots import forecasts, series
-from remanence.forecast.protocol import SPLITS, Protocol, errors_of
+from remanence.forecast.plots import plot_forecasts, plot_series
+from remanence.forecast.protocol import SPLITS, Protocol, compute_errors
 from remanence.forecast.series import read_series
 from remanence.runtime.choices import check_choice
 
@@ -25,16 +25,16 @@ from remanence.runtime.choices import check_choice
 class ForecastSettings:
     """
     Attributes:
-        data: a CSV file, compressed or in a .zip (``file.zip/inner.csv``), with the channels that the network knows.
-        split: which rows are tested; none: as in training.
-        missing: what becomes of missing values: "refuse", or "previous" for the value of the row before.
-        shifts: for rolling errors along the test part: what changes in its middle. "none", "level", "amplitude",
-            "frequency"; without any, only windows are measured. The mode `on` then goes on learning, `frozen` stops
-            where the test part begins, and `fresh` forgets after every look-back.
-        warm: look-backs that a stream's memory has read before the test part.
-        phases: streams side by side, each a part of a look-back later: so many forecasts in a look-back.
-        examples: windows that are drawn.
-        windows: of a batch.
+        data: a CSV file, compressed or in a .zip (``file.zip/inner.csv``), with the channels of the training data.
+        split: which rows are the test part. Default: the split used in training.
+        missing: handling of missing values: "refuse" raises an error, "previous" repeats the value of the row before.
+        shifts: distribution shifts in the middle of the test part for the rolling errors: "none", "level",
+            "amplitude", "frequency". Default: no rolling errors. Memory mode `on` keeps writing the memory, `frozen`
+            stops writing at the start of the test part, and `fresh` resets the memory before every look-back.
+        warm: number of look-backs before the test part that the memory reads first.
+        phases: number of parallel streams, each offset by a fraction of a look-back: forecasts per look-back.
+        examples: number of windows in the plot of examples.
+        windows: batch size, in windows.
     """
 
     data: str | None = None
@@ -56,7 +56,7 @@ class ForecastSettings:
 
 
 class Forecast(Task):
-    """The mean squared and the mean absolute error in units of the training part's standard deviation."""
+    """Mean squared and mean absolute error on standardised values (training mean 0, standard deviation 1)."""
 
     name = "forecast"
     Settings = ForecastSettings
@@ -77,7 +77,7 @@ class Forecast(Task):
         )
         split = settings.split or subject.trained.get("split")
         self.split = split if isinstance(split, str) else "7/1/2"
-        self.protocol = Protocol.of(found, self.split, self.network.scaler)
+        self.protocol = Protocol.from_series(found, self.split, self.network.scaler)
         self.values = self.protocol.values.to(subject.device)
         windows = self.protocol.windows("test", shape.lookback, shape.horizon)
         self.windows = windows._replace(values=self.values)
@@ -95,29 +95,35 @@ class Forecast(Task):
         return [[{"shift": None}], *([stream] for stream in streams)]
 
     def cost(self, unit: Setting) -> int:
-        rows = self.windows.number * self.windows.lookback if unit["shift"] is None else 2 * len(self.values)
+        rows = (
+            self.windows.num_windows * self.windows.lookback
+            if unit["shift"] is None
+            else 2 * len(self.values)
+        )
         return int(rows * self.network.config.channels)
 
     def measure(self, units: list[Setting]) -> list[Result]:
-        return [self._windows() if unit["shift"] is None else self._stream(unit) for unit in units]
+        return [
+            self._measure_windows() if unit["shift"] is None else self._measure_stream(unit) for unit in units
+        ]
 
-    def _windows(self) -> Result:
+    def _measure_windows(self) -> Result:
         forecast = partial(self.network, memory_mode=self.subject.mode)
-        return errors_of(forecast, self.windows, size=self.settings.windows)._asdict()
+        return compute_errors(forecast, self.windows, size=self.settings.windows)._asdict()
 
     @property
-    def _middle(self) -> int:
-        """The row at which a stream shifts."""
+    def _shift_row(self) -> int:
+        """Row at which the distribution shift starts: the middle of the test part."""
         start = self.protocol.borders.val
         return start + (len(self.values) - start) // 2
 
-    def _stream(self, unit: Setting) -> Result:
-        values = SHIFTS[unit["shift"]](self.values, self._middle)
+    def _measure_stream(self, unit: Setting) -> Result:
+        values = SHIFTS[unit["shift"]](self.values, self._shift_row)
         start, mode = self.protocol.borders.val, self.subject.mode
         rolled = roll(self.network, values, start, mode=mode, warm=unit["warm"], phases=unit["phases"])
-        # A forecast made before the shift whose horizon reaches behind it could not know of it: it counts as neither.
-        before = rolled.between(start, self._middle - self.network.config.horizon + 1)
-        after = rolled.between(self._middle, len(values))
+        # A horizon that contains the shift belongs to neither side: the shift could not be predicted.
+        before = rolled.between(start, self._shift_row - self.network.config.horizon + 1)
+        after = rolled.between(self._shift_row, len(values))
         curve = [[int(at), float(value)] for at, value in zip(rolled.origins, rolled.mse, strict=True)]
         return {"before": before, "after": after, "curve": sorted(curve)}
 
@@ -139,42 +145,42 @@ class Forecast(Task):
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
         drawn = []
         if self.settings.examples:
-            drawn.append(self._examples(list(rows), stem.with_name(f"{stem.name}.forecast.png")))
+            drawn.append(self._plot_examples(list(rows), stem.with_name(f"{stem.name}.forecast.png")))
         for shift in self.settings.shifts:
             lines = {}
             for mode, own in rows.items():
                 here = [row for row in own if row.detail and row.setting.get("shift") == shift]
-                lines[f"memory {mode}"] = _smoothed([(row.setting["row"], row.value) for row in here])
+                lines[f"memory {mode}"] = _smooth([(row.setting["row"], row.value) for row in here])
             path = stem.with_name(f"{stem.name}.forecast-{shift}.png")
             title = f"Rolling error over the test part, shift: {shift}"
-            mark = None if shift == "none" else self._middle
-            drawn.append(series(path, lines, title=title, x="row", y="mean squared error", mark=mark))
+            mark = None if shift == "none" else self._shift_row
+            drawn.append(plot_series(path, lines, title=title, x="row", y="mean squared error", mark=mark))
         return drawn
 
     @torch.no_grad()
-    def _examples(self, modes: Sequence[Any], path: Path) -> Path:
-        """Some windows with what every mode forecasts, in the data's own units; each of another channel."""
+    def _plot_examples(self, modes: Sequence[Any], path: Path) -> Path:
+        """Plot example windows of several channels with the forecast of every memory mode, in the units of the data."""
         count, names = self.settings.examples, self.network.config.names
-        index = torch.linspace(0, self.windows.number - 1, count + 2).long()[1:-1].to(self.values.device)
+        index = torch.linspace(0, self.windows.num_windows - 1, count + 2).long()[1:-1].to(self.values.device)
         x, y = self.windows.take(index)
         found = {
             f"memory {mode}": self.network(x, self.windows.first + index, memory_mode=mode) for mode in modes
         }
-        restored = lambda each: self.protocol.scaler.restored(each.float().cpu().numpy())
-        past, truth = restored(x), restored(y)
-        own = {name: restored(each) for name, each in found.items()}
+        inverse = lambda each: self.protocol.scaler.inverse(each.float().cpu().numpy())
+        past, truth = inverse(x), inverse(y)
+        own = {name: inverse(each) for name, each in found.items()}
         panels = []
         for window in range(count):
             channel = window % len(names)
             lines = {name: each[window, :, channel] for name, each in own.items()}
             panels.append((names[channel], past[window, :, channel], truth[window, :, channel], lines))
-        return forecasts(
+        return plot_forecasts(
             path, panels, title=f"Forecasts of {self.network.config.horizon} rows from the test part"
         )
 
 
-def _smoothed(points: list[tuple[int, float]], most: int = 48) -> list[tuple[float, float]]:
-    """Means of neighbours, so that so many points are left: single forecasts differ more than what is to be seen."""
+def _smooth(points: list[tuple[int, float]], most: int = 48) -> list[tuple[float, float]]:
+    """Average neighbouring points until at most `most` are left, because single forecasts are noisy."""
     width = -(-len(points) // most)
     return [
         (sum(at for at, _ in part) / len(part), sum(value for _, value in part) / len(part))

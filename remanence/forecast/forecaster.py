@@ -1,4 +1,4 @@
-"""Forecasts from Python: fit a table, an array or a file, predict what follows, draw it, save it."""
+"""Python interface for forecasting: fit on a table, an array or a file, then predict, score, plot and save."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from remanence.config import Mode, change
 from remanence.forecast.network import Network, load_network
-from remanence.forecast.online import Rolled, roll
-from remanence.forecast.protocol import SPLITS, Errors, Protocol, Scaler, errors_of
+from remanence.forecast.online import RollingErrors, roll
+from remanence.forecast.protocol import SPLITS, Errors, Protocol, Scaler, compute_errors
 from remanence.forecast.recipes import forecasting
-from remanence.forecast.series import FILLS, Series, read_series
-from remanence.forecast.task import Forecasting
+from remanence.forecast.series import MISSING_POLICIES, Series, SeriesLike, read_series
+from remanence.forecast.task import WindowSource
 from remanence.io.files import replacing_folder
 from remanence.runtime.choices import check_choice
 from remanence.runtime.device import resolve
@@ -28,14 +28,15 @@ class Forecaster:
     """``Forecaster(horizon=96).fit(frame).predict(frame)``: a forecast of every column, in its own units.
 
     Args:
-        horizon: rows that are forecast.
-        lookback: rows that a forecast is made from.
-        split: which rows train and which choose the best weights; the last part is left for `score`.
+        horizon: number of rows to forecast.
+        lookback: number of rows that a forecast is computed from.
+        split: which rows are for training, for validation (early stopping), and for test (`score`).
         seed: the same seed gives the same weights on the same machine.
         device: "auto", "cpu", "cuda" or "mps".
-        missing: what becomes of missing values: "refuse", or "previous" for the value of the row before.
-        config: a whole training run instead, as `remanence.forecast.recipes.forecasting` makes one.
-        **changes: of the run's steps, batch and so on, or of its `remanence.forecast.config.ForecastConfig`.
+        missing: handling of missing values: "refuse" raises an error, "previous" repeats the value of the row before.
+        config: a complete training configuration, such as `remanence.forecast.recipes.forecasting` returns.
+        **changes: fields of the training configuration (steps, batch, ...) or of its
+            `remanence.forecast.config.ForecastConfig`.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Forecaster:
         **changes: Any,
     ) -> None:
         check_choice("split", split, SPLITS)
-        check_choice("missing", missing, FILLS)
+        check_choice("missing", missing, MISSING_POLICIES)
         run: Any = config or forecasting(split, lookback=lookback, horizon=horizon)
         known = [each.name for part in (run, run.forecast) for each in fields(part)]
         for name in changes:
@@ -65,12 +66,12 @@ class Forecaster:
         )
         self.network: Network | None = None
 
-    def fit(self, data: Any, out: str | Path | None = None, *, resume: bool = False) -> Forecaster:
-        """Train on a DataFrame, an array ``[rows channels]`` or a CSV file. `out` keeps the run, as `remanence train`
-        does, and `resume` goes on with one that was interrupted, given the same data.
+    def fit(self, data: SeriesLike, out: str | Path | None = None, *, resume: bool = False) -> Forecaster:
+        """Train on a DataFrame, an array ``[rows channels]`` or a CSV file. `out` is the folder of the run, as in
+        `remanence train`; `resume` continues an interrupted run in it on the same data.
         """
         series = self._read(data)
-        source = Forecasting(self.config, self.config.batch, series)
+        source = WindowSource(self.config, self.config.batch, series)
         config = None if resume else self.config
         if out is None:
             with tempfile.TemporaryDirectory() as folder:
@@ -85,23 +86,28 @@ class Forecaster:
     def fitted(self) -> Network:
         if self.network is None:
             raise ValueError(
-                "forecaster: expected one that was fitted or loaded, got one that was not; call fit first"
+                "forecaster: expected a fitted or loaded forecaster, got one that is not fitted; call fit first"
             )
         return self.network
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the channels."""
+        """Names of the channels."""
         return self.fitted.config.names
 
     @torch.no_grad()
     def predict(
-        self, data: Any, *, first: int | None = None, memory_mode: Mode = "on", memory: Mode | None = None
+        self,
+        data: SeriesLike,
+        *,
+        first: int | None = None,
+        memory_mode: Mode = "on",
+        memory: Mode | None = None,
     ) -> np.ndarray:
         """The `horizon` rows that follow the last row of `data` ``[horizon channels]``, in the data's own units.
 
-        Only the last `lookback` rows are read. `first` is the number of the data's first row in the series that was
-        fitted, counted from 0: a network with a `cycle` needs it.
+        Only the last `lookback` rows are read. `first` is the index of the first row of `data` in the series that the
+        network was fitted on; a network with a `cycle` needs it.
         """
         if memory is not None:
             memory_mode = renamed_mode(memory)
@@ -110,45 +116,52 @@ class Forecaster:
         rows = len(series.values)
         if rows < shape.lookback:
             raise ValueError(f"data: expected at least the look-back's {shape.lookback} rows, got {rows}")
-        x = self._standardized(series)[-shape.lookback :].unsqueeze(0)
+        x = self._standardize(series)[-shape.lookback :].unsqueeze(0)
         if first is None and shape.forecast.cycle:
             raise ValueError(
-                "first: expected the number of the data's first row, as there is a cycle, got None"
+                "first: expected the index of the first row of data, because the network has a cycle, got None"
             )
         begins = torch.tensor([(first or 0) + rows - shape.lookback], device=network.device)
         found = network.eval()(x, begins, memory_mode=memory_mode)[0]
-        return self._scaler.restored(found.float().cpu().double().numpy())
+        return self._scaler.inverse(found.float().cpu().double().numpy())
 
-    def score(self, data: Any, *, part: str = "test") -> Errors:
-        """Mean squared and mean absolute error over all windows of a part of the series, in units of the training
-        part's standard deviation.
+    def score(self, data: SeriesLike, *, part: str = "test") -> Errors:
+        """Mean squared and mean absolute error over all windows of a part of the series, on standardised values
+        (training mean 0, standard deviation 1).
         """
         shape = self.fitted.config
-        protocol = Protocol.of(self._read(data), self.config.data.split, self._scaler)
+        protocol = Protocol.from_series(self._read(data), self.config.data.split, self._scaler)
         windows = protocol.windows(part, shape.lookback, shape.horizon).to(self.fitted.device)
-        return errors_of(self.fitted.eval(), windows)
+        return compute_errors(self.fitted.eval(), windows)
 
     def roll(
         self,
-        data: Any,
+        data: SeriesLike,
         start: int,
         *,
         memory_mode: Mode = "on",
         warm: int = 8,
         phases: int = 4,
         memory: Mode | None = None,
-    ) -> Rolled:
-        """Errors of forecasts along a stream, from row `start` on: `remanence.forecast.online.roll`. With memory mode
-        "on" the network goes on learning from what it reads.
+    ) -> RollingErrors:
+        """Errors of rolling forecasts from row `start` on; see `remanence.forecast.online.roll`. In memory mode "on"
+        the memory is written while it reads the stream.
         """
         if memory is not None:
             memory_mode = renamed_mode(memory)
-        values = self._standardized(self._read(data))
+        values = self._standardize(self._read(data))
         return roll(self.fitted, values, start, mode=memory_mode, warm=warm, phases=phases)
 
-    def plot(self, data: Any, path: str | Path, *, channels: tuple[str, ...] = (), truth: Any = None) -> Path:
-        """Draw the end of `data` and the forecast of what follows it as a PNG file; with `truth`, also what came."""
-        from remanence.forecast.plots import forecasts
+    def plot(
+        self,
+        data: SeriesLike,
+        path: str | Path,
+        *,
+        channels: tuple[str, ...] = (),
+        truth: SeriesLike | None = None,
+    ) -> Path:
+        """Plot the end of `data` and the forecast after it as a PNG file, with the true values if `truth` is given."""
+        from remanence.forecast.plots import plot_forecasts
 
         for name in channels:
             check_choice("channels", name, self.names)
@@ -159,14 +172,14 @@ class Forecaster:
             came[: len(rows)] = rows
         index = [self.names.index(name) for name in channels] or range(min(4, len(self.names)))
         panels = [(self.names[i], past[:, i], came[:, i], {"forecast": found[:, i]}) for i in index]
-        return forecasts(Path(path), panels, title=f"The {len(found)} rows that follow")
+        return plot_forecasts(Path(path), panels, title=f"Forecast of the next {len(found)} rows")
 
     def save(self, folder: str | Path) -> None:
         """Write a new folder with ``config.json`` and ``model.safetensors``."""
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(
-                f"folder: expected a new or empty folder, got {folder}; nothing is ever overwritten"
+                f"folder: expected a new or empty folder, got {folder}; existing files are not overwritten"
             )
         network = self.fitted
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +188,7 @@ class Forecaster:
 
     @classmethod
     def load(cls, folder: str | Path, *, device: str = "auto", split: str = "7/1/2") -> Forecaster:
-        """What `save` wrote, or a run of `remanence train`: it forecasts the same to the last bit."""
+        """Load a folder written by `save` or `remanence train`. Forecasts are bit-identical to those before saving."""
         folder = Path(folder)
         inner = folder / "model"
         network = load_network(inner if (inner / "config.json").is_file() else folder, device=resolve(device))
@@ -191,12 +204,12 @@ class Forecaster:
         scaler = self.fitted.scaler
         if scaler is None:
             raise ValueError(
-                "forecaster: expected a network with the training part's mean and std, got one without"
+                "forecaster: expected a network that stores the mean and std of its training data, got one without"
             )
         return scaler
 
-    def _read(self, data: Any) -> Series:
-        """The series; once fitted, the channels by their names, or as many columns as there were."""
+    def _read(self, data: SeriesLike) -> Series:
+        """Read data as a series; after fitting, select the fitted channels by name or check the number of columns."""
         missing = self.config.data.missing
         if self.network is None:
             return read_series(data, columns=self.config.data.columns, missing=missing)
@@ -204,10 +217,10 @@ class Forecaster:
         found = read_series(data, columns=self.names if named else (), missing=missing)
         if len(found.names) != len(self.names):
             raise ValueError(
-                f"data: expected {len(self.names)} columns, as were fitted, got {len(found.names)}"
+                f"data: expected {len(self.names)} columns, as in the fitted data, got {len(found.names)}"
             )
         return found
 
-    def _standardized(self, series: Series) -> torch.Tensor:
-        values = self._scaler.standardized(series.values).astype(np.float32)
+    def _standardize(self, series: Series) -> torch.Tensor:
+        values = self._scaler.standardize(series.values).astype(np.float32)
         return torch.from_numpy(values).to(self.fitted.device)

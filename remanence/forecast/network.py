@@ -1,8 +1,8 @@
-"""Forecasting networks: look-backs in, forecasts out. `NETWORKS` holds them by name; a new one is an entry."""
+"""Forecasting networks, from look-backs to forecasts. `NETWORKS` is the registry; add an entry for a new one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from remanence.backbone import Backbone, State, Trace
 from remanence.config import MODES, Mode
-from remanence.forecast.config import Shape
+from remanence.forecast.config import NetworkConfig
 from remanence.forecast.protocol import Scaler
 from remanence.io.files import read_json, sealed, unsealed, write_json
 from remanence.io.tensors import aligned, opened, read_header, read_tensors, write_tensors
@@ -21,13 +21,13 @@ from remanence.runtime.choices import check_choice, short_repr
 from remanence.runtime.mode import RenamedMode
 from remanence.runtime.terminal import shown
 
-KIND = "remanence-forecast"
-"""What a folder's config.json calls itself."""
+MODEL_TYPE = "remanence-forecast"
+"""Value of `model_type` in config.json."""
 WEIGHTS = "model.safetensors"
-EPSILON = 1e-5
-"""Added to a look-back's variance: a constant one is divided by nearly nothing otherwise."""
-AVERAGED = 25
-"""Rows of DLinear's moving average."""
+VARIANCE_EPSILON = 1e-5
+"""Added to the variance of a look-back, to avoid dividing by zero when it is constant."""
+MOVING_AVERAGE = 25
+"""Window of DLinear's moving average, in rows."""
 
 
 CARD = """    remanence eval {name} forecast --forecast.data=series.csv
@@ -39,14 +39,14 @@ In Python:
     forecaster = Forecaster.load("{name}")
     print(forecaster.predict("series.csv"))
 
-A file has the columns {channels}, and at least {lookback:,} rows.
+The file needs the columns {channels} and at least {lookback:,} rows.
 
 """
 
 
 class WindowBatch(NamedTuple):
-    """What a step trains on: rows read ``[b rows channels]``, of one look-back or several behind one another; what
-    follows each of them ``[b n horizon channels]``; the number of the first row ``[b]``.
+    """A training batch: inputs ``[b rows channels]`` of one or several consecutive look-backs, the targets after each
+    look-back ``[b n horizon channels]``, and the index of the first row ``[b]``.
     """
 
     x: Tensor
@@ -55,20 +55,20 @@ class WindowBatch(NamedTuple):
 
 
 class Network(nn.Module):
-    """``forecast = network(x)``: standardised look-backs ``[b rows channels]`` in, what follows them out,
-    ``[b horizon channels]``.
+    """Base class of forecasting networks: ``forecast = network(x)`` maps standardised look-backs ``[b rows channels]``
+    to forecasts ``[b horizon channels]``.
 
-    `first` is the number of the first row of each look-back in its series: a network with a `cycle` needs it. A
-    network with a memory reads a stream, too (`read`): look-back after look-back, with a state that goes on.
+    `first` is the index of the first row of each look-back in its series; a network with a `cycle` needs it. A network
+    with a memory can also read a stream of look-backs with a carried state (`read`).
     """
 
     title = "forecasting network"
-    """What an error calls it."""
+    """Name in error messages."""
     log_unigrams = None
-    """What token models with a store of rare tokens count."""
+    """Unused here; token models with a store of rare tokens have unigram counts."""
     checkpointing = False
 
-    def __init__(self, config: Shape) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
         self.config = config
         self._memory_mode: Mode = "on"
@@ -79,8 +79,8 @@ class Network(nn.Module):
             weights = torch.arange(1, config.horizon + 1).float().rsqrt()
         self.register_buffer("step_weights", weights / weights.mean(), persistent=False)
 
-    def current_config(self) -> Shape:
-        """Its configuration, as files describe it."""
+    def current_config(self) -> NetworkConfig:
+        """The configuration as written to files."""
         return self.config
 
     @property
@@ -97,7 +97,7 @@ class Network(nn.Module):
 
     @property
     def memory_mode(self) -> Mode:
-        """Of calls that give none."""
+        """Default memory mode of calls without `memory_mode`."""
         return self._memory_mode
 
     @memory_mode.setter
@@ -107,12 +107,12 @@ class Network(nn.Module):
     memory = RenamedMode()
 
     def check_mode(self, mode: Mode) -> Mode:
-        """The mode, if this network has it; a network without a memory has "on" alone."""
+        """Return the mode, or raise if the network does not support it; without a memory only "on" is valid."""
         check_choice("memory_mode", mode, MODES)
         if mode != "on" and not self.has_memory:
             name = self.config.forecast.network
             raise ValueError(
-                f"memory_mode: expected 'on', as the network {name!r} has no memory, got {mode!r}"
+                f"memory_mode: expected 'on', because the network {name!r} has no memory, got {mode!r}"
             )
         return mode
 
@@ -127,8 +127,8 @@ class Network(nn.Module):
         *,
         memory_mode: Mode | None = None,
     ) -> tuple[Tensor, Trace]:
-        """Rows ``[b rows channels]`` of one look-back or of several behind one another: the forecast at the end of each
-        ``[b n horizon channels]``, and what the memories did, with their state.
+        """Read rows ``[b rows channels]`` of one or several consecutive look-backs. Returns the forecast at the end of
+        each ``[b n horizon channels]``, and the trace with the new state.
         """
         c = self.config
         if x.dim() != 3 or x.shape[1] % c.lookback or not x.shape[1] or x.shape[2] != c.channels:
@@ -141,25 +141,25 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def loss(self, batch: WindowBatch) -> tuple[Tensor, Trace]:
-        """The mean error as the config counts it, over all windows, steps and channels."""
+        """Training loss: the error of the config, averaged over all windows, steps and channels, and the trace."""
         forecast, trace = self.read(batch.x, None, batch.first)
         miss = forecast.float() - batch.targets
         miss = miss.square() if self.config.forecast.loss == "mse" else miss.abs()
         return (miss.mean((0, 1, 3)) * self.step_weights).mean(), trace
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What a folder and a checkpoint hold: everything."""
+        """Parameters written to model folders and checkpoints: all of them."""
         return self.named_parameters()
 
     def describe(self) -> dict[str, Any]:
-        """``config.json``."""
+        """Contents of ``config.json``."""
         scaler = None
         if self.scaler is not None:
             scaler = {name: values.tolist() for name, values in self.scaler._asdict().items()}
-        return {"model_type": KIND, "remanence": sealed({**self.config.to_dict(), "scaler": scaler})}
+        return {"model_type": MODEL_TYPE, "remanence": sealed({**self.config.to_dict(), "scaler": scaler})}
 
     def card_parts(self, name: str) -> dict[str, str]:
-        """What a model card says of it."""
+        """Texts for the model card."""
         config = self.config
         channels = ", ".join(f"`{shown(each, keep='')}`" for each in config.names)
         return {
@@ -178,44 +178,44 @@ class Network(nn.Module):
         write_json(folder / "config.json", self.describe())
 
 
-class Linear(Network):
-    """One linear map from look-back to horizon for all channels, in each look-back's own units: RLinear."""
+class LinearNetwork(Network):
+    """RLinear: one linear map from look-back to horizon, shared by all channels, with instance normalisation."""
 
-    def __init__(self, config: Shape) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__(config)
         self.time_proj = nn.Linear(config.lookback, config.horizon)
 
     def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
-        z, own = _normalized(x.unflatten(1, (-1, self.config.lookback)))
-        return _restored(self.time_proj(z.transpose(2, 3)).transpose(2, 3), own), _nothing(x)
+        z, statistics = _normalize(x.unflatten(1, (-1, self.config.lookback)))
+        return _denormalize(self.time_proj(z.transpose(2, 3)).transpose(2, 3), statistics), _empty_trace(x)
 
 
 class DLinear(Network):
-    """Zeng et al. 2023: the moving average and what is left of it, each with a linear map that all channels share."""
+    """DLinear (Zeng et al. 2023): linear maps, shared by all channels, of the moving average and of the remainder."""
 
-    def __init__(self, config: Shape) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__(config)
         self.trend_proj = nn.Linear(config.lookback, config.horizon)
         self.rest_proj = nn.Linear(config.lookback, config.horizon)
 
     def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
         rows = x.unflatten(1, (-1, self.config.lookback)).transpose(2, 3).flatten(1, 2)
-        side = (AVERAGED - 1) // 2
-        trend = F.avg_pool1d(F.pad(rows, (side, side), mode="replicate"), AVERAGED, 1)
+        side = (MOVING_AVERAGE - 1) // 2
+        trend = F.avg_pool1d(F.pad(rows, (side, side), mode="replicate"), MOVING_AVERAGE, 1)
         found = self.rest_proj(rows - trend) + self.trend_proj(trend)
-        return found.unflatten(1, (-1, self.config.channels)).transpose(2, 3), _nothing(x)
+        return found.unflatten(1, (-1, self.config.channels)).transpose(2, 3), _empty_trace(x)
 
 
 class MemoryNetwork(Network):
-    """The backbone between patches and forecasts. Every channel is a document of its own.
+    """A backbone with neural memory over patches of the series. Every channel is a separate sequence.
 
-    A look-back in its own units (reversible instance normalisation) is cut into overlapping patches, which are the
-    tokens; each also says where in the look-back it stands, and which channel it is of. The features of all its tokens
-    together are mapped to the horizon, if asked beside a linear map of the values. With that, the network begins as
-    `Linear` does: the memory's share is zero at first.
+    Each look-back is normalised (reversible instance normalisation) and cut into overlapping patches, the tokens, to
+    which position and channel embeddings are added. A linear head maps the features of all tokens to the horizon. With
+    `linear`, a linear map of the values is added and the head is initialised to zero, so that training starts from
+    `LinearNetwork`.
     """
 
-    def __init__(self, config: Shape) -> None:
+    def __init__(self, config: NetworkConfig) -> None:
         super().__init__(config)
         f, dim = config.forecast, config.model.dim
         self.tokens = (config.lookback - f.patch) // f.stride + 2
@@ -246,30 +246,28 @@ class MemoryNetwork(Network):
         if self.season is not None:
             behind, ahead = self._seasons(windows, first)
             windows = windows - behind
-        z, own = _normalized(windows)
+        z, statistics = _normalize(windows)
         rows = z.permute(0, 3, 1, 2)  # [b channels n rows]
         padded = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], f.stride)], -1)
         tokens = self.patch_proj(padded.unfold(-1, f.patch, f.stride)) + self.position
         tokens = tokens + self.channel[:, None, None]
-        documents = (
-            self.dropout(tokens).flatten(0, 1).flatten(1, 2)
-        )  # a document for each channel of each row
+        documents = self.dropout(tokens).flatten(0, 1).flatten(1, 2)  # one sequence per channel and batch row
         self.backbone.checkpointing = self.checkpointing
         trace = self.backbone.trace(documents, state, memory_mode=mode)
         features = trace.hidden.unflatten(1, (-1, self.tokens)).flatten(2)
         found = self.head_proj(self.dropout(features)).unflatten(0, rows.shape[:2])  # [b channels n horizon]
         if self.time_proj is not None:
             found = found + self.time_proj(rows)
-        forecast = _restored(found.permute(0, 2, 3, 1), own)
+        forecast = _denormalize(found.permute(0, 2, 3, 1), statistics)
         return forecast if ahead is None else forecast + ahead, trace
 
     def _seasons(self, windows: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The learned season of the rows of each window, and of those that follow it."""
+        """The learned season of the rows of each look-back, and of the rows to forecast."""
         c = self.config
         assert self.season is not None
         if first is None:
             raise ValueError(
-                "first: expected the numbers of the look-backs' first rows, as there is a cycle, got None"
+                "first: expected the index of each look-back's first row, because the network has a cycle, got None"
             )
         starts = first[:, None] + c.lookback * torch.arange(windows.shape[1], device=first.device)
         span = torch.arange(c.lookback + c.horizon, device=first.device)
@@ -277,44 +275,44 @@ class MemoryNetwork(Network):
         return found[:, :, : c.lookback], found[:, :, c.lookback :]
 
 
-NETWORKS: dict[str, Callable[[Shape], Network]] = {
+NETWORKS: dict[str, Callable[[NetworkConfig], Network]] = {
     "memory": MemoryNetwork,
-    "linear": Linear,
+    "linear": LinearNetwork,
     "dlinear": DLinear,
 }
 
 
-def make_network(config: Shape) -> Network:
+def make_network(config: NetworkConfig) -> Network:
     check_choice("forecast.network", config.forecast.network, NETWORKS)
     return NETWORKS[config.forecast.network](config)
 
 
 def is_network(folder: Path) -> bool:
-    """Whether a folder holds a forecasting network; any other model's config is somebody else's to judge."""
+    """Whether the config.json of a folder describes a forecasting network."""
     path = folder / "config.json"
-    return path.is_file() and read_json(path).get("model_type") == KIND
+    return path.is_file() and read_json(path).get("model_type") == MODEL_TYPE
 
 
-def read_shape(folder: Path) -> Shape:
-    return _described(folder)[0]
+def read_network_config(folder: Path) -> NetworkConfig:
+    return _read_config(folder)[0]
 
 
-def _described(folder: Path) -> tuple[Shape, Scaler | None]:
+def _read_config(folder: Path) -> tuple[NetworkConfig, Scaler | None]:
     path = folder / "config.json"
     data = read_json(path)
     kind, own = data.get("model_type"), data.get("remanence")
-    if kind != KIND or not isinstance(own, dict):
-        raise ValueError(f"{path}: expected a forecasting network ({KIND}), got {short_repr(kind)}")
+    if kind != MODEL_TYPE or not isinstance(own, dict):
+        raise ValueError(f"{path}: expected a forecasting network ({MODEL_TYPE}), got {short_repr(kind)}")
     fields = unsealed(path, own)
     scaler = fields.pop("scaler", None)
     try:
-        shape = Shape.from_dict(fields)
-        return shape, None if scaler is None else _scaler(scaler, shape)
+        shape = NetworkConfig.from_dict(fields)
+        return shape, None if scaler is None else _parse_scaler(scaler, shape)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _scaler(data: Any, shape: Shape) -> Scaler:
+def _parse_scaler(data: Mapping[str, Sequence[float]], shape: NetworkConfig) -> Scaler:
     try:
         found = Scaler(*(np.array(data[name], dtype=np.float64) for name in Scaler._fields))
     except (TypeError, ValueError, KeyError):
@@ -327,11 +325,11 @@ def _scaler(data: Any, shape: Shape) -> Scaler:
 
 
 def load_network(folder: str | Path, *, device: torch.device | str = "cpu") -> Network:
-    """The network that `Network.save` wrote. What is in the files is judged before anything is built."""
+    """Load a network written by `Network.save`. The files are validated before the network is built."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: expected a folder with config.json and {WEIGHTS}, got {folder}")
-    shape, scaler = _described(folder)
+    shape, scaler = _read_config(folder)
     with torch.device("meta"):
         network = make_network(shape)
     with opened(folder / WEIGHTS) as file:
@@ -353,17 +351,17 @@ def load_network(folder: str | Path, *, device: torch.device | str = "cpu") -> N
     return network.to(device)
 
 
-def _normalized(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Windows ``[b n rows channels]`` in units of their own, and these units."""
+def _normalize(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Normalise windows ``[b n rows channels]`` over their rows; returns them with their mean and std."""
     mean = x.mean(2, keepdim=True)
-    std = (x.var(2, keepdim=True, unbiased=False) + EPSILON).sqrt()
+    std = (x.var(2, keepdim=True, unbiased=False) + VARIANCE_EPSILON).sqrt()
     return (x - mean) / std, (mean, std)
 
 
-def _restored(x: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
-    return x * own[1] + own[0]
+def _denormalize(x: Tensor, statistics: tuple[Tensor, Tensor]) -> Tensor:
+    return x * statistics[1] + statistics[0]
 
 
-def _nothing(x: Tensor) -> Trace:
-    """What a network without memories has to tell."""
+def _empty_trace(x: Tensor) -> Trace:
+    """The trace of a network without memories."""
     return Trace(x, State((), torch.zeros(0, dtype=torch.int64, device=x.device)), (), ())

@@ -1,4 +1,4 @@
-"""Forecasting along a stream: the memory reads look-back after look-back, and goes on learning while it is tested."""
+"""Rolling forecasts on a stream: the memory reads one look-back after another and is written during the test."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from remanence.forecast.network import Network
 from remanence.runtime.choices import check_choice
 
 
-class Rolled(NamedTuple):
-    """Errors along a stream, per forecast: the number of the first row forecast ``[n]``, and the mean squared and the
-    mean absolute error over its horizon and all channels.
+class RollingErrors(NamedTuple):
+    """Errors of rolling forecasts: the index of the first forecast row ``[n]``, and the mean squared and mean absolute
+    error of each forecast over its horizon and all channels.
     """
 
     origins: Tensor
@@ -25,45 +25,45 @@ class Rolled(NamedTuple):
     mae: Tensor
 
     def between(self, first: int, last: int) -> tuple[float, float]:
-        """The mean errors of forecasts made from row `first` on, before row `last`."""
+        """Mean errors of the forecasts whose first row is at least `first` and below `last`."""
         inside = (self.origins >= first) & (self.origins < last)
         return float(self.mse[inside].mean()), float(self.mae[inside].mean())
 
 
-def level(values: Tensor, at: int) -> Tensor:
-    """All values are 2 higher, in standard deviations of the training part."""
+def shift_level(values: Tensor, at: int) -> Tensor:
+    """Add 2 standard deviations of the training part to all values from row `at` on."""
     return torch.cat([values[:at], values[at:] + 2])
 
 
-def amplitude(values: Tensor, at: int) -> Tensor:
-    """All values are twice as far from the training part's mean."""
+def double_amplitude(values: Tensor, at: int) -> Tensor:
+    """Double the distance of all values from the training mean from row `at` on."""
     return torch.cat([values[:at], 2 * values[at:]])
 
 
-def frequency(values: Tensor, at: int) -> Tensor:
-    """Everything happens twice as fast: every other row is left out."""
+def double_frequency(values: Tensor, at: int) -> Tensor:
+    """Double the speed from row `at` on: keep every second row."""
     return torch.cat([values[:at], values[at::2]])
 
 
 SHIFTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "none": lambda values, at: values,
-    "level": level,
-    "amplitude": amplitude,
-    "frequency": frequency,
+    "level": shift_level,
+    "amplitude": double_amplitude,
+    "frequency": double_frequency,
 }
-"""What may change in a stream from a row on: made in memory, from standardised values. A new shift is an entry."""
+"""Distribution shifts by name, applied to standardised values from a given row on. Add an entry for a new shift."""
 
 
 @torch.no_grad()
 def roll(
     network: Network, values: Tensor, start: int, *, mode: Mode = "on", warm: int = 8, phases: int = 4
-) -> Rolled:
-    """Forecast again and again from row `start` on, `phases` times in a look-back.
+) -> RollingErrors:
+    """Errors of rolling forecasts from row `start` on, `phases` forecasts per look-back.
 
-    Each phase is a stream of its own, which begins `warm` look-backs earlier: look-back after look-back is read once,
-    and a forecast is made at the end of each. Mode "on": the memory goes on from look-back to look-back and is written.
-    "frozen": as it was when the first forecast is made, and not written any more. "fresh": every look-back begins with
-    an empty memory. "off": no memory.
+    Each phase is a separate stream that starts `warm` look-backs before `start`. It reads one look-back after another
+    and forecasts at the end of each. Mode "on": the memory state is carried between look-backs and written. "frozen":
+    the memory is not written after the first forecast. "fresh": every look-back starts with an empty memory. "off": no
+    memory.
     """
     check_choice("mode", mode, MODES)
     lookback, horizon = network.config.lookback, network.config.horizon
@@ -80,7 +80,7 @@ def roll(
     ahead = torch.arange(horizon, device=values.device)
     state: State | None = None
     found = []
-    with evaluating(network):
+    with eval_mode(network):
         for step in range(-warm, steps):
             origins = start + step * lookback + offsets
             first = origins - lookback
@@ -93,12 +93,12 @@ def roll(
                     torch.stack([origins.float(), miss.square().mean((1, 2)), miss.abs().mean((1, 2))])
                 )
     origins, mse, mae = torch.cat(found, 1).cpu()
-    return Rolled(origins.long(), mse, mae)
+    return RollingErrors(origins.long(), mse, mae)
 
 
 @contextmanager
-def evaluating(network: Network) -> Iterator[None]:
-    """Evaluation mode, and afterwards the mode from before."""
+def eval_mode(network: Network) -> Iterator[None]:
+    """Context manager that switches to evaluation mode and restores the previous mode at the end."""
     training = network.training
     network.eval()
     try:

@@ -1,18 +1,19 @@
-"""Pictures of forecasts, and of errors along a stream."""
+"""Plots of forecasts and of rolling errors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from remanence.evaluate.plots import COLOURS, Points, line_width, pyplot, save_figure
 
 
-def series(
+def plot_series(
     path: Path, lines: Mapping[str, Points], *, title: str, x: str, y: str, mark: float | None = None
 ) -> Path:
-    """Lines over time; `mark` is where something changed."""
+    """Plot lines over time; `mark` is the x position of a dashed vertical line."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
     if mark is not None:
@@ -29,12 +30,12 @@ def series(
     return save_figure(figure, path, plt)
 
 
-Panel = tuple[str, Any, Any, Mapping[str, Any]]
-"""A channel's name, what was known of it, what came, and what was forecast, by whom."""
+Panel = tuple[str, np.ndarray, np.ndarray, Mapping[str, np.ndarray]]
+"""A channel's name, its look-back, its true values after it, and the forecasts by label."""
 
 
-def forecasts(path: Path, panels: Sequence[Panel], *, title: str) -> Path:
-    """One panel for each forecast: the past and what came in grey and black, forecasts in colours."""
+def plot_forecasts(path: Path, panels: Sequence[Panel], *, title: str) -> Path:
+    """Plot one panel per forecast: look-back in grey, true values in black, forecasts in colours."""
     plt = pyplot()
     figure, axes = plt.subplots(
         len(panels), 1, figsize=(9, 0.8 + 2.1 * len(panels)), layout="constrained", squeeze=False
@@ -42,7 +43,7 @@ def forecasts(path: Path, panels: Sequence[Panel], *, title: str) -> Path:
     for axis, (name, past, truth, lines) in zip(axes[:, 0], panels, strict=True):
         ahead = range(1, len(truth) + 1)
         axis.plot(range(1 - len(past), 1), past, color="#8a8a8a", linewidth=1.2, label="look-back")
-        axis.plot(ahead, truth, color="#333333", linewidth=1.2, label="what came")
+        axis.plot(ahead, truth, color="#333333", linewidth=1.2, label="true values")
         for index, (label, line) in enumerate(lines.items()):
             axis.plot(ahead, line, color=COLOURS[index], linewidth=line_width(index, lines), label=label)
         axis.axvline(0.5, color="#c8c8c8", linewidth=1)

@@ -1,8 +1,7 @@
-"""Forecasting by the field's standard protocol: which rows train, validate and test, in which units, and how errors are
-counted.
+"""The standard forecasting protocol: training, validation and test rows, standardisation, and errors.
 
-The borders are those of Informer and everything after it. Windows of the validation and test parts may look back into
-the part before; no forecast is trained, validated or tested on a value of another part.
+The split borders are those of Informer and later papers. The look-back of a validation or test window may extend into
+the part before; the values to forecast are always inside one part.
 """
 
 from __future__ import annotations
@@ -19,70 +18,70 @@ from remanence.runtime.choices import check_choice
 
 PARTS = ("train", "val", "test")
 HORIZONS = (96, 192, 336, 720)
-"""What the field reports, each by a model of its own."""
-MONTH = 30
-"""Days, in the splits of ETT."""
+"""The horizons that papers report, with a separate model for each."""
+DAYS_PER_MONTH = 30
+"""Days in a month of the ETT splits."""
 
 
 class Borders(NamedTuple):
-    """The rows whose values a part forecasts: from 0, to the end of training, of validation and of testing."""
+    """End rows of the training, validation and test parts; training starts at row 0."""
 
     train: int
     val: int
     test: int
 
 
-def _months(rows_per_day: int) -> Callable[[int], Borders]:
-    """12, 4 and 4 months; what comes after them is not used."""
-    month = MONTH * rows_per_day
+def _ett_split(rows_per_day: int) -> Callable[[int], Borders]:
+    """Split of 12, 4 and 4 months; rows after them are not used."""
+    month = DAYS_PER_MONTH * rows_per_day
     return lambda rows: Borders(12 * month, 16 * month, 20 * month)
 
 
-def _shares(rows: int) -> Borders:
-    """The first 7 and the last 2 of 10 parts, each rounded down; validation gets what is left between them."""
+def _ratio_split(rows: int) -> Borders:
+    """Split of 70 % training and 20 % test, each rounded down, with the rest between them for validation."""
     return Borders(int(rows * 0.7), rows - int(rows * 0.2), rows)
 
 
 SPLITS: dict[str, Callable[[int], Borders]] = {
-    "ett-hour": _months(24),
-    "ett-minute": _months(24 * 4),
-    "7/1/2": _shares,
+    "ett-hour": _ett_split(24),
+    "ett-minute": _ett_split(24 * 4),
+    "7/1/2": _ratio_split,
 }
-"""How many rows each part has, from the number of all rows. A new split is an entry."""
+"""Splits by name: functions from the number of rows to `Borders`. Add an entry for a new split."""
 
 
 class Scaler(NamedTuple):
-    """Mean and standard deviation of the training part, per channel; one that is constant there keeps its unit."""
+    """Mean and standard deviation of the training part per channel; the deviation of a constant channel is set to 1."""
 
     mean: np.ndarray
     std: np.ndarray
 
     @classmethod
-    def of(cls, values: np.ndarray) -> Scaler:
+    def fit(cls, values: np.ndarray) -> Scaler:
         mean, std = values.mean(0), values.std(0)
-        # Rounding leaves a little where all values are the same.
+        # The std of a constant channel is not exactly 0 because of rounding.
         return cls(mean, np.where(std > 1e-9 * np.maximum(1.0, np.abs(mean)), std, 1.0))
 
-    def standardized(self, values: np.ndarray) -> np.ndarray:
+    def standardize(self, values: np.ndarray) -> np.ndarray:
         return (values - self.mean) / self.std
 
-    def restored(self, values: np.ndarray) -> np.ndarray:
+    def inverse(self, values: np.ndarray) -> np.ndarray:
         return values * self.std + self.mean
 
 
 class Windows(NamedTuple):
-    """A part's windows over the standardised series ``[rows channels]``: their look-backs begin at `first`, `first` + 1
-    and so on.
+    """The windows of one part of the standardised series ``[rows channels]``. Their look-backs start at rows `first`,
+    `first` + 1 and so on.
     """
 
     values: Tensor
     first: int
-    number: int
+    num_windows: int
     lookback: int
     horizon: int
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs ``[b rows channels]`` and targets ``[b horizon channels]`` of windows by number."""
+        """Inputs ``[b rows channels]`` and targets ``[b horizon channels]`` of the windows with these indices."""
         span = torch.arange(self.lookback + self.horizon, device=index.device)
         rows = self.values[self.first + index[:, None] + span]
         return rows[:, : self.lookback], rows[:, self.lookback :]
@@ -92,7 +91,7 @@ class Windows(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """A series in standard units, with its borders."""
+    """A standardised series with its scaler and its split borders."""
 
     values: Tensor
     """``[rows channels]``, float32."""
@@ -101,20 +100,20 @@ class Protocol(NamedTuple):
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, series: Series, split: str = "7/1/2", scaler: Scaler | None = None) -> Protocol:
-        """The protocol on a series; `scaler` if a model brings its own."""
+    def from_series(cls, series: Series, split: str = "7/1/2", scaler: Scaler | None = None) -> Protocol:
+        """Standardise and split a series; `scaler` overrides the one fitted on the training part."""
         check_choice("data.split", split, SPLITS)
         rows, borders = len(series.values), SPLITS[split](len(series.values))
         if rows < borders.test:
             raise ValueError(
-                f"data.split: expected at least {borders.test:,} rows for {split!r}, got {rows:,}; '7/1/2' takes any"
+                f"data.split: expected at least {borders.test:,} rows for {split!r}, got {rows:,}; '7/1/2' accepts any"
             )
-        scaler = scaler or Scaler.of(series.values[: borders.train])
-        values = torch.from_numpy(scaler.standardized(series.values[: borders.test]).astype(np.float32))
+        scaler = scaler or Scaler.fit(series.values[: borders.train])
+        values = torch.from_numpy(scaler.standardize(series.values[: borders.test]).astype(np.float32))
         return cls(values, scaler, borders, series.names)
 
     def windows(self, part: str, lookback: int, horizon: int) -> Windows:
-        """All windows of a part. Those of validation and test begin in the part before."""
+        """All windows of a part. The first look-backs of validation and test lie in the part before."""
         check_choice("part", part, PARTS)
         index = PARTS.index(part)
         start = 0 if index == 0 else self.borders[index - 1] - lookback
@@ -129,7 +128,7 @@ class Protocol(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """The mean squared and the mean absolute error, in standard units, and the number of windows."""
+    """Mean squared and mean absolute error on standardised values, and the number of windows."""
 
     mse: float
     mae: float
@@ -137,23 +136,23 @@ class Errors(NamedTuple):
 
 
 Forecast = Callable[[Tensor, Tensor], Tensor]
-"""From look-backs ``[b rows channels]`` and the numbers of their first rows ``[b]`` to what follows each,
+"""A function from look-backs ``[b rows channels]`` and the indices of their first rows ``[b]`` to forecasts
 ``[b horizon channels]``.
 """
 
 
 @torch.no_grad()
-def errors_of(forecast: Forecast, windows: Windows, *, every: int = 1, size: int = 256) -> Errors:
-    """Over all windows, or every n-th, and all steps and channels. The last batch is as long as what is left, and every
-    window counts the same.
+def compute_errors(forecast: Forecast, windows: Windows, *, every: int = 1, size: int = 256) -> Errors:
+    """Errors of a forecast over all windows (or every n-th), steps and channels. The last batch may be smaller; every
+    window has the same weight.
     """
     found = []
-    chosen = torch.arange(0, windows.number, every, device=windows.values.device)
+    chosen = torch.arange(0, windows.num_windows, every, device=windows.values.device)
     for index in chosen.split(size):
         x, y = windows.take(index)
         miss = forecast(x, windows.first + index).float() - y
         found.append(torch.stack([miss.square().sum(), miss.abs().sum()]))
-    # On the host once, and in float64, which not every device has.
+    # One transfer to the host, then sum in float64, which not every device supports.
     total = torch.stack(found).cpu().double().sum(0)
     mse, mae = (total / (len(chosen) * windows.horizon * windows.values.shape[1])).tolist()
     return Errors(mse, mae, len(chosen))

@@ -1,4 +1,4 @@
-"""Time series from anywhere: CSV files, compressed or inside a .zip, arrays, and tables that know their columns."""
+"""Readers of time series: CSV files (also compressed or inside a .zip), arrays, and DataFrames."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import csv
 import io
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from remanence.data.sources import OPENERS, PIECE, read_pieces
 from remanence.runtime.choices import check_choice, short_repr
 
-DATES = ("date", "time", "datetime", "timestamp", "ds")
-"""Names of columns that say when a row was measured, in any case. They are left out."""
-INDEX = re.compile(r"|unnamed: \d+|index|level_0", re.IGNORECASE)
-"""Names of a table's index in a CSV file, as pandas writes it; an index is left out if it counts rows or labels them.
+DATE_COLUMNS = ("date", "time", "datetime", "timestamp", "ds")
+"""Names of date columns (case-insensitive), which are not read."""
+INDEX_COLUMN = re.compile(r"|unnamed: \d+|index|level_0", re.IGNORECASE)
+"""Names of index columns as pandas writes them. An index column is skipped if it holds increasing integers or text."""
+MISSING_CELLS = ("", "nan", "na", "n/a", "null", "none")
+"""Contents of a cell without a value (case-insensitive)."""
+MISSING_POLICIES = ("refuse", "previous")
+"""How missing values are handled: raise an error, or repeat the value of the row before, so that no future value is
+used.
 """
-MISSING = ("", "nan", "na", "n/a", "null", "none")
-"""What a cell without a value says, in any case."""
-FILLS = ("refuse", "previous")
-"""What becomes of missing values: an error, or the value of the row before, which no forecast could not have known."""
 
 
 class Series(NamedTuple):
-    """Rows in the order of time, a column for each channel ``[rows channels]``, and the channels' names."""
+    """A time series: values ``[rows channels]`` in the order of time, and the names of the channels."""
 
     values: np.ndarray
     names: tuple[str, ...]
@@ -37,30 +39,43 @@ class Series(NamedTuple):
         return self._replace(values=self.values[:rows])
 
 
-def read_series(
-    source: Any, *, columns: Sequence[str] = (), missing: str = "refuse", name: str = "data"
-) -> Series:
-    """A series from a CSV file (`.gz`, `.xz`, `.bz2`, `.zst`, or in a `.zip`), from numbers ``[rows]`` or
-    ``[rows channels]``, or from a table that has `columns`, as a DataFrame does.
+@runtime_checkable
+class DataFrame(Protocol):
+    """A table of any library that has `columns` and returns a column by its name."""
 
-    `columns` chooses some by name. A column named as in `DATES` is left out, and so is a table's index in the first
-    columns (`INDEX`); every other one must hold numbers.
-    ``file.zip/inner.csv`` names a file inside an archive; an archive with a single CSV needs no more than its own name.
-    Errors begin with `name`, or with the file.
+    @property
+    def columns(self) -> Sequence[Hashable]: ...
+
+    def __getitem__(self, name: Hashable) -> Sequence[object]: ...
+
+
+SeriesLike = Series | str | Path | DataFrame | ArrayLike
+"""What `read_series` accepts: a series, the path of a CSV file, a table, or numbers."""
+
+
+def read_series(
+    source: SeriesLike, *, columns: Sequence[str] = (), missing: str = "refuse", name: str = "data"
+) -> Series:
+    """Read a series from a CSV file (`.gz`, `.xz`, `.bz2`, `.zst`, or in a `.zip`), from numbers ``[rows]`` or
+    ``[rows channels]``, or from a DataFrame.
+
+    `columns` selects columns by name. Without it, date columns (`DATE_COLUMNS`) and index columns at the start
+    (`INDEX_COLUMN`) are skipped; all others must hold numbers. ``file.zip/inner.csv`` is a file inside an archive; if
+    the archive has only one CSV file, its own name is enough. Error messages start with `name` or with the file.
     """
-    check_choice(f"{name}: missing", missing, FILLS)
+    check_choice(f"{name}: missing", missing, MISSING_POLICIES)
     if isinstance(source, Series):
         found, owner = source, name
     elif isinstance(source, str | Path):
         found, owner = _from_file(Path(source), columns), str(source)
-    elif hasattr(source, "columns") and hasattr(source, "__getitem__"):
+    elif isinstance(source, DataFrame):
         found, owner = _from_table(source, columns, name), name
     else:
         found, owner = _from_array(source, name), name
-    return _filled(_chosen(found, columns, owner), missing, owner)
+    return _fill_missing(_select_columns(found, columns, owner), missing, owner)
 
 
-def _chosen(series: Series, columns: Sequence[str], owner: str) -> Series:
+def _select_columns(series: Series, columns: Sequence[str], owner: str) -> Series:
     if not columns or tuple(columns) == series.names:
         return series
     for column in columns:
@@ -69,8 +84,8 @@ def _chosen(series: Series, columns: Sequence[str], owner: str) -> Series:
     return Series(series.values[:, index], tuple(columns))
 
 
-def _filled(series: Series, missing: str, owner: str) -> Series:
-    """Every value a finite number, or an error that names the column."""
+def _fill_missing(series: Series, missing: str, owner: str) -> Series:
+    """Fill missing values, or raise an error that names the column; infinite values are always an error."""
     values = series.values
     if np.isinf(values).any():
         row, column = map(int, np.argwhere(np.isinf(values))[0])
@@ -86,7 +101,7 @@ def _filled(series: Series, missing: str, owner: str) -> Series:
         count = int(gaps[:, column].sum())
         raise ValueError(
             f"{where}: expected a number in every row, got {count} missing, the first in row {row}; "
-            "missing='previous' takes the value before"
+            "missing='previous' repeats the value before"
         )
     if gaps[0].any():
         first = series.names[int(np.argmax(gaps[0]))]
@@ -97,7 +112,7 @@ def _filled(series: Series, missing: str, owner: str) -> Series:
     return series._replace(values=np.take_along_axis(values, last, axis=0))
 
 
-def _from_array(source: Any, name: str) -> Series:
+def _from_array(source: ArrayLike | DataFrame, name: str) -> Series:
     try:
         values = np.asarray(source, dtype=np.float64)
     except (TypeError, ValueError):
@@ -110,16 +125,18 @@ def _from_array(source: Any, name: str) -> Series:
     return Series(values, tuple(str(index) for index in range(values.shape[1])))
 
 
-def _from_table(source: Any, columns: Sequence[str], name: str) -> Series:
-    """A DataFrame of any library: it has `columns`, and gives each of them by its name."""
-    first = _index_columns([str(column) for column in source.columns], lambda at: source[source.columns[at]])
+def _from_table(source: DataFrame, columns: Sequence[str], name: str) -> Series:
+    """Read a DataFrame of any library: it has `columns` and can be indexed by column name."""
+    first = _count_index_columns(
+        [str(column) for column in source.columns], lambda at: source[source.columns[at]]
+    )
     names = [
         column
         for column in source.columns[first if not columns else 0 :]
-        if (str(column) in columns if columns else str(column).strip().lower() not in DATES)
+        if (str(column) in columns if columns else str(column).strip().lower() not in DATE_COLUMNS)
     ]
-    for column in columns:
-        check_choice(f"{name}: column", column, [str(each) for each in source.columns])
+    for wanted in columns:
+        check_choice(f"{name}: column", wanted, [str(each) for each in source.columns])
     found = []
     for column in names:
         try:
@@ -127,7 +144,7 @@ def _from_table(source: Any, columns: Sequence[str], name: str) -> Series:
         except (TypeError, ValueError):
             got = short_repr(next(iter(source[column]), None))
             raise ValueError(
-                f"{name}: column {str(column)!r}: expected numbers, got values like {got}; choose others with columns"
+                f"{name}: column {str(column)!r}: expected numbers, got values like {got}; set columns="
             ) from None
     if not found or not len(found[0]):
         raise ValueError(f"{name}: expected at least one column and one row of numbers, got none")
@@ -135,7 +152,7 @@ def _from_table(source: Any, columns: Sequence[str], name: str) -> Series:
 
 
 def _from_file(path: Path, columns: Sequence[str]) -> Series:
-    text = _text(path)
+    text = _read_text(path)
     lines = csv.reader(io.StringIO(text, newline=""))
     header = [each.strip() for each in next(lines, [])]
     if not header:
@@ -143,7 +160,7 @@ def _from_file(path: Path, columns: Sequence[str]) -> Series:
     if len(set(header)) < len(header):
         twice = next(each for each in header if header.count(each) > 1)
         raise ValueError(f"{path}: expected each column's name once, got {twice!r} twice")
-    if all(_number(each) is not None for each in header):
+    if all(_parse_number(each) is not None for each in header):
         raise ValueError(
             f"{path}: line 1: expected the columns' names, got numbers: {short_repr(','.join(header))}"
         )
@@ -153,21 +170,23 @@ def _from_file(path: Path, columns: Sequence[str]) -> Series:
     for number, row in enumerate(rows, 2):
         if len(row) != len(header):
             raise ValueError(f"{path}: line {number}: expected {len(header)} cells, got {len(row)}")
-    first = 0 if columns else _index_columns(header, lambda at: [row[at] for row in rows])
-    names = [each for each in header[first:] if (each in columns if columns else each.lower() not in DATES)]
+    first = 0 if columns else _count_index_columns(header, lambda at: [row[at] for row in rows])
+    names = [
+        each for each in header[first:] if (each in columns if columns else each.lower() not in DATE_COLUMNS)
+    ]
     if not rows or not names:
         raise ValueError(f"{path}: expected at least one column and one row of numbers, got none")
-    found = [_column(path, name, [row[header.index(name)] for row in rows]) for name in names]
+    found = [_parse_column(path, name, [row[header.index(name)] for row in rows]) for name in names]
     return Series(np.stack(found, 1), tuple(names))
 
 
-def _index_columns(names: Sequence[str], column: Callable[[int], Iterable[Any]]) -> int:
-    """How many of the first columns are a table's index: named as one, and rising integers or no numbers at all.
-    The last column is never one.
+def _count_index_columns(names: Sequence[str], column: Callable[[int], Iterable[object]]) -> int:
+    """Number of index columns at the start of a table: columns with an index name that hold increasing integers or no
+    numbers. The last column never counts as an index.
     """
     count = 0
-    while count < len(names) - 1 and INDEX.fullmatch(names[count].strip()):
-        values = [_number(str(cell)) for cell in column(count)]
+    while count < len(names) - 1 and INDEX_COLUMN.fullmatch(names[count].strip()):
+        values = [_parse_number(str(cell)) for cell in column(count)]
         numbers = [value for value in values if value is not None]
         rising = all(b > a for a, b in pairwise(numbers)) and all(value.is_integer() for value in numbers)
         if not (rising if len(numbers) == len(values) else not numbers):
@@ -176,11 +195,11 @@ def _index_columns(names: Sequence[str], column: Callable[[int], Iterable[Any]])
     return count
 
 
-def _column(path: Path, name: str, cells: list[str]) -> np.ndarray:
+def _parse_column(path: Path, name: str, cells: list[str]) -> np.ndarray:
     try:
         return np.array(cells).astype(np.float64)
     except ValueError:
-        values = [_number(cell) for cell in cells]
+        values = [_parse_number(cell) for cell in cells]
     for line, (cell, value) in enumerate(zip(cells, values, strict=True), 2):
         if value is None:
             hint = "choose columns of numbers with data.columns"
@@ -190,9 +209,9 @@ def _column(path: Path, name: str, cells: list[str]) -> np.ndarray:
     return np.array(values, dtype=np.float64)
 
 
-def _number(cell: str) -> float | None:
-    """A cell's number, NaN where it has none; None for what is no number."""
-    if cell.strip().lower() in MISSING:
+def _parse_number(cell: str) -> float | None:
+    """The number in a cell, NaN if the cell is empty, None if it is not a number."""
+    if cell.strip().lower() in MISSING_CELLS:
         return float("nan")
     try:
         return float(cell)
@@ -200,19 +219,19 @@ def _number(cell: str) -> float | None:
         return None
 
 
-def _text(path: Path) -> str:
-    """A file's text, in UTF-8, or in Latin-1 where it is not that: then every byte is a letter."""
-    data = _bytes(path)
+def _read_text(path: Path) -> str:
+    """Decode a file as UTF-8, or as Latin-1 if it is not valid UTF-8."""
+    data = _read_bytes(path)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         return data.decode("latin-1")
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     archive = next((each for each in (path, *path.parents) if each.suffix == ".zip" and each.is_file()), None)
     if archive is not None:
-        return _member(archive, path)
+        return _read_zip_member(archive, path)
     if not path.is_file():
         raise ValueError(
             f"{path}: expected a CSV file, got a folder" if path.is_dir() else f"{path}: no such file"
@@ -221,8 +240,8 @@ def _bytes(path: Path) -> bytes:
         return b"".join(read_pieces(path, lambda: file.read(PIECE)))
 
 
-def _member(archive: Path, path: Path) -> bytes:
-    """A CSV file inside an archive, by its name there or by the last part of it."""
+def _read_zip_member(archive: Path, path: Path) -> bytes:
+    """Read a CSV file inside a .zip archive, by its path or its file name."""
     try:
         with zipfile.ZipFile(archive) as opened:
             inside = [each for each in opened.namelist() if each.lower().endswith(".csv")]

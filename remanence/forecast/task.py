@@ -1,4 +1,4 @@
-"""Training on windows of a time series: what a step reads, the network that is made for it, and its step."""
+"""Training of forecasting networks: the source of windows, the training task, and captured CUDA steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from remanence.backbone import State, Trace
-from remanence.forecast.config import ForecastConfig, Shape
-from remanence.forecast.network import Network, WindowBatch, make_network, read_shape
-from remanence.forecast.protocol import Protocol, errors_of
+from remanence.forecast.config import ForecastConfig, NetworkConfig
+from remanence.forecast.data_config import ForecastData
+from remanence.forecast.network import Network, WindowBatch, make_network, read_network_config
+from remanence.forecast.protocol import Protocol, compute_errors
 from remanence.forecast.series import Series, read_series
 from remanence.runtime.device import resolve
 from remanence.runtime.graphs import capture
@@ -26,18 +27,19 @@ from remanence.train.initial_state import InitialState
 from remanence.train.sources import Source, make_source
 from remanence.train.task import Gradients
 
-VALIDATED = 2048
-"""About as many windows of the validation part are looked at, evenly spaced: neighbours differ in a single row."""
+VALIDATION_WINDOWS = 2048
+"""Approximate number of evenly spaced validation windows; neighbouring windows differ in a single row."""
 
 
-class Forecasting:
-    """A source of windows in a shuffled order, anew for every epoch, all of them on the device that trains."""
+class WindowSource:
+    """A training source of windows, shuffled every epoch. The whole series is on the training device."""
 
     def __init__(
         self, config: TrainConfig, batch: int, series: Series | None = None, rank: int = 0, world: int = 1
     ) -> None:
-        data: Any = config.data
-        own: ForecastConfig = config.forecast  # type: ignore[attr-defined]  # a field of this vertical
+        data = config.data
+        assert isinstance(data, ForecastData)
+        forecast: ForecastConfig = config.forecast  # type: ignore[attr-defined]  # a field of this vertical
         self.config, self.batch, self.rank, self.world = config, batch, rank, world
         if series is None:
             if data.path is None:
@@ -45,37 +47,37 @@ class Forecasting:
                     "data.path: expected a CSV file with the columns' names in its first line, got none"
                 )
             series = read_series(data.path, columns=data.columns, missing=data.missing, name="data.path")
-        self.protocol = Protocol.of(series, data.split)
+        self.protocol = Protocol.from_series(series, data.split)
         device = resolve(config.device)
-        span = (own.history + 1) * data.length
+        span = (forecast.history + 1) * data.length
         self.train = self.protocol.windows("train", span, data.horizon).to(device)
         self.val = self.protocol.windows("val", data.length, data.horizon).to(device)
-        self.shape = Shape(
-            forecast=own,
+        self.shape = NetworkConfig(
+            forecast=forecast,
             model=config.model,
             lookback=data.length,
             horizon=data.horizon,
             names=series.names,
         )
-        self._order = lru_cache(2)(self._shuffled)
+        self._order = lru_cache(2)(self._shuffle)
 
     @property
     def digest(self) -> str:
-        """Of the series, as the run sees it."""
+        """Digest of the standardised series, its names and its borders."""
         values = hashlib.sha256(repr((self.protocol.names, self.protocol.borders)).encode())
         values.update(self.protocol.values.numpy().tobytes())
         return values.hexdigest()[:32]
 
-    def _shuffled(self, epoch: int) -> Tensor:
-        order = step_rng(self.config.seed, epoch).permutation(self.train.number)
+    def _shuffle(self, epoch: int) -> Tensor:
+        order = step_rng(self.config.seed, epoch).permutation(self.train.num_windows)
         return torch.from_numpy(order).to(self.train.values.device)
 
     def step(self, number: int) -> WindowBatch:
-        """This process's windows of a step. Epochs follow one another without a gap, so that every step has as many."""
+        """The windows of a step on this process. A batch may span two epochs, so all batches have the same size."""
         first = (number * self.world + self.rank) * self.batch
         pieces, at, end = [], first, first + self.batch
         while at < end:
-            epoch, inside = divmod(at, self.train.number)
+            epoch, inside = divmod(at, self.train.num_windows)
             pieces.append(self._order(epoch)[inside : inside + end - at])
             at += len(pieces[-1])
         index = torch.cat(pieces)
@@ -91,24 +93,24 @@ class Forecasting:
         return network
 
     def validate(self, network: Network) -> float:
-        """The mean squared error on the validation part."""
+        """Mean squared error on the validation part."""
         network.eval()
         try:
-            return errors_of(network, self.val, every=-(-self.val.number // VALIDATED)).mse
+            return compute_errors(network, self.val, every=-(-self.val.num_windows // VALIDATION_WINDOWS)).mse
         finally:
             network.train()
 
 
-def window_source(config: TrainConfig, batch: int, rank: int, world: int) -> Forecasting:
-    """The source of the kind "forecast"."""
-    return Forecasting(config, batch, None, rank, world)
+def make_window_source(config: TrainConfig, batch: int, rank: int, world: int) -> WindowSource:
+    """Build the training source of data.kind=forecast."""
+    return WindowSource(config, batch, None, rank, world)
 
 
 class ForecastTask:
     """The `remanence.train.TrainTask` of forecasting networks."""
 
     prefetch = False
-    """The data is on the device that trains."""
+    """False, because the data is already on the training device."""
 
     def __init__(self, config: TrainConfig, world: World, source: Source | None = None) -> None:
         self.config, self.world = config, world
@@ -118,14 +120,14 @@ class ForecastTask:
         return self.source.network()
 
     def shard(self, model: Network) -> Network:
-        """Every process has all weights; `gradients` averages over processes."""
+        """Return the model unchanged: weights are replicated, and `gradients` averages over processes."""
         return model
 
-    def stored_config(self, folder: Path, model: Network) -> Shape:
-        return read_shape(folder)
+    def stored_config(self, folder: Path, model: Network) -> NetworkConfig:
+        return read_network_config(folder)
 
-    def captured_steps(self, model: Network, begins: bool) -> Captured:
-        return Captured(model, self.config)
+    def captured_steps(self, model: Network, begins: bool) -> CapturedStep:
+        return CapturedStep(model, self.config)
 
     def before_step(self, model: Network, carried: State | None, number: int) -> State | None:
         return carried
@@ -137,10 +139,10 @@ class ForecastTask:
         state: State | None,
         number: int,
         initial_state: InitialState | None,
-        graph: Captured | None,
+        graph: CapturedStep | None,
         carried: State | None,
     ) -> Gradients:
-        """Dropout is a function of the step and the process, so that a resumed run draws the same."""
+        """Run forward and backward. Dropout is seeded by step and rank, so that a resumed run repeats it."""
         torch.manual_seed((self.config.seed * 1_000_003 + number + self.world.rank * 2**32) % 2**63)
         (batch,) = batches
         if graph is not None:
@@ -151,26 +153,26 @@ class ForecastTask:
                 loss, trace = model.loss(batch)
             loss.backward()
         average_gradients(model, self.world)
-        # All processes have as many windows, so that the mean of their losses is the loss of the step.
+        # All processes have the same number of windows, so the mean of their losses is the loss of the step.
         return Gradients(loss.detach() / self.world.size, batch.x.numel() * self.world.size, trace)
 
     def validate(self, model: Network) -> float:
-        """Every process validates all windows. They agree on the mean, as rounding may differ between devices."""
+        """Mean over processes of the validation error; each process validates all windows, and rounding may differ."""
         return self.world.total(self.source.validate(model))[0] / self.world.size
 
 
-class Captured:
-    """Forward and backward of a step as a CUDA graph, where there is CUDA and the config does not forbid it."""
+class CapturedStep:
+    """Forward and backward of a training step as a CUDA graph, on CUDA unless the config disables it."""
 
     EAGER = 2
-    """Steps before the capture: kernels are built."""
+    """Number of eager steps before the capture, in which kernels are compiled."""
 
     def __init__(self, network: Network, config: TrainConfig) -> None:
         self.network, self.config, self.steps = network, config, 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.wanted = network.device.type == "cuda" and config.graph is not False
 
-    def of(self, batches: list[WindowBatch], _: object = None) -> Captured | None:
+    def of(self, batches: list[WindowBatch], _: object = None) -> CapturedStep | None:
         self.steps += 1
         if self.graph is None and self.wanted and self.steps > self.EAGER:
             self._capture(batches[0])
@@ -189,7 +191,7 @@ class Captured:
 
         try:
             self.graph, self.found = capture(step, self.network.device)
-        except RuntimeError as error:  # the step runs as well without
+        except RuntimeError as error:  # eager steps work as well
             if self.config.graph:
                 raise ValueError(f"graph: expected a step that can be captured, but {error}") from None
             logging.getLogger("remanence").info("training steps: launched by the host: %s", error)

@@ -1,11 +1,11 @@
-"""What `remanence.forecast` registers. Imports no torch."""
+"""Registration of `remanence.forecast` with the core package. Imports no torch."""
 
 from remanence.verticals import Vertical
 
 VERTICAL = Vertical(
     name="forecast",
     data_configs={"forecast": "remanence.forecast.data_config:ForecastData"},
-    sources={"forecast": "remanence.forecast.task:window_source"},
+    sources={"forecast": "remanence.forecast.task:make_window_source"},
     tasks={"forecast": "remanence.forecast.task:ForecastTask"},
     train_fields="remanence.forecast.config:TrainFields",
     evaluations={"forecast": "remanence.forecast.evaluation:Forecast"},

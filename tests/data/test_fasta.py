@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from remanence.data.sources import documents, files
 from remanence.dna.alphabet import BASES, DnaTokenizer, base_tokens, reverse_complement
-from remanence.dna.fasta import records
+from remanence.dna.fasta import read_records
 from remanence.tokenizers.tokens import load_tokenizer
 
 
@@ -26,7 +26,9 @@ def written(path, text):
 
 
 def whole(path, size=1 << 18):
-    return [(record.name, record.line, b"".join(record.pieces).decode()) for record in records(path, size)]
+    return [
+        (record.name, record.line, b"".join(record.pieces).decode()) for record in read_records(path, size)
+    ]
 
 
 def naive(text):
@@ -110,7 +112,7 @@ def test_ambiguity_codes_are_counted_and_read_as_n(tmp_path):
 
 def test_a_record_that_was_not_read_is_passed_over(tmp_path):
     path = written(tmp_path / "x.fa", ">one\nACGT\nACGT\n>two\nTT\n")
-    assert [record.name for record in records(path, 3)] == ["one", "two"]
+    assert [record.name for record in read_records(path, 3)] == ["one", "two"]
 
 
 def test_a_genome_is_never_held_whole(tmp_path):
@@ -118,7 +120,9 @@ def test_a_genome_is_never_held_whole(tmp_path):
     path = written(tmp_path / "x.fa.gz", b">x\n" + b"ACGT" * 2_000_000 + b"\n")
     tracemalloc.start()
     try:
-        tokens = sum(len(part) for record in records(path) for part in DnaTokenizer().stream(record.pieces))
+        tokens = sum(
+            len(part) for record in read_records(path) for part in DnaTokenizer().stream(record.pieces)
+        )
         held = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

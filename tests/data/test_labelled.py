@@ -104,10 +104,10 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, text, message):
 
 def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(
-        ValueError, match=r"data.path: expected a \.csv table, .*, got none; --data.path=PATH"
+        ValueError, match=r"data.path: expected a \.csv table, .*, got none; set it with --data.path=PATH"
     ):
         read_labelled("data.path", None, "train")
-    with pytest.raises(ValueError, match=r"data.path: expected .*, got .*nowhere, which is not there"):
+    with pytest.raises(ValueError, match=r"data.path: expected .*, got .*nowhere, which does not exist"):
         read(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"data.path: expected a split 'test' .*, got none in"):
         read(tmp_path, "test")

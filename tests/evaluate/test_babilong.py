@@ -106,7 +106,7 @@ def test_a_file_names_the_stories_that_are_asked(home):
         ('{"qa1": [1]}', "numbers of stories below 60 for qa2, got others, or none"),
         ('{"qa1": [60], "qa2": [0]}', "numbers of stories below 60 for qa1, got others"),
         ('{"qa1": [true], "qa2": [0]}', "numbers of stories below 60 for qa1, got others"),
-        (None, "a JSON file, got .*chosen.json, which is not there"),
+        (None, "a JSON file, got .*chosen.json, which does not exist"),
     ],
 )
 def test_indices_that_name_no_story_are_refused(home, told, message):

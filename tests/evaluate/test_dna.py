@@ -17,7 +17,7 @@ from evaluations import measured
 from remanence import Model, ModelConfig
 from remanence.dna.alphabet import BASES, DnaTokenizer, base_tokens
 from remanence.dna.evaluation import label_scores
-from remanence.dna.task import confusion, scores
+from remanence.dna.task import classification_scores, confusion
 from remanence.evaluate import Subject
 from remanence.inference.reader import PIECE
 from remanence.tasks.markov import Mixture
@@ -109,7 +109,7 @@ def test_the_rows_are_those_of_the_models_own_answers(classifier):
         logits, _ = model(torch.tensor([[*tokenizer.encode(sequence), 6]]))
         chosen.append(int(logits[0, -1, 7:9].argmax()))
         true.append(tokenizer.labels.index(label))
-    expected = scores(confusion(true, chosen, 2))
+    expected = classification_scores(confusion(true, chosen, 2))
     for metric, name in (("accuracy", "accuracy"), ("MCC", "mcc"), ("F1", "f1")):
         assert rows.value(metric) == pytest.approx(expected[name])
 
@@ -162,11 +162,12 @@ def test_a_model_without_labels_is_refused(tmp_path):
     torch.manual_seed(0)
     Model(shape()).save(tmp_path)
     with pytest.raises(
-        ValueError, match="model: expected a classifier of DNA, got none; `remanence train dna/cl"
+        ValueError,
+        match="model: expected a DNA classifier, got another model; train one with `remanence train dna/cl",
     ):
         measured(tmp_path, "dna", data="x.csv")
     DnaTokenizer().save(tmp_path)
-    with pytest.raises(ValueError, match="got one that knows bases but no labels"):
+    with pytest.raises(ValueError, match="got a DNA model without labels"):
         measured(tmp_path, "dna", data="x.csv")
 
 

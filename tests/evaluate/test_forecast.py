@@ -10,7 +10,7 @@ from series import config, waves, written
 
 from remanence.forecast.network import load_network
 from remanence.forecast.online import SHIFTS, roll
-from remanence.forecast.protocol import Protocol, errors_of
+from remanence.forecast.protocol import Protocol, compute_errors
 from remanence.forecast.series import read_series
 from remanence.train import fit
 
@@ -27,11 +27,11 @@ def home(tmp_path_factory):
 def test_rows_are_the_protocols_errors_in_every_mode(home):
     rows = measured(home / "run", "forecast", ("on", "off", "frozen", "fresh"), data=str(home / "s.csv"))
     network = load_network(home / "run" / "model").eval()
-    protocol = Protocol.of(read_series(home / "s.csv"), scaler=network.scaler)
+    protocol = Protocol.from_series(read_series(home / "s.csv"), scaler=network.scaler)
     windows = protocol.windows("test", 24, 8)
     for mode in ("on", "off", "frozen", "fresh"):
         network.memory_mode = mode
-        wanted = errors_of(network, windows)
+        wanted = compute_errors(network, windows)
         assert rows.value("mse", memory=mode, horizon=8) == pytest.approx(wanted.mse, rel=1e-6)
         assert rows.value("mae", memory=mode) == pytest.approx(wanted.mae, rel=1e-6)
         assert rows.row("mae", memory=mode).count == 80 - 8 + 1
@@ -42,7 +42,7 @@ def test_rolling_errors_are_the_streams(home):
     settings = {"data": str(home / "s.csv"), "shifts": "none,level", "warm": "2", "phases": "3"}
     rows = measured(home / "run" / "model", "forecast", ("on", "fresh"), **settings)
     network = load_network(home / "run" / "model").eval()
-    values = Protocol.of(read_series(home / "s.csv"), scaler=network.scaler).values
+    values = Protocol.from_series(read_series(home / "s.csv"), scaler=network.scaler).values
     for shift in ("none", "level"):
         rolled = roll(network, SHIFTS[shift](values, 360), 320, warm=2, phases=3)
         before, after = rolled.between(320, 360 - 8 + 1), rolled.between(360, 400)

@@ -100,7 +100,7 @@ def test_numbers_by_hand(tmp_path):
 def test_rows_are_read_in_pieces_and_few_logits_are_held(tmp_path, monkeypatch):
     task = grid(tmp_path, variants="base", lengths="20")
     model = Model(RECIPE.model).eval()
-    whole = task._measured(model)["20"]
+    whole = task._measure(model)["20"]
     monkeypatch.setattr(reader, "PIECE", 7)
     monkeypatch.setattr(grid_module, "LOGITS", 22)
     trace, logits, read, held = Model.trace, Model.logits, [], []
@@ -115,7 +115,7 @@ def test_rows_are_read_in_pieces_and_few_logits_are_held(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Model, "trace", counted)
     monkeypatch.setattr(Model, "logits", few)
-    parts = task._measured(model)["20"]
+    parts = task._measure(model)["20"]
     assert parts == {**whole, "loss": pytest.approx(whole["loss"], rel=1e-5)}
     assert max(read) == 7 and max(held) == 2 and sum(held) == whole["count"]
 
@@ -208,7 +208,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     )
     capsys.readouterr()
     for arguments, message in (
-        (["r.py", "depth"], "depth: expected --json OUT, beside which the trained models are kept, got none"),
+        (
+            ["r.py", "depth"],
+            "depth: expected --json OUT, next to which the trained models are saved, got none",
+        ),
         (["r.py", "lm", "--data=r.py"], "model: expected a folder with config.json"),
         (["r.py", "depth", "--recipe.batc=2", "--json", "x.json"], "did you mean 'batch'?"),
         (
@@ -258,17 +261,19 @@ def test_shards_are_held_out(tmp_path, kind):
         RECIPE, model=config("mag", vocab_size=257), data=data, carry=kind == "documents", steps=1
     )
     task = grid(tmp_path, recipe=recipe, variants="base", lengths="24", data=str(tmp_path / "other-tokens"))
-    batch = task._rows(24, 0)
+    batch = task._held_out_batch(24, 0)
     assert "Ishmael" in bytes(token for token in batch.tokens.flatten().tolist() if token < 256).decode()
     row = measured(task).row("perplexity", variant="base", seeds=1)
     assert (
-        row.count == sum(int((task._rows(24, number).targets >= 0).sum()) for number in range(2))
+        row.count == sum(int((task._held_out_batch(24, number).targets >= 0).sum()) for number in range(2))
         and row.value > 1
     )
 
 
 def test_the_papers_figure_stands_beside_texts_only(tmp_path):
-    assert grid(tmp_path, "depth").beside("perplexity") == {}, "generated tasks have nothing to do with it"
+    assert grid(tmp_path, "depth").published_lines("perplexity") == {}, (
+        "generated tasks have nothing to do with it"
+    )
     for name in ("train", "other"):
         (tmp_path / f"{name}.txt").write_text(f"{name}: all happy families are alike. " * 90)
         prepare([str(tmp_path / f"{name}.txt")], tmp_path / f"{name}-tokens")
@@ -278,16 +283,17 @@ def test_the_papers_figure_stands_beside_texts_only(tmp_path):
         tmp_path, "depth", recipe=recipe, variants="1,3", lengths="16,32", data=str(tmp_path / "other-tokens")
     )
     assert (
-        set(task.beside("perplexity")) == {"depth 1, 170M", "depth 3, 170M"} and task.beside("accuracy") == {}
+        set(task.published_lines("perplexity")) == {"depth 1, 170M", "depth 3, 170M"}
+        and task.published_lines("accuracy") == {}
     )
-    assert task.beside("perplexity")["depth 3, 170M"][0] == (2048, 15.3)
+    assert task.published_lines("perplexity")["depth 3, 170M"][0] == (2048, 15.3)
 
 
 @pytest.mark.parametrize("modes", [("on",), ("on", "off")])
 def test_a_variant_has_one_colour_and_a_mode_one_pattern(tmp_path, monkeypatch, modes):
     drawn = []
     monkeypatch.setattr(
-        grid_module, "curves", lambda path, lines, **words: drawn.append((lines, words["looks"]))
+        grid_module, "curves", lambda path, lines, **words: drawn.append((lines, words["styles"]))
     )
     task = grid(tmp_path, variants="base,no_conv", lengths="12,20")
     results = [
@@ -295,8 +301,8 @@ def test_a_variant_has_one_colour_and_a_mode_one_pattern(tmp_path, monkeypatch, 
         for (unit,) in task.units()
     ]
     task.plots(dict.fromkeys(modes, task.rows(results)), tmp_path / "r")
-    lines, looks = drawn[0]
-    assert set(lines) == set(looks) and len(set(looks.values())) == 2 * len(modes), "no two look the same"
-    assert {look for name, look in looks.items() if name.startswith("no_conv")} == {
+    lines, styles = drawn[0]
+    assert set(lines) == set(styles) and len(set(styles.values())) == 2 * len(modes), "no two look the same"
+    assert {look for name, look in styles.items() if name.startswith("no_conv")} == {
         (1, at) for at in range(len(modes))
     }

@@ -15,7 +15,7 @@ from evaluations import measured, saved
 from remanence.data import sources
 from remanence.evaluate import TASKS, Subject, configured
 from remanence.evaluate import wikitext_lambada as words
-from remanence.evaluate.lm import size_of
+from remanence.evaluate.lm import num_bytes
 from remanence.evaluate.wikitext_lambada import harness_windows
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, byte_level_json
 
@@ -116,7 +116,7 @@ def test_wikitext_is_the_harnesss(home):
     (home / "wiki.txt").write_text(PAGES)
     pages = words.split_pages(PAGES)
     assert len(pages) == 2 and pages[1].startswith(" = Second page")
-    assert [words.detokenised(page) for page in pages] == [
+    assert [words.detokenize(page) for page in pages] == [
         theirs.wikitext_detokenizer({"page": page}) for page in pages
     ]
     ByteTokenizer().save(home)
@@ -192,9 +192,9 @@ def test_parts_of_a_character_count_their_bytes(tmp_path):
     tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
     tokens = list("Grüße, 漢字!".encode())
     for end in range(len(tokens) + 1):
-        assert size_of(tokenizer, tokens[:end]) == end
+        assert num_bytes(tokenizer, tokens[:end]) == end
     assert (
-        size_of(tokenizer, [0xE6]) == 1
-        and size_of(tokenizer, [256]) == 2
-        and size_of(tokenizer, [256, 0xA9]) == 3
+        num_bytes(tokenizer, [0xE6]) == 1
+        and num_bytes(tokenizer, [256]) == 2
+        and num_bytes(tokenizer, [256, 0xA9]) == 3
     )

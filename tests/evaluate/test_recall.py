@@ -110,6 +110,6 @@ def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match=r"recall.pairs: expected at most 4 pairs"):
         configured(TASKS["recall"], {**SMALL, "pairs": "5"})
     with pytest.raises(
-        ValueError, match=r"recall.keys: expected at most the model's 11 kinds of tokens, got 80"
+        ValueError, match=r"recall.keys: expected at most the model's vocabulary of 11, got 80"
     ):
         TASKS["recall"](Subject(torch.device("cpu"), network=model()), configured(TASKS["recall"], {}))

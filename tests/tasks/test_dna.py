@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remanence.dna.alphabet import ASKS, FIRST, reverse_complement
+from remanence.dna.alphabet import FIRST_LABEL, LABEL_QUERY, reverse_complement
 from remanence.dna.labelled import Labelled
-from remanence.dna.task import Classes, Genome, confusion, scores
+from remanence.dna.task import GenomeSource, LabelledSource, classification_scores, confusion
 from remanence.tasks.markov import RECENT, Markov, Mixture
 
 RNG = np.random.default_rng(0)
@@ -32,8 +32,8 @@ def row_text(batch, row):
 
 @pytest.mark.parametrize("both", [False, True])
 def test_rows_are_places_of_the_genome(both):
-    source = Genome(RECORDS, 32, 8, 5, reverse_complement=both)
-    again = Genome(RECORDS, 32, 8, 5, reverse_complement=both)
+    source = GenomeSource(RECORDS, 32, 8, 5, reverse_complement=both)
+    again = GenomeSource(RECORDS, 32, 8, 5, reverse_complement=both)
     seen = Counter()
     for number in reversed(range(40)):
         batch = source.step(number)
@@ -49,7 +49,7 @@ def test_rows_are_places_of_the_genome(both):
 
 @pytest.mark.parametrize("both", [False, True])
 def test_carried_rows_read_on_where_they_were(both):
-    source = Genome(RECORDS, 16, 4, 1, stretch=8, reverse_complement=both)
+    source = GenomeSource(RECORDS, 16, 4, 1, max_pieces=8, reverse_complement=both)
     assert source.pieces == 8
     texts = [b""] * 4
     for number in range(60):
@@ -68,8 +68,8 @@ def test_carried_rows_read_on_where_they_were(both):
 
 
 def test_processes_share_the_rows():
-    whole = Genome(RECORDS, 16, 6, 2, stretch=4)
-    parts = [Genome(RECORDS, 16, 3, 2, rank, 2, stretch=4) for rank in range(2)]
+    whole = GenomeSource(RECORDS, 16, 6, 2, max_pieces=4)
+    parts = [GenomeSource(RECORDS, 16, 3, 2, rank, 2, max_pieces=4) for rank in range(2)]
     for number in range(9):
         halves = [part.step(number) for part in parts]
         assert (np.concatenate([half.tokens for half in halves]) == whole.step(number).tokens.numpy()).all()
@@ -84,14 +84,14 @@ def labelled(count=10):
 @pytest.mark.parametrize(("weight", "both"), [(0.0, False), (0.25, False), (0.0, True)])
 def test_every_epoch_asks_for_each_label_once(weight, both):
     data = labelled()
-    source = Classes(data, 100, 4, 3, weight=weight, reverse_complement=both)
+    source = LabelledSource(data, 100, 4, 3, weight=weight, reverse_complement=both)
     assert source.length == max(map(len, data.sequences)) + 1
     batches = [source.step(number) for number in range(5)]  # two epochs of ten
     found = []
     for batch in batches:
         for tokens, targets, row in zip(batch.tokens.numpy(), batch.targets.numpy(), range(4), strict=True):
-            end = int(np.flatnonzero(tokens == ASKS)[0])
-            assert targets[end] >= FIRST and (targets[end + 1 :] == -100).all()
+            end = int(np.flatnonzero(tokens == LABEL_QUERY)[0])
+            assert targets[end] >= FIRST_LABEL and (targets[end + 1 :] == -100).all()
             if weight:
                 assert (targets[: end - 1] == tokens[1:end]).all() and targets[end - 1] == -100
                 assert batch.weights[row, end] == 1 and (batch.weights[row, :end] == weight).all()
@@ -103,7 +103,7 @@ def test_every_epoch_asks_for_each_label_once(weight, both):
                 index
                 for index, sequence in enumerate(data.sequences)
                 if any(strand.tobytes() == sequence.tobytes() for strand in strands)
-                and data.labels[index] == str(targets[end] - FIRST)
+                and data.labels[index] == str(targets[end] - FIRST_LABEL)
             ]
             assert own, "a sequence with its label"
             found.append(own[0])
@@ -121,11 +121,11 @@ def test_every_epoch_asks_for_each_label_once(weight, both):
 
 def test_what_cannot_be_asked_is_refused():
     with pytest.raises(ValueError, match=r"data.length: expected at least 9, for x.csv: line 2, got 8"):
-        Classes(labelled()._replace(sequences=[np.zeros(8, np.uint8)] * 10), 8, 4, 0)
+        LabelledSource(labelled()._replace(sequences=[np.zeros(8, np.uint8)] * 10), 8, 4, 0)
     with pytest.raises(ValueError, match=r"data.path: expected at least two labels, got only 'a'"):
-        Classes(labelled()._replace(labels=["a"] * 10), 100, 4, 0)
+        LabelledSource(labelled()._replace(labels=["a"] * 10), 100, 4, 0)
     with pytest.raises(ValueError, match=r"data.path: expected a sequence of at least two bases, got none"):
-        Genome([np.zeros(1, np.uint8)], 8, 2, 0)
+        GenomeSource([np.zeros(1, np.uint8)], 8, 2, 0)
 
 
 # Scores
@@ -134,7 +134,7 @@ def test_what_cannot_be_asked_is_refused():
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
 def test_scores_equal_their_definitions(pairs):
     true, chosen = np.array(pairs).T
-    found = scores(confusion(true, chosen, 4))
+    found = classification_scores(confusion(true, chosen, 4))
     assert found["accuracy"] == pytest.approx((true == chosen).mean())
     # Gorodkin: the correlation of the two, each as one column of zeros and ones for every class.
     one_hot = [np.eye(4)[each] - np.eye(4)[each].mean(0) for each in (true, chosen)]
@@ -154,7 +154,7 @@ def test_of_two_classes_the_coefficient_is_that_of_the_four_counts():
     for right_1, right_0, missed, wrong in product((0, 2, 7), repeat=4):
         if not right_1 + right_0 + missed + wrong:
             continue
-        found = scores(np.array([[right_0, wrong], [missed, right_1]]))["mcc"]
+        found = classification_scores(np.array([[right_0, wrong], [missed, right_1]]))["mcc"]
         sides = (right_1 + wrong) * (right_1 + missed) * (right_0 + wrong) * (right_0 + missed)
         expected = (right_1 * right_0 - wrong * missed) / np.sqrt(sides) if sides else 0.0
         assert found == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Forecasting through the training engine: a run goes on to the bit, keeps its best weights, and stops in time."""
+"""Forecasting runs through the training engine: a run goes on to the bit, keeps its best weights, and stops in time."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from series import config, waves, written
 from remanence.forecast.config import ForecastConfig
 from remanence.forecast.network import load_network
 from remanence.forecast.series import Series
-from remanence.forecast.task import Forecasting
+from remanence.forecast.task import WindowSource
 from remanence.train import DataConfig, OptimizerConfig, Run, TrainConfig, export, fit, override
 from remanence.train.validation import Validation
 
@@ -41,10 +41,10 @@ def same(one, other):
 
 
 def test_every_window_is_read_once_in_an_epoch_and_its_targets_follow_it(path):
-    source = Forecasting(config(path, batch=7), 7)
-    assert source.train.number == 280 - 24 - 8 + 1
-    seen = torch.cat([source.step(number).first for number in range(2 * source.train.number // 7 + 1)])
-    count = source.train.number
+    source = WindowSource(config(path, batch=7), 7)
+    assert source.train.num_windows == 280 - 24 - 8 + 1
+    seen = torch.cat([source.step(number).first for number in range(2 * source.train.num_windows // 7 + 1)])
+    count = source.train.num_windows
     assert sorted(seen[:count].tolist()) == list(range(count)) == sorted(seen[count : 2 * count].tolist())
     assert seen[:count].tolist() != seen[count : 2 * count].tolist()
     batch, values = source.step(3), source.protocol.values
@@ -56,7 +56,7 @@ def test_every_window_is_read_once_in_an_epoch_and_its_targets_follow_it(path):
 
 def test_with_a_history_every_look_back_has_its_own_targets(path):
     made = config(path, forecast=ForecastConfig(patch=8, stride=4, history=2))
-    source = Forecasting(made, 4)
+    source = WindowSource(made, 4)
     batch, values = source.step(0), source.protocol.values
     assert batch.x.shape == (4, 72, 3) and batch.targets.shape == (4, 3, 8, 3)
     for row, first in enumerate(batch.first.tolist()):
@@ -74,7 +74,7 @@ def test_training_never_sees_what_comes_after_its_part(tmp_path):
     changed[320:] *= -7.0  # the test part
     found = []
     for number, each in enumerate((values, changed)):
-        source = Forecasting(config(steps=4), 8, Series(each, ("a", "b", "c")))
+        source = WindowSource(config(steps=4), 8, Series(each, ("a", "b", "c")))
         found.append(fit(config(steps=4), tmp_path / str(number), source=source))
     assert all(
         torch.equal(*pair) for pair in zip(*(each.state_dict().values() for each in found), strict=True)
@@ -148,7 +148,7 @@ def test_the_model_is_the_best_by_validation_and_runs_stop(path, tmp_path):
     history = [(line["step"], line["validation"]) for line in lines(tmp_path / "run") if "validation" in line]
     best = min(history, key=lambda each: each[1])
     assert history[-1][0] < 60 and sum(step > best[0] for step, _ in history) == 3
-    source = Forecasting(made, 8)
+    source = WindowSource(made, 8)
     assert source.validate(network) == pytest.approx(best[1]) != pytest.approx(history[-1][1])
     assert source.validate(load_network(tmp_path / "run" / "model")) == pytest.approx(best[1])
     with Run.open(None, tmp_path / "run", resume=True) as again:
@@ -210,6 +210,6 @@ def test_fields_can_be_changed_by_name(path):
         with pytest.raises(ValueError, match=message):
             override(config(path), {name: value})
     with pytest.raises(ValueError, match=r"data.path: expected a CSV file .* got none"):
-        Forecasting(config(), 8)
+        WindowSource(config(), 8)
     with pytest.raises(ValueError, match=r"forecast.patch: expected at most the look-back of 24, got 30"):
-        Forecasting(replace(config(path), forecast=ForecastConfig(patch=30)), 8)
+        WindowSource(replace(config(path), forecast=ForecastConfig(patch=30)), 8)

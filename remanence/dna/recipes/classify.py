@@ -1,4 +1,4 @@
-"""Classes of DNA sequences, by a model that was trained on a genome (``--init_from``), or from scratch without it.
+"""Classification of DNA sequences, from a model pretrained on a genome (``--init_from``) or from scratch.
 
 remanence train dna/classify --out out/promoters --data.path=GUE/prom/prom_300_tata --init_from=out/genome/model
 remanence eval out/promoters/model dna --dna.data=GUE/prom/prom_300_tata --memory-mode on off --json out/promoters.json
