@@ -564,7 +564,7 @@ def one_reading(model: Model, piece: int, start: int, until: int) -> Row:
     else:
         timed, ms = until, median_ms(lambda: some(model.start(1), until), seconds=4.0, most=3)
     said = {"backend": backend()} if model.has_memory else {}
-    note = f"pieces of {piece:,}, read {min(reader.piece_of(model), piece):,} tokens at a time"
+    note = f"pieces of {piece:,}, read {min(reader.piece_size(model), piece):,} tokens at a time"
     return {
         "ms": ms * piece / timed,
         "tokens_per_s": 1e3 * timed / ms,

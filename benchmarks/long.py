@@ -60,7 +60,7 @@ def measure(variant: str, name: str, tokens: int, rounds: int) -> dict:
     half, peak_at_middle, start = None, 0.0, time.perf_counter()
     with Progress(transient=True) as bar:
         task = bar.add_task(variant, total=tokens)
-        for _ in session.reading(text(tokens)):
+        for _ in session.read_pieces(text(tokens)):
             bar.update(task, completed=session.tokens)
             if not peak_at_middle and session.tokens >= MIDDLE:
                 peak_at_middle = high_water_mib()

@@ -1,7 +1,7 @@
-"""The layers of a model in one loop: features in, features out, with one state for all of it.
+"""The stack of layers of a model, from features to features, with one state for all layers.
 
-A language model puts an embedding in front and a head behind (`remanence.model`); other inputs, such as numbers of a
-time series or another model's embeddings, can be given directly.
+A language model adds an embedding and a head (`remanence.model`). Other inputs, such as a time series or the embeddings
+of another model, can be given directly.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from remanence.config import MODES, Mode, ModelConfig, ModelFields, change
-from remanence.layers import Module, RMSNorm, SwiGLU, matmul_dtype
-from remanence.mixers import MIXERS, Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
+from remanence.layers import Module, RMSNorm
+from remanence.mixers import Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
+from remanence.mixers.block import Block
 from remanence.ops.checks import check_offsets, count_documents
 from remanence.ops.layout import gather_or_zero, pad_to_mask
 from remanence.ops.state import memories
@@ -28,6 +29,9 @@ from remanence.runtime.module import ours
 from remanence.runtime.positions import advance_position, positions_of, with_host_copy
 from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import TensorTuple
+from remanence.trace import Trace
+
+__all__ = ["Backbone", "Block", "Schedule", "State", "Trace", "memories"]
 
 Schedule = Literal["wavefront", "layers"]
 
@@ -38,18 +42,18 @@ class _State(NamedTuple):
 
 
 class State(_State, TensorTuple):
-    """All that a model carries from call to call, one row per document: each block's state, and the tokens read
+    """The recurrent state of a model, one row per document: the state of each block, and the number of tokens read
     ``[r]``.
 
-    Returned by every call and never changed in place, so keeping one is enough to come back to it. Its size does not
-    depend on how much was read, except with full attention.
+    Every call returns a new state and never changes one in place: keep a state to continue from it later. Its size does
+    not depend on the number of tokens read, except with full attention.
     """
 
     __slots__ = ()
 
     @property
     def diverged(self) -> Bool[Tensor, " r"]:
-        """Per row: whether any memory has been infinite, NaN or too large to be of use since the document began."""
+        """Per row: whether any memory has become infinite, NaN or too large since the start of the document."""
         flags = [memory.diverged for memory in memories(self)]
         return torch.stack(flags).any(0) if flags else torch.zeros_like(self.position, dtype=torch.bool)
 
@@ -57,8 +61,8 @@ class State(_State, TensorTuple):
         return read >= 0
 
     def crop(self, tokens: int) -> State:
-        """The state before the last `tokens` tokens, which must lie in the memories' open chunk and have been written
-        to them.
+        """The state before the last `tokens` tokens, which must be in the current chunk of every memory and have been
+        written to it.
         """
         if tokens < 0 or bool((self.position < tokens).any()):
             raise ValueError(
@@ -72,71 +76,14 @@ class State(_State, TensorTuple):
         return State(tuple(block.crop(tokens) for block in self.blocks), self.position - tokens)
 
 
-class Trace(NamedTuple):
-    """All that can be seen of a call: the last layer's output, normalised ``[b t d]``; the state; what each layer's
-    memory did, or None; the input of each layer ``[b t d]``.
-    """
-
-    hidden: Tensor
-    state: State
-    traces: Sequence[MemoryTrace | None]
-    layers: Sequence[Tensor]
-
-    @classmethod
-    def join(cls, pieces: Sequence[Trace]) -> Trace:
-        """Of a call that was read in pieces, one behind the other."""
-        depth = len(pieces[0].traces)
-        traces = wavefront.LazySequence(
-            depth, lambda layer: MemoryTrace.join([piece.traces[layer] for piece in pieces])
-        )
-        layers = wavefront.LazySequence(
-            depth, lambda layer: torch.cat([piece.layers[layer] for piece in pieces], 1)
-        )
-        return cls(torch.cat([piece.hidden for piece in pieces], 1), pieces[-1].state, traces, layers)
-
-    @property
-    def surprise(self) -> Tensor | None:
-        """Per token ``[b t]``, the mean over layers and heads; None without a memory that was written."""
-        present = [trace.surprise.mean(-1) for trace in self.traces if trace is not None]
-        return torch.stack(present).mean(0) if present else None
-
-
-class Block(Module):
-    """One layer: a mixer over tokens and a feed-forward net, each behind a norm and beside a residual connection."""
-
-    mixer: Mixer
-
-    def __init__(self, name: str, config: ModelConfig) -> None:
-        super().__init__()
-        check_choice("pattern", name, MIXERS, {"titans": ("mac", "mag", "mal", "lmm")})
-        self.norm_mixer, self.norm_ffn = RMSNorm(config.dim), RMSNorm(config.dim)
-        self.mixer = MIXERS[name](config)
-        self.ffn = SwiGLU(config.dim, config.hidden)
-
-    def forward(self, x: Float[Tensor, "b t d"], state: Any, ctx: Context) -> MixerOutput:
-        y, state, trace = self.mixer(self.norm_mixer(x, matmul_dtype(x)), state, ctx)
-        return MixerOutput(self.residual_ffn(x, y), state, trace)
-
-    def start(self, rows: int) -> Any:
-        return self.mixer.start(rows)
-
-    def residual_ffn(self, x: Tensor, y: Tensor) -> Tensor:
-        """What goes on to the next layer, from a layer's input and its mixer's output."""
-        x = x + y
-        # What torch may have compiled is for one layer's weights.
-        feed = self.ffn if self.ffn.gate.weight.dim() == 2 else self.ffn.forward
-        return x + feed(self.norm_ffn(x, matmul_dtype(x)))
-
-
 class Backbone(Module):
-    """``y, state = Backbone(config)(x, state)``: features ``[b t d]`` in, normalised features out.
+    """A stack of layers: ``y, state = Backbone(config)(x, state)``, features ``[b t d]`` in, normalised features out.
 
-    Pass None at a document's start, and what you got afterwards. ``memory_mode`` says what becomes of the memories,
-    neural and kNN: "on"; "off", as if there were none; "frozen", read but not written; "fresh", reset at every segment.
-    It is an argument of each call; ``backbone.memory_mode`` is the default of calls that give none.
-    ``backbone.checkpointing`` trades a second forward pass for memory in training. ``backbone.schedule`` is how layers
-    that read segment after segment do it: "wavefront", several layers at once where possible, or "layers", one after
-    the other.
+    Pass ``state=None`` at the start of a document, and the returned state in the following calls. ``memory_mode``
+    controls the neural and kNN memories: "on"; "off", no memory; "frozen", read but not written; "fresh", reset at
+    every segment. It is an argument of each call, by default ``backbone.memory_mode``. ``backbone.checkpointing`` is
+    activation checkpointing in training. ``backbone.schedule`` is the order in which layers that read by segments are
+    computed: "wavefront", several layers at once where possible, or "layers", one layer after the other.
     """
 
     @show_fields(ModelConfig, default_of="config")
@@ -155,7 +102,7 @@ class Backbone(Module):
         self.reset_own_parameters()
 
     def reset_own_parameters(self) -> None:
-        """Scale residual branches so that they do not grow with depth; see docs/paper.md."""
+        """Scale the residual branches down with the number of layers; see docs/paper.md."""
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 if name.endswith(("o_proj.weight", "down.weight")):
@@ -193,7 +140,7 @@ class Backbone(Module):
         return any(mixer.has_memory for mixer in self.mixers)
 
     def check_mode(self, mode: Mode) -> Mode:
-        """The mode, if this model has it; a model without a memory has "on" alone."""
+        """Return the mode; raise an error if the model does not support it (without a memory, only "on" is)."""
         check_choice("memory_mode", mode, MODES)
         if mode != "on" and not self.has_memory:
             raise ValueError(
@@ -202,10 +149,11 @@ class Backbone(Module):
         return mode
 
     def start(self, rows: int) -> State:
-        """The state of `rows` documents of which nothing has been read."""
-        return State(tuple(block.start(rows) for block in self.blocks), self._nothing(rows, self.device))  # type: ignore[operator]
+        """The state of `rows` documents before the first token."""
+        blocks = tuple(block.start(rows) for block in self.blocks)  # type: ignore[operator]
+        return State(blocks, self._zero_position(rows, self.device))
 
-    def _nothing(self, rows: int, device: torch.device) -> Tensor:
+    def _zero_position(self, rows: int, device: torch.device) -> Tensor:
         return with_host_copy(torch.zeros(rows, dtype=torch.int64, device=device), [0] * rows)
 
     def forward(
@@ -221,17 +169,18 @@ class Backbone(Module):
         traced: bool = False,
         memory: Mode | None = None,
     ) -> tuple[Float[Tensor, "b t d"], State] | Trace:
-        """The last layer's output, normalised, and the state.
+        """The normalised output of the last layer, and the state.
 
         Args:
-            x: features of the configuration's dim.
-            state: None at a document's start, then what the call before returned.
-            mask: true where a token counts. Padding, wherever it stands, is not read; its output is zero.
-            offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
-            memory_mode: of this call; None: ``backbone.memory_mode``.
-            keep: whether to return the state, as in `trace`.
+            x: features of width `config.dim`.
+            state: None at the start of a document; otherwise the state that the previous call returned.
+            mask: true for tokens, false for padding, which may be anywhere. Padding does not change the state; its
+                output is zero.
+            offsets: for documents packed into a single row: 0 and the end of each document.
+            memory_mode: the memory mode of this call; None: ``backbone.memory_mode``.
+            keep: whether the state is needed, as in `trace`.
             text: the tokens and their statistics, as in `trace`.
-            traced: return all that `trace` does.
+            traced: return a `Trace`, as `trace` does.
             memory: deprecated: use `memory_mode`.
         """
         if memory is not None:
@@ -253,11 +202,11 @@ class Backbone(Module):
         text: Text | None = None,
         memory: Mode | None = None,
     ) -> Trace:
-        """`forward`, with what each memory did beside it.
+        """`forward`, with the surprise and gates of each memory.
 
-        If the state is not to be kept, as in training on packed documents, it has no blocks: MAC is then read several
-        layers and documents at once, and kNN stores are as long as the documents. `text` is what a language model knows
-        of x.
+        With ``keep=False``, as in training on packed documents, the returned state has no blocks: MAC then processes
+        several layers and documents at once, and kNN stores are only as long as the documents. `text` holds the tokens
+        of a language model.
         """
         if memory is not None:
             memory_mode = renamed_mode(memory)
@@ -271,7 +220,7 @@ class Backbone(Module):
         )
         if x.shape[0] == 0 or x.shape[1] == 0:
             return Trace(x, state or self.start(rows), (None,) * len(self.blocks), (x,) * len(self.blocks))
-        position = self._nothing(rows, x.device) if state is None else state.position
+        position = self._zero_position(rows, x.device) if state is None else state.position
         ctx = Context(position, borders, mode, text, Shared(), keep)
         strides = [stride for stride in [mixer.stride for mixer in self.mixers] if stride is not None]
         if borders is not None and state is None and not keep and mode == "on" and self._reads_in_wavefront():
@@ -280,7 +229,7 @@ class Backbone(Module):
         return trace if keep else trace._replace(state=State((), trace.state.position))
 
     def _read(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
-        """One layer after the other, or whole segments in a wavefront where that is faster."""
+        """Run the layers one after the other, or whole segments in a wavefront where that is faster."""
         whole = self._whole_segments(x.shape[1], state, ctx)
         if whole is None:
             return self._read_layers(x, state, ctx)
@@ -301,12 +250,12 @@ class Backbone(Module):
         return pieces[0] if len(pieces) == 1 else Trace.join(pieces)
 
     def _read_layers(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
-        ends: list[Any] = []
+        states: list[TensorTuple] = []
         traces, layers = [], []
         for index, block in enumerate(self.blocks):
             layers.append(x)
-            x, end, trace = self._call(block, x, None if state is None else state.blocks[index], ctx)
-            ends.append(end)
+            x, after, trace = self._call(block, x, None if state is None else state.blocks[index], ctx)
+            states.append(after)
             traces.append(trace)
         tokens = layers[0].shape[1]
         counts = (
@@ -314,12 +263,12 @@ class Backbone(Module):
         )
         return Trace(
             self.norm(x),
-            State(tuple(ends), advance_position(ctx.position, counts)),
+            State(tuple(states), advance_position(ctx.position, counts)),
             tuple(traces),
             tuple(layers),
         )
 
-    def _call(self, block: nn.Module, x: Tensor, state: Any, ctx: Context) -> MixerOutput:
+    def _call(self, block: nn.Module, x: Tensor, state: TensorTuple | None, ctx: Context) -> MixerOutput:
         if self._checkpoints:
             return checkpoint(block, x, state, ctx, use_reentrant=False)
         return block(x, state, ctx)
@@ -329,7 +278,7 @@ class Backbone(Module):
         return self.checkpointing and self.training and torch.is_grad_enabled()
 
     def _whole_segments(self, tokens: int, state: State | None, ctx: Context) -> slice | None:
-        """The whole segments of a call, if they are to be read in a wavefront."""
+        """The tokens of the whole segments in a call, if these can be read in a wavefront; else None."""
         size = self.mixers[0].segment_length
         if (
             size is None
@@ -353,21 +302,21 @@ class Backbone(Module):
         return wavefront.unsupported(list(self.blocks)) is None
 
     def _read_wavefront(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
-        begun = (state or self.start(x.shape[0])).blocks
-        passage = wavefront.read(list(self.blocks), x, begun, checkpointing=self._checkpoints)
+        initial = (state or self.start(x.shape[0])).blocks
+        passage = wavefront.read(list(self.blocks), x, initial, checkpointing=self._checkpoints)
         after = State(passage.states, advance_position(ctx.position, x.shape[1]))
         return Trace(self.norm(passage.x), after, passage.traces, passage.layers)
 
     def _read_lanes(self, x: Tensor, ctx: Context, borders: list[int]) -> Trace:
-        """Packed documents from their starts, laid side by side in a wavefront; their states are lost."""
+        """Read packed documents from their starts as the rows of a wavefront, without returning their states."""
         segment = self.mixers[0].segment_length or 1
-        there, back, begins = (index.to(x.device) for index in wavefront.pack_rows(borders, segment))
-        start = self.start(len(there)).blocks
-        lanes = gather_or_zero(x[0], there)
+        rows, inverse, begins = (index.to(x.device) for index in wavefront.pack_rows(borders, segment))
+        start = self.start(len(rows)).blocks
+        lanes = gather_or_zero(x[0], rows)
         passage = wavefront.read(
             list(self.blocks), lanes, start, begins=begins, checkpointing=self._checkpoints
         )
-        packed = lambda rows: rows.flatten(0, 1).index_select(0, back).unsqueeze(0)
+        packed = lambda lanes: lanes.flatten(0, 1).index_select(0, inverse).unsqueeze(0)
         depth = len(self.blocks)
         traces = wavefront.LazySequence(
             depth, lambda layer: MemoryTrace.mapped(passage.traces[layer], packed)
@@ -377,7 +326,7 @@ class Backbone(Module):
         return Trace(self.norm(packed(passage.x)), State((), ctx.position + counts), traces, layers)
 
     def _read_strides(self, x: Tensor, state: State | None, ctx: Context, stride: int) -> Trace:
-        """So many tokens through all layers before the next, as some mixers need it."""
+        """Read `stride` tokens with all layers before the next `stride` tokens, as some mixers require."""
         position = ctx.position
         split = SegmentSplit(x, ctx.offsets, [place % stride for place in positions_of(position)], stride)
         pieces, traces, layers = [], [], []
@@ -386,8 +335,8 @@ class Backbone(Module):
             keep = ctx.keep and part is split.parts[-1]
             here = Context(position, part.offsets, ctx.mode, text, Shared(), keep)
             trace = self._read(split.take(part), state, here)
-            begun = (None,) * len(self.mixers) if state is None else state.blocks
-            pairs = zip(self.mixers, begun, trace.state.blocks, strict=True)
+            before = (None,) * len(self.mixers) if state is None else state.blocks
+            pairs = zip(self.mixers, before, trace.state.blocks, strict=True)
             ends = tuple(mixer.finish(old, new, trace.hidden, here) for mixer, old, new in pairs)
             position = trace.state.position
             state = State(ends, position)
@@ -402,9 +351,7 @@ class Backbone(Module):
     def _trace_masked(
         self, x: Tensor, state: State | None, mask: Tensor, mode: Mode, keep: bool, text: Text | None
     ) -> Trace:
-        """Only the tokens that count, packed behind one another: padding then cannot touch memory, position or
-        window.
-        """
+        """Read the tokens without the padding, packed into one row, so that padding cannot change any state."""
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
         packed = lambda full: full[mask].unsqueeze(0)
         text = text and text._replace(tokens=packed(text.tokens))
@@ -416,14 +363,13 @@ class Backbone(Module):
         return Trace(pad_to_mask(inside.hidden, mask), inside.state, traces, layers)
 
     def remembers_all(self, state: State) -> bool:
-        """Whether the memories have read what the model has: after a call with its memory off their chunks begin
-        elsewhere.
-        """
+        """Whether every memory has read all tokens: after a call with the memory off, its chunks are not aligned."""
         return all(
             positions_of(memory.position) == positions_of(state.position) for memory in memories(state)
         )
 
     def check(self, x: Tensor, state: object, mask: object, offsets: object) -> None:
+        """Raise an error if the arguments of a call have wrong types or shapes."""
         dim = self.config.dim
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
             got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
@@ -432,7 +378,7 @@ class Backbone(Module):
         if mask is not None:
             if offsets is not None:
                 raise ValueError(
-                    "offsets: expected None beside a mask, got both; a mask already says where each document lies"
+                    "offsets: expected None beside a mask, got both; a mask already separates documents"
                 )
             if not isinstance(mask, Tensor) or mask.shape != x.shape[:2] or mask.dtype != torch.bool:
                 got = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -441,7 +387,7 @@ class Backbone(Module):
                 )
 
     def check_state(self, state: object) -> None:
-        """Refuse what is not a state of this model; None is one."""
+        """Raise an error if a state does not belong to this model. None is accepted."""
         if state is None:
             return
         if not isinstance(state, State) or len(state.blocks) != len(self.blocks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import log
 from pathlib import Path
-from typing import Any, Protocol, Unpack, runtime_checkable
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from remanence.backbone import Backbone, Schedule, State, Trace, memories
+from remanence.causal_model import CausalModel, SavedConfig
 from remanence.config import Mode, ModelConfig, ModelFields, change
 from remanence.io.migrations import current_name
 from remanence.mixers import Mixer, Text
@@ -23,6 +24,7 @@ from remanence.runtime.module import Module, altered, check_transforms
 __all__ = [
     "CausalModel",
     "Model",
+    "SavedConfig",
     "Schedule",
     "State",
     "Trace",
@@ -33,107 +35,24 @@ __all__ = [
 ]
 
 
-@runtime_checkable
-class CausalModel(Protocol):
-    """What sessions, generation, memory files, training and evaluation need of a language model. `Model` and a
-    pretrained model with a memory (`remanence.attached.model.Attached`) satisfy it; neither inherits from the other.
-    """
-
-    config: Any
-    """Has `vocabulary`, `dim` and `to_dict`."""
-    folder: Path | None
-    """Where it was loaded from, with its tokenizer."""
-    checkpointing: bool
-    training: bool
-    log_unigrams: Any
-    """Log frequencies of tokens, where a memory needs them; else None."""
-
-    @property
-    def embed(self) -> Any:
-        """The token embeddings, whose weights have the model's dtype and device."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int | None:
-        """The longest text; None: no limit."""
-
-    @property
-    def has_memory(self) -> bool: ...
-
-    @property
-    def mixers(self) -> list[Any]:
-        """Its layers that are our own mixers; none in a pretrained model."""
-
-    def start(self, rows: int) -> State: ...
-
-    def __call__(
-        self, tokens: Tensor, state: State | None = None, **settings: Any
-    ) -> tuple[Tensor, State]: ...
-
-    def trace(
-        self,
-        tokens: Tensor,
-        state: State | None = None,
-        *,
-        mask: Tensor | None = None,
-        offsets: Any = None,
-        memory_mode: Mode | None = None,
-        keep: bool = True,
-    ) -> Trace: ...
-
-    memory_mode: Mode
-    """Of calls that give none. Sessions and generations always give theirs."""
-
-    def check_mode(self, mode: Mode) -> Mode:
-        """The mode; an error if the model does not have it."""
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-    def eval(self) -> Any: ...
-
-    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What a folder, a checkpoint and a fingerprint hold."""
-
-    def current_config(self) -> Any:
-        """The configuration as it is saved now."""
-
-    def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
-        """A configuration that an earlier version saved, as this one would save it; warnings name the file `where`."""
-
-    def state_template(self) -> State:
-        """The state of one row at the start, on the meta device."""
-
-    def state_layout(self) -> tuple[State, list[int]]:
-        """The same of few layers, and for each layer of the model the one among them with the same tensors."""
-
-    def pretrained_tokenizer(self) -> Any:
-        """The tokenizer of the pretrained model inside; None without one."""
-
-    def capture_unsupported_reason(self, carries: bool) -> str | None: ...
-
-    def decode_unsupported_reason(self, mode: Mode) -> str | None: ...
-
-    def save(self, folder: str | Path) -> None: ...
+class _CallSettings(TypedDict):
+    mask: Tensor | None
+    offsets: Tensor | Sequence[int] | None
+    memory_mode: Mode | None
 
 
 class Model(Module):
-    """``logits, state = Model(config)(tokens, state)``: pass None at a document's start, and what you got afterwards.
+    """A language model: ``logits, state = Model(config)(tokens, state)``.
 
-    ``model.memory_mode``, ``model.checkpointing`` and ``model.schedule`` are those of its `Backbone`: what becomes of
-    the memories ("on", "off", "frozen", "fresh") in calls that do not say, whether activations are computed again in
-    backward, and how layers read segments. ``model.folder`` is where it was loaded from, with its tokenizer, or None.
+    Pass ``state=None`` at the start of a document, and the returned state in the following calls.
 
-    Texts of different lengths: pass ``mask=``, true where a token counts, or pack the documents into one row and pass
-    ``offsets=``. `reset_parameters` initialises the model again, as after ``to_empty`` from the meta device.
+    ``model.memory_mode``, ``model.checkpointing`` and ``model.schedule`` are those of its `Backbone`: the default
+    memory mode ("on", "off", "frozen", "fresh"), activation checkpointing, and the order in which layers read segments.
+    ``model.folder`` is the folder that the model was loaded from, with its tokenizer, or None.
+
+    For texts of different lengths, pass a ``mask=`` that is true for tokens and false for padding, or pack the
+    documents into one row and pass ``offsets=``. `reset_parameters` initialises all parameters again, for example after
+    ``to_empty`` from the meta device.
     """
 
     folder: Path | None = None
@@ -148,14 +67,14 @@ class Model(Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.backbone = Backbone(c)
         self.head = None if c.tie else nn.Linear(c.dim, c.vocab_size, bias=False)
-        # Counted from what a model is trained on, saved with it, and never trained.
-        rare = any(mixer.needs_unigrams for mixer in self.backbone.mixers)
-        self.log_unigrams = nn.Parameter(torch.empty(c.vocab_size), requires_grad=False) if rare else None
+        # Token frequencies of the training data; saved with the model, not trained by gradients.
+        needed = any(mixer.needs_unigrams for mixer in self.backbone.mixers)
+        self.log_unigrams = nn.Parameter(torch.empty(c.vocab_size), requires_grad=False) if needed else None
         self.reset_own_parameters()
         self.register_load_state_dict_pre_hook(_rename)
 
     def reset_own_parameters(self) -> None:
-        """Unit logits at first, whatever the width."""
+        """Initialise embedding and head so that logits have unit variance at any width."""
         nn.init.normal_(self.embed.weight, std=self.config.dim**-0.5)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
@@ -193,7 +112,7 @@ class Model(Module):
     memory = RenamedMode()
 
     def check_mode(self, mode: Mode) -> Mode:
-        """The mode, if this model has it; a model without a memory has "on" alone."""
+        """Return the mode; raise an error if the model does not support it (without a memory, only "on" is)."""
         return self.backbone.check_mode(mode)
 
     @property
@@ -217,7 +136,7 @@ class Model(Module):
         return self.backbone.has_memory
 
     def start(self, rows: int) -> State:
-        """The state of `rows` documents of which nothing has been read."""
+        """The state of `rows` documents before the first token."""
         return self.backbone.start(rows)
 
     def forward(
@@ -230,15 +149,15 @@ class Model(Module):
         memory_mode: Mode | None = None,
         memory: Mode | None = None,
     ) -> tuple[Float[Tensor, "b t v"], State]:
-        """Logits of what follows each token, and the state.
+        """The logits of the next token after each token, and the state.
 
         Args:
-            tokens: numbers below the vocabulary.
-            state: None at a document's start, then what the call before returned.
-            mask: true where a token counts. Padding, wherever it stands, is not read; its logits are those of a
-                zero vector.
-            offsets: for documents packed one behind the other in a single row: 0, each one's end, the last being t.
-            memory_mode: of this call; None: ``model.memory_mode``.
+            tokens: token ids.
+            state: None at the start of a document; otherwise the state that the previous call returned.
+            mask: true for tokens, false for padding, which may be anywhere. Padding does not change the state; its
+                logits are those of a zero vector.
+            offsets: for documents packed into a single row: 0 and the end of each document.
+            memory_mode: the memory mode of this call; None: ``model.memory_mode``.
             memory: deprecated: use `memory_mode`.
         """
         if memory is not None:
@@ -260,33 +179,32 @@ class Model(Module):
         keep: bool = True,
         memory: Mode | None = None,
     ) -> Trace:
-        """`forward` up to the logits, with what each memory did beside it: `Backbone.trace`."""
+        """A forward pass without the head, with the surprise and gates of each memory, as `Backbone.trace`."""
         if memory is not None:
             memory_mode = renamed_mode(memory)
         if self.has_memory:
             check_transforms()
         tokens = check_tokens(tokens, mask, self.vocab_size)
         text = Text(tokens, self.log_unigrams, self.logits)
-        settings: dict[str, Any] = {"mask": mask, "offsets": offsets, "memory_mode": memory_mode}
+        settings = _CallSettings(mask=mask, offsets=offsets, memory_mode=memory_mode)
         x, known = self.embed(tokens), type(self.backbone).forward is Backbone.forward
         if known and altered([self.backbone]) is None:
             return self.backbone.trace(x, state, keep=keep, text=text, **settings)
-        if known:
-            settings.update(keep=keep, text=text, traced=True)
-        # For its hooks, or another `forward`, which may return less than a trace.
-        hidden, after, *seen = self.backbone(x, state, **settings)
-        return Trace(hidden, after, *seen) if seen else Trace(hidden, after, (None,) * len(self.blocks), ())
+        # The backbone has hooks, or a subclass with its own `forward`, which may return hidden vectors and state only.
+        extra = {"keep": keep, "text": text, "traced": True} if known else {}
+        hidden, after, *rest = self.backbone(x, state, **settings, **extra)
+        return Trace(hidden, after, *rest) if rest else Trace(hidden, after, (None,) * len(self.blocks), ())
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What a folder and a checkpoint hold: here, everything."""
+        """The parameters that are saved in a folder and a checkpoint: all of them."""
         return self.named_parameters()
 
     def current_config(self) -> ModelConfig:
         return self.config
 
     def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
-        """With the fields that are newer than the file, by default."""
-        return upgraded(saved)
+        """A saved configuration, with default values for the fields that the file does not have."""
+        return upgrade_config(saved)
 
     def state_template(self) -> State:
         return state_template(self.config, self.embed.weight.dtype)
@@ -298,17 +216,17 @@ class Model(Module):
         return None
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
-        """Why calls cannot be captured as CUDA graphs, for rows that carry a state or begin; None if they can."""
+        """Why calls, or those that carry a state, cannot be captured as CUDA graphs; None if they can."""
         reasons = (mixer.capture_unsupported_reason(carries) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def decode_unsupported_reason(self, mode: Mode) -> str | None:
-        """Why tokens cannot be decoded in place in this mode; None if they can."""
+        """Why tokens cannot be decoded in place in this memory mode; None if they can."""
         reasons = (mixer.decode_unsupported_reason(mode) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def describe(self) -> dict[str, Any]:
-        """The configuration as a folder's config.json has it."""
+        """The content of ``config.json``."""
         from remanence.folder import describe
 
         return describe(self.config, self.embed.weight.dtype)
@@ -323,8 +241,8 @@ class Model(Module):
     def load(
         cls, folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Model:
-        """The model that `save` (or ``save_pretrained`` of `remanence.hf`) wrote, in the dtype it was saved in or
-        another: in the same one it computes the same to the last bit.
+        """The model that `save` (or ``save_pretrained`` of `remanence.hf`) wrote. `dtype` is by default the saved one,
+        with which the results are bit-identical to those of the saved model.
         """
         from remanence.folder import load_model
 
@@ -332,7 +250,7 @@ class Model(Module):
 
 
 def check_tokens(tokens: Tensor, mask: object, vocab_size: int) -> Tensor:
-    """The tokens, where they count, if they are of the vocabulary; 0 as padding, which may be any number."""
+    """Check that token ids are within the vocabulary; return them with padding replaced by 0."""
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
         got = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens: expected integers [batch, tokens], got {got}")
@@ -348,16 +266,16 @@ def check_tokens(tokens: Tensor, mask: object, vocab_size: int) -> Tensor:
     return tokens
 
 
-def _rename(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Weights of an earlier version, by the names of this one."""
+def _rename(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Rename the weights of an earlier version in a state dict (a load hook)."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         current = prefix + current_name(name.removeprefix(prefix))
         if current != name:
             state_dict[current] = state_dict.pop(name)
 
 
-def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration with the fields that are newer, by default; as it is if it is not one of ours."""
+def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration with default values for newer fields; unchanged if it is not that of a `Model`."""
     try:
         return ModelConfig.from_dict(dict(saved)).to_dict()
     except (ValueError, TypeError):
@@ -365,7 +283,7 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_template(config: ModelConfig, dtype: torch.dtype | None = None) -> State:
-    """The state of one row at the start on the meta device: a store is not allocated only to be compared with."""
+    """The initial state of one row on the meta device, where large stores take no memory."""
     with torch.device("meta"):
         return Model(config).to(dtype).start(1)
 
@@ -377,18 +295,18 @@ def state_layout(config: ModelConfig) -> tuple[State, list[int]]:
 
 
 def parameters(config: ModelConfig) -> int:
-    """How many parameters a model of this configuration has; nothing is allocated."""
+    """The number of parameters of a model with this configuration. Nothing is allocated."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Model(config).parameters())
 
 
 def matched(config: ModelConfig, target: int | None = None) -> ModelConfig:
-    """The same with a feed-forward width that gives `target` parameters, by default those of a Transformer of the same
-    preset.
+    """The configuration with a feed-forward width for `target` parameters; by default as many as a Transformer of the
+    same preset has.
 
-    Hybrids carry attention and memory; variants compared at equal width of the feed-forward would differ by up to two
-    thirds. Widths are multiples of 16, which matrix products on a GPU need to be fast (others took 4 times as long on
-    an H200).
+    Hybrids have both attention and memory: at equal feed-forward width, variants would differ in size by up to two
+    thirds. Widths are multiples of 16, as fast matrix products on a GPU require (others took 4 times as long on an
+    H200).
     """
     if target is None:
         target = parameters(change(config, {"pattern": ("attention",)}))
@@ -397,6 +315,6 @@ def matched(config: ModelConfig, target: int | None = None) -> ModelConfig:
     ffn = 16 * round((target - rest) / per_unit / 16)
     if ffn < 16:
         raise ValueError(
-            f"target: expected more than {rest:,}, what this model has without a feed-forward, got {target:,}"
+            f"target: expected more than the {rest:,} parameters outside the feed-forward networks, got {target:,}"
         )
     return change(config, {"ffn": ffn})

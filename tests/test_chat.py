@@ -152,7 +152,7 @@ class TestTemplate:
             add_generation_prompt=True,
         )
         assert text == theirs
-        turns.begun = False
+        turns.has_started = False
         assert turns.text("Who?").startswith("<s>")
 
     def test_it_is_saved_with_the_tokenizer(self, folder, tmp_path):
@@ -181,7 +181,7 @@ class TestTemplate:
     def test_one_that_drops_answers_is_refused(self, folder):
         turns = Turns(self.told(folder, chat_template="{{ messages[-1].content }}"))
         assert turns.text("a") == "a"
-        with pytest.raises(ValueError, match="expected one that writes what an assistant says"):
+        with pytest.raises(ValueError, match="expected one that writes the messages of the assistant"):
             turns.text("b")
 
     def test_chat_speaks_by_it(self, tmp_path, command, monkeypatch):
@@ -191,5 +191,5 @@ class TestTemplate:
         cli.main(["new", "tiny", "m", "--variant", "lmm", "--tokenizer", "pairs.json"])
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
         command("chat", "m", "--memory-file", "c.mem", "--max-tokens", 1, "--device", "cpu", "--seed", 1)
-        (count,) = memfile.peek(tmp_path / "c.mem")[0]["tokens"]
+        (count,) = memfile.read_file(tmp_path / "c.mem")[0]["tokens"]
         assert len("<user>hello</>\n<assistant>") <= count <= len("<user>hello</>\n<assistant>") + 1

@@ -71,7 +71,7 @@ def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
     first, both, resumed = tmp_path / "1.mem", tmp_path / "2.mem", tmp_path / "3.mem"
     run("read", "m", "t.txt", "--save", first)
     run("read", "m", "t.txt", "--memory-file", first, "--save", both)
-    assert memfile.peek(both)[0]["tokens"] == [2 * len(TEXT)]
+    assert memfile.read_file(both)[0]["tokens"] == [2 * len(TEXT)]
     assert "exists; --resume continues it" in run("read", "m", "t.txt", "--save", first, code=2)
     # Interrupted after the first piece of the second text, then resumed: the same to the last bit.
     monkeypatch.setattr(sessions, "AUTOSAVE", -1.0)
@@ -79,7 +79,7 @@ def test_reading_on_and_resuming(run, home, tmp_path, monkeypatch):
     run("read", "m", "t.txt", "--memory-file", first, "--save", resumed, code=130)
     monkeypatch.undo()
     monkeypatch.chdir(home)
-    assert len(TEXT) < memfile.peek(resumed)[0]["tokens"][0] < 2 * len(TEXT)
+    assert len(TEXT) < memfile.read_file(resumed)[0]["tokens"][0] < 2 * len(TEXT)
     assert "expected the files that" in run(
         "read", "m", "m/config.json", "--save", resumed, "--resume", code=2
     )
@@ -125,7 +125,7 @@ def test_chat_remembers_from_one_conversation_to_the_next(run, home, tmp_path, m
 
         monkeypatch.setattr("builtins.input", answer)
         run("chat", "m", "--memory-file", path, "--max-tokens", 3, "--temperature", 0)
-        assert memfile.peek(path)[0]["tokens"] == [turn * (5 + 1 + 3)]
+        assert memfile.read_file(path)[0]["tokens"] == [turn * (5 + 1 + 3)]
     session = Session(home / "m")
     for line in ("\nhello", "\nagain"):
         session.generate(line, max_tokens=3, temperature=0)
@@ -150,7 +150,7 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
         after,
     )
     written = {
-        name: memfile.peek(path)[1]["blocks.0.memory.memory.position"].item()
+        name: memfile.read_file(path)[1]["blocks.0.memory.memory.position"].item()
         for name, path in (("1", first), ("2", after))
     }
     assert written["1"] == written["2"] == len(TEXT)
@@ -168,7 +168,7 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
         "--save",
         after,
     )
-    assert memfile.peek(after)[1]["blocks.0.memory.memory.position"].item() == len(TEXT) + 1
+    assert memfile.read_file(after)[1]["blocks.0.memory.memory.position"].item() == len(TEXT) + 1
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_ctrl_c_saves_what_was_read(home, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted after" in err and "Traceback" not in err
-    assert 0 < memfile.peek(tmp_path / "a.mem")[0]["tokens"][0] < 800 * len(TEXT)
+    assert 0 < memfile.read_file(tmp_path / "a.mem")[0]["tokens"][0] < 800 * len(TEXT)
 
 
 class TestPresets:

@@ -45,7 +45,7 @@ def expected(folder):
 
 def texts(folder):
     """The text of a fixture: what had been read when its memory was saved, and the rest."""
-    text, read = expected(folder)["text"], memfile.peek(folder / "text.mem")[0]["notes"]["read"]
+    text, read = expected(folder)["text"], memfile.read_file(folder / "text.mem")[0]["notes"]["read"]
     return text[:, :read], text[:, read:]
 
 
@@ -107,7 +107,9 @@ def test_a_memory_is_the_one_that_the_model_would_have_now(folder):
     state = memfile.load(folder / "text.mem", model)
     with torch.no_grad():
         _, again = model(texts(folder)[0])
-    for (name, came), (_, wanted) in zip(memfile.named(again), memfile.named(state), strict=True):
+    for (name, came), (_, wanted) in zip(
+        memfile.named_tensors(again), memfile.named_tensors(state), strict=True
+    ):
         agree(came, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from remanence import Model, preset
 from remanence.inference import reader
-from remanence.inference.graphs import border_of, longest_window, unsupported
+from remanence.inference.graphs import alignment_of, longest_window, unsupported
 from remanence.layers.linear import Linear, StackedWeight
 from remanence.model import memories
 from remanence.ops.triton import dispatch
@@ -66,8 +66,8 @@ def test_why_nothing_is_captured():
 
 def test_where_everything_ends_together():
     subject = model("mac", memory={"chunk": 64})
-    assert border_of(subject) == 128 and longest_window(subject) == 0
-    assert border_of(model("mag", memory={"chunk": 64})) == 64 and longest_window(model("mag")) == 256
+    assert alignment_of(subject) == 128 and longest_window(subject) == 0
+    assert alignment_of(model("mag", memory={"chunk": 64})) == 64 and longest_window(model("mag")) == 256
 
 
 def test_a_state_that_is_said_to_stand_somewhere():
@@ -127,7 +127,7 @@ def test_reading_in_pieces_is_reading():
         whole = subject.trace(tokens)
         found = reader.read(subject, tokens)
     assert torch.allclose(found.last, whole.hidden[:, -1], atol=1e-9) and not found.diverged
-    assert found.surprise == pytest.approx(float(whole.surprise.sum())) and found.surprised == 700
+    assert found.surprise == pytest.approx(float(whole.surprise.sum())) and found.surprise_count == 700
     found.state.blocks[0].memory.memory.diverged[0] = True
     assert reader.read(subject, tokens[:, :3], found.state).diverged
 
@@ -208,9 +208,9 @@ def test_captured_pieces_are_pieces(variant, monkeypatch):
     monkeypatch.setattr(reader, "LARGE", 512)
     monkeypatch.setattr(reader, "PIECE", 512)
     captured = reader.read(subject, tokens)
-    assert reader._COUNTED[subject].graph is not None
-    reader._COUNTED.clear()
-    monkeypatch.setattr(reader, "PATIENCE", 10**9)
+    assert reader._CAPTURES[subject].graph is not None
+    reader._CAPTURES.clear()
+    monkeypatch.setattr(reader, "PIECES_BEFORE_CAPTURE", 10**9)
     launched = reader.read(subject, tokens)
     assert torch.equal(captured.last, launched.last) and captured.surprise == launched.surprise
     assert all(

@@ -272,7 +272,7 @@ class TestLargeStores:
     def test_they_are_mapped_and_go_on(self, tmp_path):
         path = tmp_path / "a.mem"
         subject, state = self.saved(path)
-        header, _ = memfile.peek(path)
+        header, _ = memfile.read_file(path)
         assert "blocks.0.store.k" in header["large"] and "position" not in header["large"]
         before, x = path.read_bytes(), tokens(1, 13)
         loaded = memfile.load(path, subject)

@@ -74,7 +74,7 @@ def test_reading_saving_loading_generating_is_doing_it_in_one_go(variant, tmp_pa
 
 def test_a_file_says_what_it_is_and_holds_no_text(tmp_path):
     subject, path = saved(tmp_path)
-    header, tensors = memfile.peek(path)
+    header, tensors = memfile.read_file(path)
     assert header["tokens"] == [len(TEXT)]
     assert header["schema"] == memfile.SCHEMA
     assert header["config"] == subject.model.config.to_dict()
@@ -201,7 +201,7 @@ class TestDamage:
         with pytest.raises(ValueError, match=message):
             Session(subject.model).load(path)
         with pytest.raises(ValueError, match=message):
-            memfile.peek(path)
+            memfile.read_file(path)
 
     def test_a_header_of_a_million_layers(self, tmp_path):
         _, path = saved(tmp_path)
@@ -212,7 +212,7 @@ class TestDamage:
 
         rewrite(path, grow)
         with pytest.raises(ValueError, match="does not describe its content: 1,000,000 layers"):
-            memfile.peek(path)
+            memfile.read_file(path)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_numbers_that_are_none(self, tmp_path, value):

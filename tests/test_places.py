@@ -154,7 +154,9 @@ def test_what_calls_return_lies_as_if_it_had_been_loaded(variant):
             assert not misaligned(state.rows([rows - 1]).tensors())
             # Nothing is multiplied by the importance of a token.
             assert all(
-                tensor.is_contiguous() for name, tensor in memfile.named(state) if not name.endswith("worth")
+                tensor.is_contiguous()
+                for name, tensor in memfile.named_tensors(state)
+                if not name.endswith("worth")
             )
         mask = torch.arange(9) >= torch.arange(rows).unsqueeze(-1)
         assert not misaligned(subject(tokens(rows, 9), state, mask=mask)[1].tensors())

@@ -56,9 +56,9 @@ def test_a_memory_replaced_between_header_and_tensors(tmp_path, pair, monkeypatc
 
 def test_looking_into_a_memory_that_is_replaced(tmp_path, pair, monkeypatch):
     assert replaced_after(monkeypatch, memfile, "read_header", tmp_path / "0.mem", tmp_path / "1.mem") == []
-    header, tensors = memfile.peek(tmp_path / "0.mem")
+    header, tensors = memfile.read_file(tmp_path / "0.mem")
     assert header["fingerprint"] == list(memfile.fingerprint(pair[0].model))
-    for name, tensor in memfile.named(pair[0].state):
+    for name, tensor in memfile.named_tensors(pair[0].state):
         assert torch.equal(tensors[name], tensor), name
 
 

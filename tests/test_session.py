@@ -260,7 +260,7 @@ def unfinished():
 @pytest.mark.parametrize("call", [
     lambda session, path: session.read(TEXT),
     lambda session, path: session.read(""),
-    lambda session, path: list(session.reading(TEXT)),
+    lambda session, path: list(session.read_pieces(TEXT)),
     lambda session, path: session.generate("d", max_tokens=2),
     lambda session, path: next(session.stream("d", max_tokens=2)),
     lambda session, path: session.load(path),

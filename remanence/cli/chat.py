@@ -91,7 +91,7 @@ class Chat(SamplingOptions):
                 else ""
             )
             echo(f"{session.tokens:,} tokens forgotten{kept}")
-            session.state, turns.begun = session.model.start(1), False
+            session.state, turns.has_started = session.model.start(1), False
         elif line.strip() != "/quit":
             hint = "to send it to the model, begin with a space"
             raise ValueError(f"{command}: expected one of {COMMANDS}; {hint}")

@@ -65,7 +65,7 @@ def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dic
     with Progress(keep=True) as progress:
         bar = progress.add("reading", tokens, TITLE)
         before = session.tokens
-        for _ in session.reading(rest):
+        for _ in session.read_pieces(rest):
             bar.update(session.tokens - before)
     session.save(path)
     read = time.monotonic() - began

@@ -207,7 +207,7 @@ def _model_facts(folder: Path) -> dict[str, Any]:
 def _memory_facts(path: Path) -> dict[str, Any]:
     from remanence.inference import memfile
 
-    header, tensors = memfile.peek(path, verify=True)
+    header, tensors = memfile.read_file(path, verify=True)
     return {
         "kind": "memory",
         "schema": header["schema"],

@@ -78,7 +78,7 @@ class Read:
         source = ByteStream(self.files)
         notes: dict[str, Any] = {"begun": session.tokens, "source": source.fingerprint()}
         if continued:
-            notes = memfile.peek(save)[0]["notes"]
+            notes = memfile.read_file(save)[0]["notes"]
             if notes.get("source") != source.fingerprint() or type(notes.get("begun")) is not int:
                 raise ValueError(f"--resume: expected the files that {save} was reading, got others")
         before = session.tokens
@@ -104,8 +104,8 @@ class Read:
         with Progress() as progress:
             bar = progress.add("reading", source.size)
             try:
-                for piece in session.reading(source, skip=before - notes["begun"]):
-                    surprise, count = surprise + piece.surprise, count + piece.surprised
+                for piece in session.read_pieces(source, skip=before - notes["begun"]):
+                    surprise, count = surprise + piece.surprise, count + piece.surprise_count
                     mean = surprise / count if count else None
                     show_tokens(bar, source.position, session.tokens - before, mean)
                     if time.monotonic() - saved > AUTOSAVE:

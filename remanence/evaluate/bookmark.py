@@ -30,7 +30,7 @@ class Bookmark:
         if self.path is None or not self.path.is_file():
             return None
         try:
-            notes = memfile.peek(self.path)[0]["notes"]
+            notes = memfile.read_file(self.path)[0]["notes"]
             return (memfile.load(self.path, model), notes["counted"]) if self._matches(notes, text) else None
         except ValueError:
             return None

@@ -18,7 +18,7 @@ from remanence.config import Mode
 from remanence.evaluate.bookmark import Bookmark
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
 from remanence.inference.memfile import HasWeights
-from remanence.inference.reader import PIECE, piece_of, piece_slices, read, token_pieces, traces
+from remanence.inference.reader import PIECE, piece_size, piece_slices, read, token_pieces, traces
 from remanence.io.files import read_json
 from remanence.io.migrations import accepts_old_names
 from remanence.io.shipped import resolve_model_path
@@ -103,7 +103,7 @@ class Subject:
         found = self.bookmark.find(self.model, digest)
         state, at = (found[0], found[1]["at"]) if found else (self.model.start(len(texts)), 0)
         self.on_tokens(at * len(texts))
-        size = piece_of(self.model)
+        size = piece_size(self.model)
         unread = [text[at:] for text in texts]
         for part in piece_slices(max(len(text) for text in unread), size):
             parts = [text[part].astype(np.int64) for text in unread]

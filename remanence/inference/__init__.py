@@ -1,1 +1,1 @@
-"""A trained model in use: reading, sessions, generation, decoding, memory files."""
+"""Inference: reading, sessions, generation, decoding, memory files."""

@@ -1,7 +1,6 @@
-"""Lines of a conversation as the text that a model reads: by the chat template of its tokenizer, or plain.
+"""Formatting of a conversation: by the chat template of the tokenizer, or as plain lines.
 
-A template comes with a folder, which may be anyone's: it runs in Jinja's sandbox, as in Hugging Face's libraries, and
-can do nothing but write text.
+A template may come from an untrusted model folder. It is rendered in Jinja's sandbox, as in Hugging Face's libraries.
 """
 
 from __future__ import annotations
@@ -12,33 +11,34 @@ from datetime import datetime
 from remanence.runtime.errors import first_line
 from remanence.tokenizers.tokens import TEMPLATE, Tokenizer
 
-ANSWER = "(an answer that is looked for)"
-"""Stands for what the model has said, to find what a template writes behind it."""
+PLACEHOLDER = "(an answer that is looked for)"
+"""Stands for the model's answer, to find the text that a template writes after an answer."""
 
 
 class Turns:
-    """The text before each answer. The model has read all that came before, so only what is new is made; what ends an
-    answer comes with the next line. Without a template, a line begins on a new line and the answer goes on behind it,
-    as in the texts that a model was trained on.
+    """Formats each user message as the text that the model reads before it answers.
+
+    The model has read all earlier turns, so the text only contains the end of the last answer and the new message.
+    Without a chat template, a message starts on a new line and the answer follows it directly.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.words: Mapping[str, str] = getattr(tokenizer, "words", {})
-        self.begun = False
+        self.has_started = False
 
     def text(self, line: str) -> str:
-        """What the model reads before it answers a line."""
+        """The text that the model reads before it answers a message."""
         if TEMPLATE not in self.words:
             return f"\n{line}"
-        said = {"role": "user", "content": line}
-        if not self.begun:
-            self.begun = True
-            return self._render([said])
-        earlier = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-        _, found, text = self._render([*earlier, said]).partition(ANSWER)
+        message = {"role": "user", "content": line}
+        if not self.has_started:
+            self.has_started = True
+            return self._render([message])
+        earlier = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
+        _, found, text = self._render([*earlier, message]).partition(PLACEHOLDER)
         if not found:
             raise ValueError(
-                "chat_template: expected one that writes what an assistant says, got one without"
+                "chat_template: expected one that writes the messages of the assistant, got one that does not"
             )
         return text
 
@@ -47,14 +47,16 @@ class Turns:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def refuse(message: str) -> None:
+        def raise_exception(message: str) -> None:
             raise TemplateError(message)
 
-        room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        room.globals["raise_exception"] = refuse
-        room.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            template = room.from_string(self.words[TEMPLATE])
+            template = environment.from_string(self.words[TEMPLATE])
             return template.render(messages=messages, add_generation_prompt=True, **self.words)
-        except Exception as error:  # whatever a stranger's template does
+        except Exception as error:  # a template can raise anything
             raise ValueError(f"chat_template: cannot be used ({first_line(error)})") from None

@@ -148,9 +148,9 @@ class Decoder:
         """A step by a call of the model, which has come to have hooks or modules that no decoder honours."""
         mask = None if active is None else active.unsqueeze(1)
         with torch.autocast(self.device.type, enabled=False):
-            seen = self.model.trace(tokens.unsqueeze(1), state, mask=mask, memory_mode=self.mode)
-            self.called = seen.state
-            return self.model.logits(seen.hidden)[:, 0]
+            trace = self.model.trace(tokens.unsqueeze(1), state, mask=mask, memory_mode=self.mode)
+            self.called = trace.state
+            return self.model.logits(trace.hidden)[:, 0]
 
     def _forward(self) -> Tensor:
         text = Text(self.tokens.unsqueeze(1), self.model.log_unigrams, self.model.logits)

@@ -266,10 +266,10 @@ class Generation:
             return self._finite(self._decoder.step(tokens, rows), self._decoder.diverged, said)
         mask = None if all(said) else rows.unsqueeze(-1)
         with threads_for(self.model):
-            seen = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory_mode=self.modes[1])
-            logits = self.model.logits(seen.hidden[:, -1])
-        self._state = seen.state
-        return self._finite(logits, seen.state.diverged, said)
+            trace = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory_mode=self.modes[1])
+            logits = self.model.logits(trace.hidden[:, -1])
+        self._state = trace.state
+        return self._finite(logits, trace.state.diverged, said)
 
     def _finite(self, logits: Tensor, diverged: Tensor, said: list[bool]) -> Tensor:
         """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token

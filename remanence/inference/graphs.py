@@ -1,4 +1,4 @@
-"""Whether a model's calls can be captured as CUDA graphs, and from which positions on."""
+"""Checks whether the calls of a model can be captured as CUDA graphs, and at which positions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from remanence.runtime.module import altered, described, modules_of, ours, overr
 
 
 def unsupported(model: Model, length: int, carries: bool) -> str | None:
-    """Why calls of so many tokens cannot be captured, for rows that carry a state or begin, in words; None if
-    they can.
-    """
+    """Why calls of `length` tokens, or those that carry a state, cannot be captured; None if they can."""
     if model.device.type != "cuda":
         return "only CUDA has graphs"
     if any(type(parameter.data) is not Tensor for parameter in model.parameters()):
@@ -22,16 +20,16 @@ def unsupported(model: Model, length: int, carries: bool) -> str | None:
         return reason
     if (reason := uncaptured_code_reason(model)) is not None:
         return reason
-    border = border_of(model)
+    border = alignment_of(model)
     if carries and length % border:
-        known = f"rows that go on must stand at multiples of {border} tokens, a chunk and a segment"
+        known = f"rows with a state must be at multiples of {border} tokens, whole chunks and segments"
         return f"{known}, but each call reads {length}"
     return None
 
 
 def uncaptured_code_reason(model: Model) -> str | None:
-    """What Python code in a model a captured graph would not run again, in words: hooks, and overrides that may decide
-    on the host. None if there is none.
+    """Which Python code of a model a captured graph would not run: hooks, or overrides that may branch on the host.
+    None if there is none.
     """
     modules = modules_of(model)
     if (reason := altered(modules)) is not None:
@@ -48,15 +46,15 @@ def uncaptured_code_reason(model: Model) -> str | None:
         known |= described(mixer, "capture_unsupported_reason")
     for module in modules:
         if not (ours(module) or module in known or type(module) in (nn.Embedding, nn.Linear, nn.ModuleList)):
-            return f"a module ({type(module).__name__}) is not one of ours, and may decide on the host"
+            return f"a module ({type(module).__name__}) is not one of ours, and may branch on the host"
     return None
 
 
-def border_of(model: Model) -> int:
-    """Tokens after which a chunk of every memory and a segment end together."""
+def alignment_of(model: Model) -> int:
+    """The number of tokens at whose multiples no chunk of a memory and no segment is open."""
     return lcm(*[mixer.border for mixer in model.mixers])
 
 
 def longest_window(model: Model) -> int:
-    """Tokens that any layer's sliding attention reaches back."""
+    """The largest attention window of any layer, in tokens."""
     return max((mixer.reach for mixer in model.mixers), default=0)

@@ -1,10 +1,10 @@
-"""A memory as a file: what a model has read, without the text. safetensors, checked in full before anything is used.
+"""Memory files: the state of a model after a text, as a safetensors file that is checked before anything is used.
 
-The header holds the schema, the model's configuration and fingerprint, the tokens read, and a checksum over all of it
-and every tensor; but tensors above `LARGE` bytes, as a kNN store's are, have checksums of their own and are not read
-when a file is opened: they stay in the file until they are used. A memory is made from what was read and can reveal it:
-treat a file as you would treat the text. It is also untrusted input: nothing in it is executed or unpickled, and what
-does not fit the model is refused. Names, shapes and sizes are compared with the model's before any tensor is read.
+The header holds the schema, the configuration and fingerprint of the model, the number of tokens read, and a checksum
+over the header and all tensors. Tensors above `LARGE` bytes, such as kNN stores, have separate checksums and stay in
+the file until they are used. A memory can reveal the text that it was made from: treat the file as you would treat the
+text. It is also untrusted input: nothing in it is executed or unpickled, and a file that does not fit the model is
+refused. Names, shapes and sizes are compared with those of the model before any tensor is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from remanence.io.tensors import (
     sha256,
     write_tensors,
 )
-from remanence.model import CausalModel, State, state_layout, upgraded
+from remanence.model import CausalModel, SavedConfig, State, state_layout, upgrade_config
 from remanence.runtime.device import machine_memory
 from remanence.runtime.errors import DivergedError, OtherConfigError
 from remanence.runtime.overrides import differences
@@ -43,21 +43,21 @@ from remanence.runtime.state import parts
 FORMAT, SCHEMA = "remanence-memory", 1
 LAYER = "blocks."
 KINDS = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
-"""What a header holds as JSON."""
+"""The fields of a header that are JSON, and their types."""
 
 LARGE = 2**28
-"""Bytes of a tensor that is mapped instead of read."""
+"""Size in bytes above which a tensor is memory-mapped instead of read."""
 
-GREATEST, LONGEST = 1e15, 2**48
-"""The largest number of a state, whose products float32 can hold, and the most tokens that can have been read."""
+MAX_VALUE, MAX_TOKENS_READ = 1e15, 2**48
+"""The largest absolute value in a state (float32 can represent its square), and the largest number of tokens read."""
 
 MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
-"""From a schema to the next one: each is given a file's tensors and header (as text) as that schema wrote them."""
+"""Functions that convert the tensors and the header of a file from a schema to the next one."""
 
 
 class Fingerprint(NamedTuple):
-    """Of a model: its configuration, and its weights as bfloat16, so that float64, float32 and bfloat16 copies
-    agree.
+    """Hashes of a model's configuration and of its weights as bfloat16: float64, float32 and bfloat16 copies have the
+    same fingerprint.
     """
 
     config: str
@@ -69,24 +69,27 @@ class HasWeights(Protocol):
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
-    def current_config(self) -> Any: ...
+    def current_config(self) -> SavedConfig: ...
 
 
 def fingerprint(model: HasWeights) -> Fingerprint:
+    """The fingerprint of a model, which identifies the model that a memory file belongs to."""
     weights = hashlib.sha256()
     for name, parameter in sorted(
         (first_name(name), parameter) for name, parameter in model.saved_parameters()
     ):
         weights.update(f"{name} {list(parameter.shape)}".encode())
-        weights.update(_bytes(parameter.detach().to("cpu", torch.bfloat16)))
-    config = first_fields("model", _config(model))
+        weights.update(_tensor_bytes(parameter.detach().to("cpu", torch.bfloat16)))
+    config = first_fields("model", _config_dict(model))
     return Fingerprint(hashlib.sha256(canonical(config)).hexdigest()[:32], weights.hexdigest()[:32])
 
 
-def save(path: str | Path, model: CausalModel, state: State, notes: dict[str, Any] | None = None) -> None:
-    """Write what was read. A memory that has become infinite or NaN is refused: it could not be used again.
+def save(
+    path: str | Path, model: CausalModel, state: State, notes: Mapping[str, object] | None = None
+) -> None:
+    """Write a state to a memory file. A state that has diverged is refused.
 
-    `notes` are a few facts of the caller's own, as JSON; `remanence read` keeps there where its reading began.
+    `notes` is JSON data of the caller; `remanence read` stores where its reading began.
     """
     if not isinstance(state, State):
         raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
@@ -94,40 +97,39 @@ def save(path: str | Path, model: CausalModel, state: State, notes: dict[str, An
         raise DivergedError(
             "state: expected finite numbers, got a memory that has diverged; it was not saved"
         )
-    # Copied, as parts of a state may share memory, which safetensors refuses; stores never do, and may be too large for
-    # it.
+    # Parts of a state may share memory, which safetensors refuses, so they are copied. Large stores never do.
     tensors = {
         name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous()
-        for name, tensor in named(state)
+        for name, tensor in named_tensors(state)
     }
-    fitted("state", model, tensors)
+    fit_state("state", model, tensors)
     header = {
         "format": FORMAT,
         "schema": str(SCHEMA),
-        "config": _text(_config(model)),
+        "config": _json(_config_dict(model)),
         "fingerprint": json.dumps(fingerprint(model)),
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: describe(tensor) for name, tensor in tensors.items()}),
         "notes": json.dumps(notes or {}),
-        "large": _text({name: sha256(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}),
+        "large": _json({name: sha256(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}),
     }
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)}, digest=False)
 
 
 def load(path: str | Path, model: CausalModel, *, force: bool = False, verify: bool = False) -> State:
-    """The state in a file, on the model's device, if every part of it fits this model.
+    """The state in a memory file, on the device of the model and in the dtypes of its state.
 
-    `force` accepts a memory made with other weights of the same configuration. Numbers are converted to the dtypes that
-    the model keeps its state in. `verify` reads large tensors, too: damage inside them is not noticed otherwise.
+    An error is raised if the file does not fit the model. `force` accepts a file made with other weights of the same
+    configuration. `verify` also checks large tensors, whose damage is otherwise not detected.
     """
     with opened(Path(path)) as file:
         return _load(file, model, force, verify)
 
 
 def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> State:
-    path, header = file.path, _header(file)
-    own = _config(model)
-    config = model.upgrade_config(upgraded(header.data["config"]), str(path))
+    path, header = file.path, _read_header(file)
+    own = _config_dict(model)
+    config = model.upgrade_config(upgrade_config(header.data["config"]), str(path))
     found = list(differences(config, own))
     differing = [f"{name} is {theirs!r} in the file, {ours!r} in the model" for name, theirs, ours in found]
     if differing and [name for name, *_ in found] != ["base"]:
@@ -141,10 +143,10 @@ def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> State:
         raise ValueError(
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
         )
-    _compare(str(path), _Shapes(*model.state_layout()), header.entries)
-    tensors = _content(file, header, verify)
+    _check_shapes(str(path), _StateLayout(*model.state_layout()), header.entries)
+    tensors = _read_tensors(file, header, verify)
     unread = {name for name in header.large if tensors[name].nbytes > LARGE and not verify}
-    state = fitted(str(path), model, tensors, unread)
+    state = fit_state(str(path), model, tensors, unread)
     if state.position.tolist() != header.data["tokens"]:
         raise ValueError(
             f"{path}: position: expected the header's {header.data['tokens']} tokens, got {state.position.tolist()}"
@@ -152,24 +154,55 @@ def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> State:
     return state
 
 
-def peek(path: str | Path, *, verify: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A file's header and tensors: checked as a file, brought to the present schema, not yet fitted to a model."""
+def read_file(path: str | Path, *, verify: bool = False) -> tuple[FileHeader, dict[str, Tensor]]:
+    """The header and the tensors of a memory file in the present schema, with checksums verified, for any model."""
     with opened(Path(path)) as file:
-        header = _header(file)
+        header = _read_header(file)
         _check_plausible(file.path, header)
-        return {**header.data, "large": header.large}, _content(file, header, verify)
+        return FileHeader(**header.data, large=header.large), _read_tensors(file, header, verify)
+
+
+class HeaderData(TypedDict):
+    """The JSON fields of a header.
+
+    config
+        The configuration of the model.
+    fingerprint
+        The hashes of `Fingerprint`.
+    tokens
+        The number of tokens read in each row.
+    state
+        The dtype and shape of each tensor.
+    notes
+        Data of the caller of `save`.
+    schema
+        The schema in which the file was written.
+    """
+
+    config: dict[str, Any]
+    fingerprint: list[str]
+    tokens: list[int]
+    state: dict[str, list[str | int]]
+    notes: dict[str, Any]
+    schema: int
+
+
+class FileHeader(HeaderData):
+    """The JSON fields of a header, and the checksums of large tensors by name."""
+
+    large: dict[str, str]
 
 
 class _Header(NamedTuple):
-    """What a file says of itself, and what it must hold to be true: nothing of it is read yet."""
+    """The header of a memory file, the tensors it describes, and the checksums of large tensors. No tensor is read."""
 
-    data: dict[str, Any]
+    data: HeaderData
     entries: Mapping[str, Entry]
     large: dict[str, str]
 
 
-def _header(file: Opened) -> _Header:
-    """A file's header, if it is one of a memory file and describes its tensors."""
+def _read_header(file: Opened) -> _Header:
+    """The header of a memory file. An error is raised if it does not describe the tensors in the file."""
     path, (entries, words) = file.path, read_header(file)
     if words.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a memory file, got a safetensors file of another kind")
@@ -178,14 +211,14 @@ def _header(file: Opened) -> _Header:
         raise ValueError(
             f"{path}: expected schema {SCHEMA} or older, got {words.get('schema')}; a newer remanence can read it"
         )
-    large = _large(words, entries)
+    large = _parse_large(words, entries)
     if large is None:
         raise ValueError(f"{path}: altered or damaged: its checksums do not fit its content")
     unread = sum(entry.nbytes for name, entry in entries.items() if name not in large)
     if unread > machine_memory():
         raise ValueError(f"{path}: expected a memory that fits into this machine's, got {unread:,} bytes")
     if schema < SCHEMA:  # only a whole file can be brought to the present schema
-        stored = _migrated(path, schema, _verified(file, large, verify=False))
+        stored = _migrate(path, schema, _read_verified(file, large, verify=False))
         words, entries = stored.metadata, {name: entry_of(x) for name, x in stored.tensors.items()}
     try:
         data = {name: json.loads(words[name]) for name in KINDS}
@@ -199,32 +232,40 @@ def _header(file: Opened) -> _Header:
         or any(type(n) is not int for n in data["tokens"])
     ):
         raise ValueError(f"{path}: its header does not describe its content")
-    return _Header({**data, "schema": schema}, entries, large)
+    header = HeaderData(
+        config=data["config"],
+        fingerprint=data["fingerprint"],
+        tokens=data["tokens"],
+        state=data["state"],
+        notes=data["notes"],
+        schema=schema,
+    )
+    return _Header(header, entries, large)
 
 
 def _check_plausible(path: Path, header: _Header) -> None:
-    """Whether a file's tensors can be those of its own configuration, where that is one of a model that we know."""
+    """Check that the tensors of a file fit the configuration in its header, if that is one of a `Model`."""
     try:
         config = ModelConfig.from_dict(header.data["config"])
         if config.num_layers > len(header.entries):
             raise OtherConfigError(
                 f"{path}: its header does not describe its content: {config.num_layers:,} layers"
             )
-        shapes = _Shapes(*state_layout(config))
+        shapes = _StateLayout(*state_layout(config))
     except OtherConfigError:
         raise
-    except (ValueError, TypeError, RuntimeError, OverflowError):  # of a newer version, or someone's own mixer
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # a newer version, or a custom mixer
         return
-    _compare(str(path), shapes, header.entries)
+    _check_shapes(str(path), shapes, header.entries)
 
 
-def _content(file: Opened, header: _Header, verify: bool) -> dict[str, Tensor]:
-    """A file's tensors, checked, in the present schema."""
-    return _migrated(file.path, header.data["schema"], _verified(file, header.large, verify)).tensors
+def _read_tensors(file: Opened, header: _Header, verify: bool) -> dict[str, Tensor]:
+    """The tensors of a file, with checksums verified, in the present schema."""
+    return _migrate(file.path, header.data["schema"], _read_verified(file, header.large, verify)).tensors
 
 
-def _verified(file: Opened, large: dict[str, str], verify: bool) -> Stored:
-    """What a file holds, if its checksums fit."""
+def _read_verified(file: Opened, large: dict[str, str], verify: bool) -> Stored:
+    """The tensors and the header of a file. An error is raised if a checksum does not match."""
     path, stored = file.path, read_tensors(file, mapped=LARGE, digest=False)
     header = dict(stored.metadata)
     if header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
@@ -235,7 +276,7 @@ def _verified(file: Opened, large: dict[str, str], verify: bool) -> Stored:
     return stored
 
 
-def _migrated(path: Path, schema: int, stored: Stored) -> Stored:
+def _migrate(path: Path, schema: int, stored: Stored) -> Stored:
     for old in range(schema, SCHEMA):
         if old not in MIGRATIONS:
             raise ValueError(f"{path}: schema {old} cannot be brought to schema {SCHEMA}")
@@ -243,41 +284,47 @@ def _migrated(path: Path, schema: int, stored: Stored) -> Stored:
     return stored
 
 
-def _large(header: dict[str, str], entries: Mapping[str, Entry]) -> dict[str, str] | None:
-    """The tensors with checksums of their own, and these; None if the header is no good."""
+def _parse_large(header: dict[str, str], entries: Mapping[str, Entry]) -> dict[str, str] | None:
+    """The checksums of large tensors, by name; None if that field of the header is invalid."""
     try:
         large = json.loads(header.get("large", "{}"))
     except (ValueError, RecursionError):
         return None
-    named_well = isinstance(large, dict) and all(isinstance(digest, str) for digest in large.values())
-    return large if named_well and all(name in entries for name in large) else None
+    is_valid = isinstance(large, dict) and all(isinstance(digest, str) for digest in large.values())
+    return large if is_valid and all(name in entries for name in large) else None
 
 
-def _config(model: HasWeights) -> dict[str, Any]:
+def _config_dict(model: HasWeights) -> dict[str, Any]:
     return model.current_config().to_dict()
 
 
-def fitted(
+def fit_state(
     what: str, model: CausalModel, tensors: dict[str, Tensor], unread: set[str] | None = None
 ) -> State:
-    """Tensors as this model's state, on its device and in its dtypes, if each is there, of the right kind, and makes
-    sense; of those that stay `unread`, the numbers are not looked at.
+    """Tensors as a state of this model, on its device and in its dtypes.
+
+    An error is raised if a tensor is missing, has a wrong shape or dtype, or implausible values. The values of `unread`
+    tensors are not checked. `what` begins the messages.
     """
-    _compare(
-        what, _Shapes(*model.state_layout()), {name: entry_of(tensor) for name, tensor in tensors.items()}
+    _check_shapes(
+        what,
+        _StateLayout(*model.state_layout()),
+        {name: entry_of(tensor) for name, tensor in tensors.items()},
     )
     template = model.state_template()
-    growing = _growing(template)
+    growing = _growing_tensors(template)
     unbounded = {
         f"{path}.{stored_field(field)}" for path, part in parts(template) for field in part.minus_infinity
     }
-    state = assembled(template, tensors, model.device)
-    for name, tensor in named(state):  # as the model has them: a float64 can be too large for it
+    state = assemble_state(template, tensors, model.device)
+    for name, tensor in named_tensors(state):  # in the dtypes of the model, which a float64 may exceed
         if name not in (unread or ()):
             _check_finite(f"{what}: {name}", tensor, name in unbounded)
     longest = int(state.position.max())
-    if longest > LONGEST:
-        raise ValueError(f"{what}: position: expected at most {LONGEST:,} tokens read, got {longest:,}")
+    if longest > MAX_TOKENS_READ:
+        raise ValueError(
+            f"{what}: position: expected at most {MAX_TOKENS_READ:,} tokens read, got {longest:,}"
+        )
     for name in growing:
         if 0 < tensors[name].shape[1] < longest:
             got = tensors[name].shape[1]
@@ -293,17 +340,17 @@ def fitted(
     return state
 
 
-class _Shapes(NamedTuple):
-    """What a state is compared with: one of few layers, and for every layer the one that it is like."""
+class _StateLayout(NamedTuple):
+    """The shapes of a state: a template with each distinct layer once, and the index in it of each layer."""
 
     template: State
     places: list[int]
 
 
-def _compare(what: str, shapes: _Shapes, entries: Mapping[str, Entry]) -> None:
-    """Whether tensors can be a state of such a model, by their names, dtypes and shapes."""
+def _check_shapes(what: str, shapes: _StateLayout, entries: Mapping[str, Entry]) -> None:
+    """Check the names, dtypes and shapes of the tensors of a state."""
     template, places = shapes
-    likes, grown = dict(named(template)), _growing(template)
+    likes, grown = dict(named_tensors(template)), _growing_tensors(template)
     wanted = {name: name for name in likes if not name.startswith(LAYER)}
     for name in wanted:
         if name not in entries:
@@ -316,11 +363,11 @@ def _compare(what: str, shapes: _Shapes, entries: Mapping[str, Entry]) -> None:
         if name.startswith(LAYER):
             layers.setdefault(name.removeprefix(LAYER).partition(".")[0], []).append(name)
     for layer, place in enumerate(places):
-        for same in layers.get(str(place), []):
-            name = f"{LAYER}{layer}.{same.removeprefix(LAYER).partition('.')[2]}"
+        for similar in layers.get(str(place), []):
+            name = f"{LAYER}{layer}.{similar.removeprefix(LAYER).partition('.')[2]}"
             if name not in entries:
                 raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
-            wanted[name] = same
+            wanted[name] = similar
     for name, entry in entries.items():
         if name not in wanted:
             raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
@@ -333,25 +380,25 @@ def _compare(what: str, shapes: _Shapes, entries: Mapping[str, Entry]) -> None:
             raise ValueError(f"{what}: {name}: expected {kind}, got {entry.dtype}")
 
 
-def _growing(template: State) -> set[str]:
-    """The names of tensors that grow with the text."""
+def _growing_tensors(template: State) -> set[str]:
+    """The names of the tensors that grow with the text."""
     return {f"{path}.{field}" for path, part in parts(template) for field in part.growing()}
 
 
-def assembled(template: State, tensors: dict[str, Tensor], device: torch.device) -> State:
-    """Tensors by name as a state built like `template`, in its dtypes, on a device; nothing is checked."""
-    found = iter([tensors[name].to(device, like.dtype) for name, like in named(template)])
+def assemble_state(template: State, tensors: dict[str, Tensor], device: torch.device) -> State:
+    """Tensors by name as a state with the structure and dtypes of `template`; nothing is checked."""
+    found = iter([tensors[name].to(device, like.dtype) for name, like in named_tensors(template)])
     return template.map(lambda _: next(found))
 
 
-def named(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a state with its place: ``blocks.0.memory.layers.1``."""
+def named_tensors(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state with their names: ``blocks.0.memory.layers.1``."""
     if isinstance(node, Tensor):
         yield path, node
     elif node is not None:
         names = map(stored_field, node._fields) if hasattr(node, "_fields") else range(len(node))
         for name, child in zip(names, node, strict=True):
-            yield from named(child, f"{path}.{name}" if path else str(name))
+            yield from named_tensors(child, f"{path}.{name}" if path else str(name))
 
 
 def _check_finite(what: str, tensor: Tensor, unbounded: bool) -> None:
@@ -362,26 +409,26 @@ def _check_finite(what: str, tensor: Tensor, unbounded: bool) -> None:
         raise ValueError(
             f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}"
         )
-    huge = (tensor.abs() > GREATEST) & tensor.isfinite()
+    huge = (tensor.abs() > MAX_VALUE) & tensor.isfinite()
     if bool(huge.any()):
         raise ValueError(
-            f"{what}: expected numbers up to {GREATEST:g}, got {int(huge.sum())} above of {tensor.numel()}"
+            f"{what}: expected numbers up to {MAX_VALUE:g}, got {int(huge.sum())} above of {tensor.numel()}"
         )
 
 
-def _text(data: Any) -> str:
+def _json(data: Mapping[str, object]) -> str:
     return canonical(data).decode()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _checksum(tensors: dict[str, Tensor], header: dict[str, str], unread: set[str] | None = None) -> str:
-    """Of the header, and of every tensor but those that have their own checksums in it."""
+    """The checksum of the header and of all tensors without a separate checksum."""
     unread = {name for name, tensor in tensors.items() if tensor.nbytes > LARGE} if unread is None else unread
     digest = hashlib.sha256(canonical(header))
     for name in sorted(set(tensors) - unread):
         digest.update(name.encode())
-        digest.update(_bytes(tensors[name]))
+        digest.update(_tensor_bytes(tensors[name]))
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""How many threads a model runs with on a CPU, measured once for each model."""
+"""The number of CPU threads for a model, measured once per model."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from remanence.model import CausalModel
 from remanence.runtime.device import fastest_threads, threads_are_set, using_threads
 
-READ = 128
-"""Tokens that are read in one call to time it."""
+TIMED_TOKENS = 128
+"""Number of tokens in a timed call."""
 
 _FASTEST: WeakKeyDictionary[CausalModel, int] = WeakKeyDictionary()
 
 
 def threads_for(model: CausalModel) -> AbstractContextManager[None]:
-    """A context in which a model on a CPU runs with the number of threads that is fastest on this machine now.
+    """A context manager that sets the number of threads with which a model runs fastest on this CPU.
 
-    The first call times the model for a moment (`runtime/device.py: fastest_threads`); later calls use the same number,
-    so that a text gives the same numbers to the last bit in however many calls it is read. PyTorch's number is restored
-    afterwards, and one that the user has set is never changed.
+    The first call measures it (`runtime/device.py: fastest_threads`); later calls use the same number, so that results
+    do not depend on the number of calls. PyTorch's number of threads is restored afterwards. One set by the user is
+    never changed.
     """
     if model.device.type != "cpu" or threads_are_set():
         return nullcontext()
     if model not in _FASTEST:
-        _FASTEST[model] = fastest_threads(lambda: _work(model, READ), lambda: _work(model, 1))
+        _FASTEST[model] = fastest_threads(lambda: _run(model, TIMED_TOKENS), lambda: _run(model, 1))
     return using_threads(_FASTEST[model])
 
 
 @torch.no_grad()
-def _work(model: CausalModel, tokens: int) -> None:
+def _run(model: CausalModel, tokens: int) -> None:
     model.trace(
         torch.zeros(1, min(tokens, model.max_positions or tokens), dtype=torch.long, device=model.device)
     )

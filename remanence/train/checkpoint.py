@@ -113,7 +113,9 @@ def _write(
         with _one_line(temporary, OSError):
             dcp.save({**_weights(model), **_moments(model, optimizer)}, storage_writer=writer)
     if carried is not None:
-        write_tensors(temporary / f"carried-{world.rank:05d}.safetensors", dict(memfile.named(carried)), {})
+        write_tensors(
+            temporary / f"carried-{world.rank:05d}.safetensors", dict(memfile.named_tensors(carried)), {}
+        )
     if initial_state is not None and (held := initial_state.tensors()):
         write_tensors(temporary / f"{initial_state.file_prefix}-{world.rank:05d}.safetensors", held, {})
 
@@ -312,7 +314,7 @@ def _carried(path: Path, model: TrainableModel, world: World) -> State | None:
     for part in parts:
         with _fitting(part):
             tensors = read_tensors(part).tensors
-            states.append(memfile.assembled(template, tensors, template.position.device))
+            states.append(memfile.assemble_state(template, tensors, template.position.device))
     rows = State.concat(states)
     own = len(rows.position) // world.size
     return rows.rows(slice(world.rank * own, (world.rank + 1) * own))

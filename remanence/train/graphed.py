@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remanence.data import Batch
-from remanence.inference.graphs import border_of, longest_window, uncaptured_code_reason, unsupported
+from remanence.inference.graphs import alignment_of, longest_window, uncaptured_code_reason, unsupported
 from remanence.model import Model, State, Trace
 from remanence.runtime.graphs import capture, copy_all
 from remanence.runtime.module import Watch
@@ -76,7 +76,7 @@ class Graphed:
         self.model, self.dtype = model, dtype
         self.device, self.parameters = model.embed.weight.device, list(model.parameters())
         # Computed once: every step waits for the host here.
-        self.border, self.window = border_of(model), longest_window(model)
+        self.border, self.window = alignment_of(model), longest_window(model)
         self.held: dict[tuple[int | bool, ...], _Held] = {}
         self.watch = Watch(model)
 
@@ -93,7 +93,7 @@ class Graphed:
         """The sum over all targets (-100 is none), each times its weight, divided by how many there are or by `count`.
         The gradients are of that and of `cost` times `writing`.
 
-        Rows carry `state`, all at a multiple of `border_of`, except those that are `anew` ``[b]``: they begin a
+        Rows carry `state`, all at a multiple of `alignment_of`, except those that are `anew` ``[b]``: they begin a
         document. A step in which some do, or in which some have not filled their window yet, has a graph of its own.
         """
         if self.watch.changed():
@@ -225,4 +225,4 @@ class Graphs:
 
 def at_border(model: Model, state: State) -> bool:
     """Whether every row is where a captured step can begin."""
-    return all(position % border_of(model) == 0 for position in positions_of(state.position))
+    return all(position % alignment_of(model) == 0 for position in positions_of(state.position))

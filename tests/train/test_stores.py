@@ -66,4 +66,4 @@ def test_a_run_s_store_goes_on_after_it(tmp_path, shards):
     fit(config("lmm", steps=2), tmp_path / "plain")
     with pytest.raises(ValueError, match="memory: expected a run that carries its memories"):
         export(tmp_path / "plain", tmp_path / "other", memory=tmp_path / "b.mem")
-    assert memfile.peek(tmp_path / "run.mem")[0]["tokens"] == [read]
+    assert memfile.read_file(tmp_path / "run.mem")[0]["tokens"] == [read]
