@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remanence.backbone import State
 from remanence.cli.demo import KEYS, NOISE, PAIRS, RECIPES, SEGMENT, WINDOW
 from remanence.cli.progress import Progress
 from remanence.config import ModelConfig, change
 from remanence.inference import memfile
-from remanence.model import Model, matched, parameters
+from remanence.model import Model, State, matched, parameters
 from remanence.tasks.recall import Recall
 from remanence.train import OptimizerConfig, RecallData, TrainConfig, fit
 
