@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from remanence.config import MODES, Mode, ModelConfig, ModelFields, change
 from remanence.layers import Module, RMSNorm
-from remanence.mixers import Context, MemoryTrace, Mixer, MixerOutput, Shared, Text, wavefront
+from remanence.mixers import Context, MemoryTrace, Mixer, MixerOutput, SharedValues, Text, wavefront
 from remanence.mixers.block import Block
 from remanence.ops.checks import check_offsets, count_documents
 from remanence.ops.layout import gather_or_zero, pad_to_mask
@@ -221,7 +221,7 @@ class Backbone(Module):
         if x.shape[0] == 0 or x.shape[1] == 0:
             return Trace(x, state or self.start(rows), (None,) * len(self.blocks), (x,) * len(self.blocks))
         position = self._zero_position(rows, x.device) if state is None else state.position
-        ctx = Context(position, borders, mode, text, Shared(), keep)
+        ctx = Context(position, borders, mode, text, SharedValues(), keep)
         strides = [stride for stride in [mixer.stride for mixer in self.mixers] if stride is not None]
         if borders is not None and state is None and not keep and mode == "on" and self._reads_in_wavefront():
             return self._read_lanes(x, ctx, borders)
@@ -244,7 +244,7 @@ class Backbone(Module):
                 last = first + some.shape[1]
                 text = ctx.text and ctx.text._replace(tokens=ctx.text.tokens[:, first:last])
                 position = ctx.position if state is None else state.position
-                here = Context(position, None, ctx.mode, text, Shared(), ctx.keep)
+                here = Context(position, None, ctx.mode, text, SharedValues(), ctx.keep)
                 pieces.append(schedule(some, state, here))
                 state, first = pieces[-1].state, last
         return pieces[0] if len(pieces) == 1 else Trace.join(pieces)
@@ -299,7 +299,7 @@ class Backbone(Module):
     def _reads_in_wavefront(self) -> bool:
         if self.schedule == "layers" or torch.compiler.is_compiling() or not ours(self):
             return False
-        return wavefront.unsupported(list(self.blocks)) is None
+        return wavefront.unsupported_reason(list(self.blocks)) is None
 
     def _read_wavefront(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
         initial = (state or self.start(x.shape[0])).blocks
@@ -319,7 +319,7 @@ class Backbone(Module):
         packed = lambda lanes: lanes.flatten(0, 1).index_select(0, inverse).unsqueeze(0)
         depth = len(self.blocks)
         traces = wavefront.LazySequence(
-            depth, lambda layer: MemoryTrace.mapped(passage.traces[layer], packed)
+            depth, lambda layer: MemoryTrace.map_tensors(passage.traces[layer], packed)
         )
         layers = wavefront.LazySequence(depth, lambda layer: packed(passage.layers[layer]))
         counts = torch.tensor(borders, device=ctx.position.device).diff()
@@ -333,7 +333,7 @@ class Backbone(Module):
         for part in split:
             text = ctx.text and ctx.text._replace(tokens=split.take(part, ctx.text.tokens))
             keep = ctx.keep and part is split.parts[-1]
-            here = Context(position, part.offsets, ctx.mode, text, Shared(), keep)
+            here = Context(position, part.offsets, ctx.mode, text, SharedValues(), keep)
             trace = self._read(split.take(part), state, here)
             before = (None,) * len(self.mixers) if state is None else state.blocks
             pairs = zip(self.mixers, before, trace.state.blocks, strict=True)
@@ -357,7 +357,8 @@ class Backbone(Module):
         text = text and text._replace(tokens=packed(text.tokens))
         inside = self.trace(packed(x), state, offsets=borders, memory_mode=mode, keep=keep, text=text)
         traces = tuple(
-            MemoryTrace.mapped(trace, lambda tensor: pad_to_mask(tensor, mask)) for trace in inside.traces
+            MemoryTrace.map_tensors(trace, lambda tensor: pad_to_mask(tensor, mask))
+            for trace in inside.traces
         )
         layers = tuple(pad_to_mask(layer, mask) for layer in inside.layers)
         return Trace(pad_to_mask(inside.hidden, mask), inside.state, traces, layers)

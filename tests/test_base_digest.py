@@ -131,14 +131,14 @@ def gguf_file(path, eps):
 
 def test_a_gguf_and_a_folder_of_the_same_model_agree(tmp_path):
     """A GGUF has numbers in float32: 1e-5 is 9.99999975e-06 there."""
-    model = pretrained.Source.of(gguf_file(tmp_path / "a.gguf", 1e-5)).model()
+    model = pretrained.PretrainedSource.from_path(gguf_file(tmp_path / "a.gguf", 1e-5)).load_model()
     fields = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
     made = type(model)(type(model.config)(**fields | {"rms_norm_eps": 1e-5}))
     made.load_state_dict(model.state_dict())
     made.save_pretrained(tmp_path / "folder")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     assert digest(again) == digest(model) == digest(made)
-    other = pretrained.Source.of(gguf_file(tmp_path / "b.gguf", 1e-6)).model()
+    other = pretrained.PretrainedSource.from_path(gguf_file(tmp_path / "b.gguf", 1e-6)).load_model()
     assert digest(other) != digest(model)
 
 
@@ -160,7 +160,7 @@ def test_what_an_earlier_version_saved_opens_with_a_warning(tmp_path, monkeypatc
     own = trained(attached(base()))
     with monkeypatch.context() as patch:
         patch.setattr(memfile, "_config", lambda model: {**model.config.to_dict(), "base": earlier})
-        earlier = pretrained._earlier_digest(own.base)
+        earlier = pretrained._legacy_digest(own.base)
         session = remanence.Session(own)
         session.read("a few words")
         session.save(tmp_path / "a.mem")

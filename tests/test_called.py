@@ -196,11 +196,11 @@ def test_global_hooks_run_for_every_layer(register):
     assert set(places(subject).values()) <= seen
     handle = register_module_full_backward_hook(lambda *_: None)
     try:
-        assert "global" in wavefront.unsupported(list(subject.blocks))
+        assert "global" in wavefront.unsupported_reason(list(subject.blocks))
         assert not plain(subject.blocks[0].ffn.up, Linear)
     finally:
         handle.remove()
-    assert wavefront.unsupported(list(subject.blocks)) is None
+    assert wavefront.unsupported_reason(list(subject.blocks)) is None
 
 
 def test_replaced_and_parametrized_modules():
@@ -231,7 +231,7 @@ def test_replaced_and_parametrized_modules():
         subject, tokens = model(), text()
         before = subject(tokens)[0]
         change(subject)
-        assert wavefront.unsupported(list(subject.blocks)) is not None
+        assert wavefront.unsupported_reason(list(subject.blocks)) is not None
         found = logits_and_grads(subject, tokens)
         subject.schedule = "layers"
         for a, b in zip(found, logits_and_grads(subject, tokens), strict=True):
@@ -295,7 +295,9 @@ def test_a_subclass_that_overrides_nothing_that_counts_stays_fast():
     subject = model()
     for block in subject.blocks:
         with_class(block.mixer, Named)
-    assert wavefront.unsupported(list(subject.blocks)) is None and uncaptured_code_reason(subject) is None
+    assert (
+        wavefront.unsupported_reason(list(subject.blocks)) is None and uncaptured_code_reason(subject) is None
+    )
     assert all(in_place(block) for block in subject.blocks)
 
 
@@ -549,7 +551,7 @@ def test_nothing_is_altered_at_first():
         subject = model(variant)
         assert altered(modules_of(subject)) is None and uncaptured_code_reason(subject) is None
         assert all(in_place(block) for block in subject.blocks)
-    assert isinstance(ForwardDecoder(subject.blocks[0], subject.start(1).blocks[0], "on").captured, bool)
+    assert isinstance(ForwardDecoder(subject.blocks[0], subject.start(1).blocks[0], "on").is_capturable, bool)
     assert plain(model().blocks[0].mixer.memory, Memory)
     assert plain(model().blocks[0].mixer.attention, SegmentAttention)
 
@@ -563,9 +565,9 @@ def test_sharded_blocks_are_read_in_a_wavefront():
         for block in subject.blocks:
             fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
             register_fsdp_forward_method(block, "start")
-        assert wavefront.unsupported(list(subject.blocks)) is None
+        assert wavefront.unsupported_reason(list(subject.blocks)) is None
         assert_close(subject(tokens)[0], expected, 1e-9)
         subject.blocks[0].register_forward_hook(lambda *_: None)
-        assert "hooks" in wavefront.unsupported(list(subject.blocks))
+        assert "hooks" in wavefront.unsupported_reason(list(subject.blocks))
     finally:
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import remanence
 from remanence.attached import folder as attached_folder
-from remanence.attached.families import FAMILIES, narrowed_families
+from remanence.attached.families import FAMILIES, families_with_window
 
 pytestmark = pytest.mark.sample(3)
 
@@ -58,7 +58,7 @@ CASES = {
         {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "gpt2": ("gpt2", {"n_inner": 48, "n_positions": 96}),
 }  # fmt: skip
-NARROWED = [name for name, (kind, _) in CASES.items() if kind in narrowed_families()]
+NARROWED = [name for name, (kind, _) in CASES.items() if kind in families_with_window()]
 NEAR = {"rtol": 1e-4, "atol": 2e-5}
 
 
@@ -82,7 +82,7 @@ def test_every_family_is_tried():
 def test_the_documentation_lists_the_families():
     page = (Path(__file__).parent.parent / "docs" / "base-models.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|", page, re.M)
-    narrowed = narrowed_families()
+    narrowed = families_with_window()
     wanted = [(name, family.models, name in narrowed) for name, family in FAMILIES.items()]
     assert [(name, models.strip(), window.strip() == "yes") for name, models, window in listed] == wanted
 

@@ -19,7 +19,7 @@ from remanence.cli.models import inspect
 from remanence.config import memorizing
 from remanence.inference import memfile
 from remanence.memory import ivf
-from remanence.mixers import AttentionMixer, Context, Knn, Shared
+from remanence.mixers import AttentionMixer, Context, Knn, SharedValues
 from remanence.testing import assert_close
 
 COUNT = 29
@@ -27,7 +27,7 @@ COUNT = 29
 
 def context(x, shared=None):
     """Of a call that begins its documents."""
-    given = Shared()
+    given = SharedValues()
     given.entries.update(shared or {})
     return Context(torch.zeros(len(x), dtype=torch.int64), None, "on", None, given)
 

@@ -175,7 +175,7 @@ class DocumentLoop:
         for layer, state in zip(self.layers, blocks, strict=True):
             if not isinstance(layer.mixer, Knn):
                 continue
-            assert int(state.opened[row]) == len(layer.open)
+            assert int(state.open_length[row]) == len(layer.open)
             for name, tolerance in (("k", 1e-9), ("v", 1e-9), ("token_importance", 1e-5)):
                 held = getattr(state, name)[row]
                 waits = [torch.as_tensor(getattr(entry, name), dtype=held.dtype) for entry in layer.open]

@@ -142,7 +142,7 @@ def test_what_the_defaults_say(monkeypatch):
     """A layer that waits for all others, or whose state grows, is not decoded in place; a memory inside is a memory."""
     assert not made(pattern=("ema",)).has_memory and made().has_memory
     monkeypatch.setattr(EMA, "stride", 4)
-    assert unsupported(made()) == "EMA layers wait for all others"
+    assert unsupported(made()) == "EMA layers wait for all other layers"
     monkeypatch.undo()
     monkeypatch.setitem(MIXERS, "ema", EMA)
     monkeypatch.setattr(EMAState, "growing", lambda self: ("mean",))

@@ -128,11 +128,11 @@ def test_frozen_parameters_get_none():
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("mag", "segment after segment"),
+        ("mag", "whole segments"),
         ("one layer", "at least two"),
         ("observed", "observed"),
         ("hooked", "hooks"),
-        ("another's", "not one of ours"),
+        ("another's", "not part of this package"),
     ],
 )
 def test_what_cannot_be_is_read_layer_after_layer(case, why, counted):
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_read_layer_after_layer(case, why, counted):
     subject.schedule = "wavefront"
     observes = case == "observed"
     with observing_memories(lambda layer, values, predictions: None) if observes else nullcontext():
-        assert why in wavefront.unsupported(list(subject.blocks))
+        assert why in wavefront.unsupported_reason(list(subject.blocks))
         subject(torch.randint(50, (1, 4 * SEGMENT)))
     assert not counted
 

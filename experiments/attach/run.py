@@ -35,7 +35,7 @@ from torch import Tensor
 from experiments.attach.untrained import reading
 from experiments.shared import Row, Rows, add_arguments, load, machine, octaves, table_row, table_rule
 from remanence import attach
-from remanence.attached.base import Source
+from remanence.attached.base import PretrainedSource
 from remanence.attached.folder import load as load_attached
 from remanence.attached.model import Attached
 from remanence.inference.generate import Generation, Sampling
@@ -56,7 +56,7 @@ def tokenizer_of(base: str, work: Path) -> JsonTokenizer:
     """The pretrained model's, through its tokenizer.json."""
     folder = work / "tokenizer"
     if not (folder / "tokenizer.json").is_file():
-        Source.of(base).tokenizer().save_pretrained(folder)
+        PretrainedSource.from_path(base).load_tokenizer().save_pretrained(folder)
     return JsonTokenizer(folder / "tokenizer.json")
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from experiments.shared import load, table_row, table_rule
 from remanence import attach
-from remanence.attached.base import Source
-from remanence.attached.site import zero_output
+from remanence.attached.base import PretrainedSource
+from remanence.attached.layer import zero_output
 from remanence.memory.components import CLOSED_LOG_GATE
 from remanence.memory.neural import NeuralMemory
 from remanence.ops import Gates, memorize
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--window", type=int, default=512)
     args = parser.parse_args()
-    tokenizer = Source.of(args.base).tokenizer()
+    tokenizer = PretrainedSource.from_path(args.base).load_tokenizer()
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
     texts = [encode(bytes(book.numpy()).decode("utf-8", "replace")) for book in load(args.books, "test")]
     model = attach(args.base, window=args.window).model.eval()

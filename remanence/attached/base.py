@@ -1,6 +1,6 @@
-"""A Hugging Face model that a memory is attached to: where it is loaded from, whether it can have one, and its digest.
+"""The pretrained model that a memory is attached to: loading it, checking that it is supported, and its digest.
 
-transformers comes with the extra `attach`; nothing of it is imported before a model is there.
+transformers comes with the extra `attach`, and is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,22 +24,25 @@ from remanence.runtime.errors import first_line
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
+
+LEGACY_SAMPLES = 4096
+"""Number of values of each weight that digests of earlier versions cover."""
 
 
-SAMPLES = 4096
-"""Values of each weight that an earlier version's digest covers."""
-
-
-class Source(NamedTuple):
-    """Where a pretrained model comes from: a folder or a hub's name, and the file in it if that is a GGUF."""
+class PretrainedSource(NamedTuple):
+    """Where a pretrained model is loaded from: a folder or a name on the hub, and the name of its GGUF file, if any."""
 
     name: str
     gguf: str | None = None
 
     @classmethod
-    def of(cls, base: str | Path) -> Source:
-        """A folder, a hub's name, or the path of a ``.gguf`` file."""
+    def from_path(cls, base: str | Path) -> PretrainedSource:
+        """The source for a folder, a name on the hub, or the path of a ``.gguf`` file."""
         path = Path(base)
         if path.suffix == ".gguf":
             if not path.is_file():
@@ -47,11 +50,11 @@ class Source(NamedTuple):
             return cls(str(path.parent.resolve()), path.name)
         return cls(str(path.resolve()) if path.is_dir() else str(base))
 
-    def _load(self, auto: Any, **options: Any) -> Any:
+    def _load(self, from_pretrained: Callable[..., T], **options: object) -> T:
         if self.gguf is not None:
             options["gguf_file"] = self.gguf
         try:
-            return auto.from_pretrained(self.name, **options)
+            return from_pretrained(self.name, **options)
         except ImportError as error:
             hint = "pip install 'remanence[attach]'"
             raise ValueError(
@@ -62,32 +65,34 @@ class Source(NamedTuple):
                 f"base: expected the folder or name of a causal language model, got {self.name} ({first_line(error)})"
             ) from None
 
-    def model(self, dtype: torch.dtype | None = None) -> Any:
-        """The pretrained model, in its own dtype unless one is given."""
+    def load_model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Load the model, in its own dtype unless one is given."""
         from transformers import AutoModelForCausalLM
 
         return self._load(
-            AutoModelForCausalLM, dtype=dtype or ("auto" if self.gguf is None else torch.float32)
+            AutoModelForCausalLM.from_pretrained,
+            dtype=dtype or ("auto" if self.gguf is None else torch.float32),
         )
 
-    def tokenizer(self) -> Any:
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer of transformers."""
         from transformers import AutoTokenizer
 
-        return self._load(AutoTokenizer)
+        return self._load(AutoTokenizer.from_pretrained)
 
-    def own_tokenizer(self) -> Tokenizer | None:
-        """Its tokenizer as one of ours; None if there is none that can be found."""
+    def load_native_tokenizer(self) -> Tokenizer | None:
+        """Load the tokenizer as a `remanence.tokenizers` tokenizer; None if there is none."""
         if not self.name:
             return None
         with suppress(ValueError, AttributeError), TemporaryDirectory() as folder:
-            self.tokenizer().save_pretrained(folder)
+            self.load_tokenizer().save_pretrained(folder)
             if (Path(folder) / "tokenizer.json").is_file():
                 return load_tokenizer(folder)
         return None
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse what is no causal language model that can be trained through."""
+    """Raise a ValueError for anything but a causal language model that gradients can pass through."""
     try:
         from transformers import PreTrainedModel
     except ImportError as error:
@@ -104,7 +109,7 @@ def check_model(model: PreTrainedModel) -> None:
             f"model: expected a causal language model, got {name}, which does not generate token by token"
         )
     quantizer = getattr(model, "hf_quantizer", None)
-    # A GGUF's weights are plain numbers once they are loaded.
+    # The weights of a GGUF file are dequantised when they are loaded.
     plain = all(weight.is_floating_point() and weight.element_size() > 1 for weight in model.parameters())
     if quantizer is not None and not quantizer.is_trainable and not plain:
         how = getattr(quantizer.quantization_config, "quant_method", "quantised")
@@ -114,12 +119,21 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
-def shape_of(model: PreTrainedModel) -> dict[str, Any]:
-    """What a configuration needs to know of a model."""
+class ModelShape(TypedDict):
+    """The sizes of a pretrained model that `AttachConfig` has as fields."""
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    heads: tuple[int, int, int]
+
+
+def model_shape(model: PreTrainedModel) -> ModelShape:
+    """The sizes of a pretrained model."""
     c = model.config.get_text_config()
     heads = c.num_attention_heads
     return {
-        "vocab_size": model.get_input_embeddings().num_embeddings,
+        "vocab_size": model.get_input_embeddings().num_embeddings,  # type: ignore[typeddict-item]
         "dim": c.hidden_size,
         "num_layers": c.num_hidden_layers,
         "heads": (
@@ -131,77 +145,84 @@ def shape_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def digest(model: PreTrainedModel) -> str:
-    """Of a pretrained model: every weight as bfloat16, so that float64, float32 and bfloat16 copies agree, and the
-    configuration that changes what the model computes. What was attached to it does not count.
+    """A digest of a pretrained model: of all weights as bfloat16, so that float64, float32 and bfloat16 copies agree,
+    and of the part of the configuration that changes what it computes. Memories and LoRA are not included.
     """
-    named = sorted((plain_name(name), tensor) for name, tensor in _own_tensors(model))
+    named = sorted((name_without_peft(name), tensor) for name, tensor in _base_tensors(model))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # sha256 is slower than memory
         parts = list(pool.map(lambda item: hashlib.sha256(_bytes(item[1])).hexdigest(), named))
     shapes = [[name, list(tensor.shape), part] for (name, tensor), part in zip(named, parts, strict=True)]
-    return VERSION + hashlib.sha256(canonical([function_fields(model.config), shapes])).hexdigest()[:32]
+    return (
+        DIGEST_VERSION + hashlib.sha256(canonical([function_fields(model.config), shapes])).hexdigest()[:32]
+    )
 
 
-VERSION = "2:"
-"""What a digest begins with. Earlier ones, of samples of the weights, are 32 hexadecimal digits alone."""
+DIGEST_VERSION = "2:"
+"""The prefix of a digest. Digests of earlier versions, which cover samples of the weights, have no prefix."""
 
 
-def same_base(model: PreTrainedModel, saved: object, now: str | None = None) -> bool:
-    """Whether a model is the one of a saved digest, also of an earlier version's; `now` is its digest, if known."""
-    if isinstance(saved, str) and not saved.startswith(VERSION):
-        return _earlier_digest(model) == saved
+def matches_digest(model: PreTrainedModel, saved: object, now: str | None = None) -> bool:
+    """Whether a saved digest, of this version or an earlier one, is that of a model. `now` is the model's current
+    digest, if known.
+    """
+    if isinstance(saved, str) and not saved.startswith(DIGEST_VERSION):
+        return _legacy_digest(model) == saved
     return (now or digest(model)) == saved
 
 
-def is_earlier(saved: object) -> bool:
-    """Whether a digest was written by an earlier version, which saw samples of the weights only."""
-    return isinstance(saved, str) and not saved.startswith(VERSION)
+def is_legacy_digest(saved: object) -> bool:
+    """Whether a digest was written by an earlier version, and covers only samples of the weights."""
+    return isinstance(saved, str) and not saved.startswith(DIGEST_VERSION)
 
 
-UNUSED = re.compile(
+IGNORED_FIELDS = re.compile(
     r"_.*|architectures|auto_map|transformers_version|(torch_)?dtype|name_or_path|tokenizer_class|"
     r".*token_ids?|use_cache|return_dict.*|output_.*|id2label|label2id|num_labels|problem_type|initializer_.*|"
     r".*(dropout|pdrop)|pretraining_tp|chunk_size_feed_forward|gradient_checkpointing|attn_implementation|"
     r"quantization_config|tie_word_embeddings|max_window_layers|no_rope_layer_interval|"
     r"task_specific_params|finetuning_task|use_bfloat16|torchscript"
 )
-"""Fields of a configuration that do not change what a model computes in evaluation, or that its weights or another
-field hold: whether embeddings are tied shows in the weights, and `layer_types` names the layers with a window.
+"""Names of configuration fields that the digest ignores: they do not change what a model computes in evaluation, or
+repeat what the weights or another field say (tied embeddings show in the weights, windows in `layer_types`).
 """
 
 
-def function_fields(config: PreTrainedConfig) -> dict[str, Any]:
+def function_fields(config: PreTrainedConfig) -> JsonValue:
     """The part of a configuration that changes what a model computes: rotary positions, norms, activation, windows,
-    scaling. Fields that the configuration's class does not have are ignored, as its model is.
+    scaling. Fields that are unknown to the configuration's class are ignored, as the model ignores them.
     """
     found = config.to_dict()
     try:
         known = type(config)().to_dict().keys()
     except Exception:  # a class that cannot be made without arguments
         known = found.keys()
-    return _plain({name: value for name, value in found.items() if name in known})
+    return _normalized({name: value for name, value in found.items() if name in known})
 
 
-def _plain(value: Any) -> Any:
-    """Data as every way of saving it leaves it: without what is absent by default, numbers to 6 digits (a GGUF has
-    them in float32).
+def _normalized(value: object) -> JsonValue:
+    """Configuration data in a form that does not depend on how it was saved: without ignored and empty fields, and with
+    numbers rounded to 6 digits, as a GGUF file has them in float32.
     """
     if isinstance(value, Mapping):
         entries = {
-            str(name): _plain(inner) for name, inner in value.items() if not UNUSED.fullmatch(str(name))
+            str(name): _normalized(inner)
+            for name, inner in value.items()
+            if not IGNORED_FIELDS.fullmatch(str(name))
         }
-        if set(entries.get("layer_types", ())) == {"full_attention"}:
+        layer_types = entries.get("layer_types")
+        if isinstance(layer_types, list) and layer_types and all(x == "full_attention" for x in layer_types):
             del entries["layer_types"]
-        absent = lambda inner: inner is None or inner is False or inner in ([], {})
-        return {name: inner for name, inner in entries.items() if not absent(inner)}
+        is_empty = lambda inner: inner is None or inner is False or inner in ([], {})
+        return {name: inner for name, inner in entries.items() if not is_empty(inner)}
     if isinstance(value, list | tuple | set):
-        return [_plain(inner) for inner in (sorted(value) if isinstance(value, set) else value)]
+        return [_normalized(inner) for inner in (sorted(value) if isinstance(value, set) else value)]
     if isinstance(value, float):
         return int(value) if value.is_integer() else float(f"{value:.6g}")
     return value if isinstance(value, str | int | None) else str(value)
 
 
-def _own_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """A model's parameters and saved buffers, without what was attached."""
+def _base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and saved buffers of a pretrained model, without LoRA."""
     for name, weight in model.named_parameters():
         if ".lora_" not in name:
             yield name, weight.detach()
@@ -212,26 +233,28 @@ def _own_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def weights_key(model: PreTrainedModel) -> bytes:
-    """Changes whenever a weight changes, in place too, and takes a small part of a digest's time."""
-    weights = [(x.data_ptr(), x._version, float(x.sum(dtype=torch.float32))) for _, x in _own_tensors(model)]
+    """A key that changes whenever a weight changes, also in place. Much faster to compute than a digest."""
+    weights = [(x.data_ptr(), x._version, float(x.sum(dtype=torch.float32))) for _, x in _base_tensors(model)]
     return canonical([function_fields(model.config), weights])
 
 
-def _earlier_digest(model: PreTrainedModel) -> str:
-    """As earlier versions computed it, from at most 4,096 values of each weight: folders and memory files have it."""
+def _legacy_digest(model: PreTrainedModel) -> str:
+    """The digest of earlier versions, of at most 4,096 values of each weight; old files have it."""
     found = hashlib.sha256(canonical({"model_type": model.config.model_type}))
-    for name, weight in sorted((plain_name(name), weight) for name, weight in model.named_parameters()):
+    for name, weight in sorted(
+        (name_without_peft(name), weight) for name, weight in model.named_parameters()
+    ):
         if ".lora_" in name:
             continue
         flat = weight.detach().flatten()
-        some = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+        some = flat[:: max(1, flat.numel() // LEGACY_SAMPLES)][:LEGACY_SAMPLES]
         found.update(f"{name} {list(weight.shape)}".encode())
         found.update(_bytes(some))
     return found.hexdigest()[:32]
 
 
-def plain_name(name: str) -> str:
-    """A weight's name without what peft adds."""
+def name_without_peft(name: str) -> str:
+    """The name of a weight without the part that peft adds."""
     return name.replace(".base_layer.", ".")
 
 

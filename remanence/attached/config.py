@@ -64,7 +64,9 @@ class AttachConfig:
         if not isinstance(self.knn, KnnConfig):
             object.__setattr__(self, "knn", build(KnnConfig, self.knn or {}))
         if self.num_layers and not isinstance(self.memory, MemoryConfig):
-            object.__setattr__(self, "memory", build(MemoryConfig, {"dim": self.dim, **_fields(self.memory)}))
+            object.__setattr__(
+                self, "memory", build(MemoryConfig, {"dim": self.dim, **_memory_fields(self.memory)})
+            )
         check_choice("kind", self.kind, ("neural", "knn"))
         check_choice("place", self.place, PLACES)
         for name, least in (("window", 2), ("sinks", 0), ("segment", 1), ("lora", 0)):
@@ -76,7 +78,7 @@ class AttachConfig:
                 "window: expected a number of tokens with kind='knn', whose store begins behind it"
             )
         if not self.num_layers:
-            _fields(self.memory)
+            _memory_fields(self.memory)
             return
         if not self.layers or any(type(n) is not int or not 0 <= n < self.num_layers for n in self.layers):
             raise ValueError(
@@ -112,7 +114,7 @@ class AttachConfig:
             )
         memory: Any = self.memory
         if not isinstance(memory, MemoryConfig):
-            memory = {**MEMORY, **_fields(memory)}
+            memory = {**DEFAULT_MEMORY, **_memory_fields(memory)}
         elif memory.dim != dim:
             raise ValueError(f"memory.dim: expected the model's dim={dim}, got {memory.dim}")
         return replace(
@@ -159,13 +161,19 @@ class AttachConfig:
         return found
 
 
-MEMORY: dict[str, Any] = {"heads": 4, "head_dim": 128, "conv": 8, "induction": True, "forget_bias": -10.0}
+DEFAULT_MEMORY: dict[str, Any] = {
+    "heads": 4,
+    "head_dim": 128,
+    "conv": 8,
+    "induction": True,
+    "forget_bias": -10.0,
+}
 """Where an attached neural memory differs from our models' own, as measured on books and facts
 (docs/results/attach.md).
 """
 
 
-def _fields(memory: Any) -> dict[str, Any]:
+def _memory_fields(memory: Any) -> dict[str, Any]:
     """The fields of a memory as they were given."""
     if isinstance(memory, MemoryConfig):
         return asdict(memory)

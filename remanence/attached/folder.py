@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from remanence.attached.base import Source, check_model, digest, is_earlier, same_base
+from remanence.attached.base import PretrainedSource, check_model, digest, is_legacy_digest, matches_digest
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
 from remanence.folder import Auto
@@ -28,7 +28,7 @@ KIND = "remanence_attached"
 """The model type, as transformers calls it."""
 WEIGHTS = "model.safetensors"
 AUTO = Auto("AttachedConfig", "AttachedForCausalLM")
-MOST = 2**21
+MAX_CONFIG_BYTES = 2**21
 """Bytes of a configuration at most."""
 
 
@@ -37,7 +37,7 @@ def check_unattached(base: Any) -> None:
     kind = getattr(getattr(base, "config", None), "model_type", None)
     if isinstance(base, str | Path) and (path := resolve_model_path(base) / "config.json").is_file():
         with suppress(ValueError):
-            kind = read_json(path, MOST).get("model_type")
+            kind = read_json(path, MAX_CONFIG_BYTES).get("model_type")
     if kind in (KIND, "remanence") or isinstance(base, CausalModel):
         what = base if isinstance(base, str | Path) else type(base).__name__
         raise ValueError(f"base: expected a model without a memory, got {what}, which has one already")
@@ -49,7 +49,7 @@ def is_attached(folder: str | Path) -> bool:
     if not path.is_file():
         return False
     with suppress(ValueError):
-        return read_json(path, MOST).get("model_type") == KIND
+        return read_json(path, MAX_CONFIG_BYTES).get("model_type") == KIND
     return False
 
 
@@ -65,13 +65,13 @@ def save(model: Attached, folder: str | Path) -> None:
     AUTO.write(folder)
 
 
-def read_config(folder: str | Path) -> tuple[AttachConfig, Source]:
+def read_config(folder: str | Path) -> tuple[AttachConfig, PretrainedSource]:
     """What a folder says of itself."""
     path = resolve_model_path(folder) / "config.json"
-    data = read_json(path, MOST)
+    data = read_json(path, MAX_CONFIG_BYTES)
     try:
         config = AttachConfig.from_dict(unsealed(path, data["remanence"]))
-        source = Source(**data["base"])
+        source = PretrainedSource(**data["base"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: expected the configuration of an attached model ({error})") from None
     if not isinstance(source.name, str) or not isinstance(source.gguf, str | None):
@@ -87,8 +87,8 @@ def load(
     dtype: torch.dtype | None = None,
     trained: bool = False,
 ) -> Any:
-    """The `Attached` model that `save` wrote, with its pretrained model: `base`, a model or where one is, or the one it
-    was saved with. `trained` says that the new weights are to be float32, whatever the others are.
+    """The `Attached` model of a folder that `save` wrote. `base` is the pretrained model, its folder or its name; None:
+    the one named in the folder. `trained`: load the new weights as float32, to train them.
     """
     folder = resolve_model_path(folder)
     config, source = read_config(folder)
@@ -97,25 +97,25 @@ def load(
             f"{folder}: expected base=, the pretrained model it was attached to, which has no name here"
         )
     if isinstance(base, str | Path):
-        source = Source.of(base)
-    model = base if base is not None and not isinstance(base, str | Path) else source.model(dtype)
+        source = PretrainedSource.from_path(base)
+    model = base if base is not None and not isinstance(base, str | Path) else source.load_model(dtype)
     check_model(model)
     # float16 rounds other dtypes' weights twice: what is compared is the model as it is stored.
     rounded = model is not base and dtype == torch.float16 and model.dtype == dtype
-    stored = source.model() if rounded else model
-    if not same_base(stored, config.base):
+    stored = source.load_model() if rounded else model
+    if not matches_digest(stored, config.base):
         got = source.name if base is None or isinstance(base, str | Path) else f"this {type(model).__name__}"
         raise ValueError(
             f"{folder}: made for another pretrained model than {got}: weights or "
             "configuration differ; give the right one (base=), or its name under 'base' in config.json"
         )
-    if is_earlier(config.base):
+    if is_legacy_digest(config.base):
         warnings.warn(
             f"{folder}: its digest covers samples of the pretrained model only; save it again for one of all weights",
             stacklevel=2,
         )
         config = replace(config, base=digest(stored))
-    attached = Attached(model.to(device), config, source)
+    attached = Attached(model.to(device), config, source)  # type: ignore[arg-type]
     attached.folder = folder
     tensors = {
         name.removeprefix("model."): x for name, x in read_tensors(folder / WEIGHTS, mapped=0).tensors.items()

@@ -1,7 +1,8 @@
-"""A pretrained model with memories: the model's own code runs, and hooks at its attention modules do the rest.
+"""A pretrained model with memories: the code of the pretrained model runs, and hooks on its attention modules call the
+memories.
 
-It satisfies `remanence.model.CausalModel`, so that sessions, memory files, training and evaluation take it as they take
-a `Model`: tokens and a state in, hidden vectors and a state out.
+It satisfies `remanence.model.CausalModel`, so that sessions, memory files, training and evaluation work as with a
+`Model`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ from torch import Tensor, nn
 from remanence.attached import base as pretrained
 from remanence.attached.config import AttachConfig
 from remanence.attached.families import add_lora, attention_modules, family_of, remove_lora
-from remanence.attached.reading import CALL, Call, during, read_whole, read_window
-from remanence.attached.site import Site
+from remanence.attached.layer import AttachedLayer, windowed_attention
+from remanence.attached.reading import (
+    CURRENT_CALL,
+    Call,
+    read_full_attention,
+    read_windowed,
+    set_current_call,
+)
 from remanence.backbone import State, Trace
 from remanence.config import MODES, Mode, change
 from remanence.io.migrations import current_fields
-from remanence.layers.attention import AttentionState
+from remanence.mixers import Mixer
 from remanence.model import check_tokens
 from remanence.ops.checks import check_offsets, count_documents
 from remanence.runtime.choices import check_choice
+from remanence.runtime.deprecation import renamed_attribute
 from remanence.runtime.mode import RenamedMode, renamed_mode
 from remanence.runtime.positions import with_host_copy
 from remanence.tokenizers.tokens import Tokenizer
@@ -37,26 +45,27 @@ if TYPE_CHECKING:
 
 
 ATTENTION = "remanence"
-"""What transformers calls the attention of a narrowed model."""
+"""The name under which transformers finds `windowed_attention`."""
 
 
 class Attached(nn.Module):
-    """``logits, state = attached(tokens, state)``, a `CausalModel`.
+    """A pretrained model with memories: ``logits, state = attached(tokens, state)``.
 
-    `base` is the pretrained model, whose weights are frozen; `sites` are its attention modules and what stands beside
-    them. ``attached.window`` narrows attention further, or widens it again.
+    `base` is the pretrained model, whose weights are frozen. `attached_layers` holds an `AttachedLayer` for each of its
+    attention modules. The window of attention may be changed later: ``attached.window = 256``.
     """
 
     folder: Path | None = None
+    sites = renamed_attribute("sites", "attached_layers")
 
     def __init__(
-        self, model: PreTrainedModel, config: AttachConfig, source: pretrained.Source | None = None
+        self, model: PreTrainedModel, config: AttachConfig, source: pretrained.PretrainedSource | None = None
     ) -> None:
         super().__init__()
         _check_window(model, config.window)  # before anything is changed
-        self.config: Any = config
+        self.config = config
         self.base, self.family = model, family_of(model)
-        self.source = source or pretrained.Source(getattr(model, "name_or_path", ""))
+        self.source = source or pretrained.PretrainedSource(getattr(model, "name_or_path", ""))
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -65,53 +74,57 @@ class Attached(nn.Module):
         _, modules = attention_modules(model, config.attention)
         like = self.embed.weight
         self.memories = nn.ModuleDict()
-        self.sites = [Site(self, index, module) for index, module in enumerate(modules)]
+        self.attached_layers = [AttachedLayer(self, index, module) for index, module in enumerate(modules)]
         self.memories.to(like.device, like.dtype)
         self.log_unigrams = None
         self._memory_mode: Mode = "on"
         self._checkpointing = False
-        self._plain = model.config._attn_implementation
+        self._base_attention = model.config._attn_implementation
         self._digest = pretrained.weights_key(model), config.base
         self.window = config.window
 
     def extra_repr(self) -> str:
         return f"layers={self.config.layers}, window={self.window}"
 
-    def detach(self) -> Any:
-        """The pretrained model as it was before: without hooks, LoRA and a window, and trainable where it was."""
-        if not self.sites:
+    def detach(self) -> PreTrainedModel:
+        """The pretrained model as it was before `attach`: without hooks, LoRA and window, and with the same trainable
+        parameters.
+        """
+        if not self.attached_layers:
             raise ValueError("model: expected an attached model, got one that has been detached")
         if self._checkpointing:
             self.checkpointing = False
         self.window = None
-        for site in self.sites:
-            site.remove()
-        self.sites = []
+        for layer in self.attached_layers:
+            layer.remove()
+        self.attached_layers = []
         remove_lora(self.base)
         for parameter in self._trainable:
             parameter.requires_grad_(True)
         return self.base
 
-    # What was trained, and what was there before.
+    # Parameters and configuration.
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the pretrained model did not have: all that is trained and saved."""
+        """The new parameters, of memories and LoRA, with their names. Only these are trained and saved."""
         for name, parameter in self.named_parameters():
             if name.startswith("memories.") or ".lora_" in name:
                 yield name, parameter
 
     def current_config(self) -> AttachConfig:
-        """The configuration with the digest of the pretrained model as it is now, should its weights have changed."""
+        """The configuration with the current digest of the pretrained model, whose weights may have changed."""
         key = pretrained.weights_key(self.base)
         if key != self._digest[0]:
             self._digest = key, pretrained.digest(self.base)
         return replace(self.config, base=self._digest[1])
 
     def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
-        """With present names, and the present digest if an earlier one is of the same pretrained model."""
+        """A saved configuration with current field names, and with the current digest if it has a digest of an earlier
+        version that matches the pretrained model. `where` is named in the warning.
+        """
         saved = current_fields("attach", saved)
         earlier = saved.get("base")
-        if not pretrained.is_earlier(earlier) or not pretrained.same_base(self.base, earlier):
+        if not pretrained.is_legacy_digest(earlier) or not pretrained.matches_digest(self.base, earlier):
             return saved
         warnings.warn(
             f"{where}: its digest covers samples of the pretrained model only; save it again for one of all weights",
@@ -126,11 +139,11 @@ class Attached(nn.Module):
         return self.state_template(), list(range(self.config.num_layers))
 
     def pretrained_tokenizer(self) -> Tokenizer | None:
-        return self.source.own_tokenizer()
+        return self.source.load_native_tokenizer()
 
     @property
-    def embed(self) -> Any:
-        return self.base.get_input_embeddings()
+    def embed(self) -> nn.Embedding:
+        return self.base.get_input_embeddings()  # type: ignore[return-value]
 
     @property
     def device(self) -> torch.device:
@@ -141,8 +154,8 @@ class Attached(nn.Module):
         return self.config.vocab_size
 
     @property
-    def mixers(self) -> list[Any]:
-        """None: the layers are the pretrained model's."""
+    def mixers(self) -> list[Mixer]:
+        """An empty list: the layers of a pretrained model are not mixers."""
         return []
 
     @property
@@ -166,23 +179,26 @@ class Attached(nn.Module):
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layers see a sliding window as the model was made."""
-        return any(site.own_window is not None for site in self.sites)
+        """Whether some layers of the pretrained model have a sliding window."""
+        return any(layer.native_window is not None for layer in self.attached_layers)
 
     @property
     def window(self) -> int | None:
+        """Number of tokens that attention sees; None: as in the pretrained model."""
         return self._window
 
     @window.setter
     def window(self, window: int | None) -> None:
         _check_window(self.base, window)
         self._window = window
-        self.base.set_attn_implementation(self._plain if window is None else ATTENTION)
+        for layer in self.attached_layers:
+            layer.set_window(window)
+        self.base.set_attn_implementation(self._base_attention if window is None else ATTENTION)
 
     @property
     def threshold(self) -> float:
-        """The step at which neural memories pass a token over, as `MemoryConfig.threshold`. It may be set after
-        training, and is saved: tokens below it then do not overwrite the memory.
+        """The step size below which a token is not written to neural memories, as `MemoryConfig.threshold`. It may be
+        set after training, and is saved with the model.
         """
         return self.config.memory.threshold
 
@@ -207,44 +223,38 @@ class Attached(nn.Module):
             if before:  # transformers leaves its hook at the embeddings
                 self.base.disable_input_require_grads()
             return
-        # What is computed again must find the call it belongs to.
-        contexts = lambda: (nullcontext(), during(CALL.get()))
+        # Recomputed layers must find the call that they belong to.
+        contexts = lambda: (nullcontext(), set_current_call(CURRENT_CALL.get()))
         self.base.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
     def current_call(self) -> Call | None:
-        """The call of this model that runs in this thread; None if the pretrained model is called by itself."""
-        call = CALL.get()
+        """The call of this model that runs in this thread; None if the pretrained model is called directly."""
+        call = CURRENT_CALL.get()
         return call if call is not None and call.model is self else None
 
     @property
     def max_positions(self) -> int | None:
-        """The longest text, for a base with learned positions; None: no limit."""
+        """The number of learned positions, which limits the length of a text; None: no limit."""
         return self.family.max_positions(self.base)
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
-        return "a pretrained model's own code runs, which may decide on the host"
+        return "the code of a pretrained model may branch on values"
 
     def decode_unsupported_reason(self, mode: Mode) -> str | None:
-        return "a pretrained model's own code runs, which has no decoder"
+        return "the code of a pretrained model has no decoder"
 
-    # Reading.
+    # Forward pass.
 
     def start(self, rows: int) -> State:
-        nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
-        return State(tuple(site.start(rows) for site in self.sites), nothing)
-
-    def start_attention(self, rows: int, site: Site) -> Any:
-        """Of one layer, before anything is read."""
-        _, heads, width = self.config.heads
-        like = self.embed.weight
-        if self._window is not None:
-            return site.reach.start(rows, heads, like.detach(), width)
-        none = like.new_zeros(rows, 0, heads, width, requires_grad=False)
-        nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
-        return AttentionState(none, none, nothing, nothing)
+        """The initial state of `rows` documents."""
+        zero = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=self.device), [0] * rows)
+        return State(tuple(layer.start(rows) for layer in self.attached_layers), zero)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.family.logits(self.base, hidden)
+        """The logits of hidden vectors, soft-capped as the pretrained model does (Gemma)."""
+        logits = self.base.get_output_embeddings()(hidden)
+        cap = self.family.logit_cap(self.base.config)
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     def forward(
         self,
@@ -256,7 +266,7 @@ class Attached(nn.Module):
         memory_mode: Mode | None = None,
         memory: Mode | None = None,
     ) -> tuple[Tensor, State]:
-        """Logits ``[b t v]`` of what follows each token, and the state, as `Model.forward`."""
+        """The logits of the next token at each position ``[b t v]``, and the new state, as `Model.forward`."""
         if memory is not None:
             memory_mode = renamed_mode(memory, level=5)  # through the calls of nn.Module
         trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory_mode=memory_mode)
@@ -274,10 +284,10 @@ class Attached(nn.Module):
         layers: bool = False,
         memory: Mode | None = None,
     ) -> Trace:
-        """`forward` up to the logits, as `Model.trace`; what went into each layer is there only if asked for."""
+        """`forward` without the logits, as `Model.trace`. The inputs of the layers are returned only with `layers`."""
         if memory is not None:
             memory_mode = renamed_mode(memory)
-        if not self.sites:
+        if not self.attached_layers:
             raise ValueError("model: expected an attached model, got one that has been detached")
         tokens = check_tokens(tokens, mask, self.vocab_size)
         self._check_call(tokens, state, mask, offsets)
@@ -290,20 +300,24 @@ class Attached(nn.Module):
         )
         self._check_length(tokens, state, mask, borders)
         if not tokens.numel():
-            nothing = self.embed(tokens)
-            return Trace(nothing, state or self.start(rows), (None,) * len(self.sites), ())
+            return Trace(
+                self.embed(tokens), state or self.start(rows), (None,) * len(self.attached_layers), ()
+            )
         if self._window is None:
-            return read_whole(self, tokens, state, mask, borders, mode, keep, layers)
-        return read_window(self, tokens, state, mask, borders, mode, keep, layers)
+            return read_full_attention(self, tokens, state, mask, borders, mode, keep, layers)
+        return read_windowed(self, tokens, state, mask, borders, mode, keep, layers)
 
-    def _check_call(self, tokens: Tensor, state: object, mask: Any, offsets: object) -> None:
-        if state is not None and (not isinstance(state, State) or len(state.blocks) != len(self.sites)):
+    def _check_call(self, tokens: Tensor, state: object, mask: object, offsets: object) -> None:
+        """Raise a ValueError for a wrong state or mask."""
+        if state is not None and (
+            not isinstance(state, State) or len(state.blocks) != len(self.attached_layers)
+        ):
             raise ValueError(
                 f"state: expected the State this model returned, or None, got {type(state).__name__}"
             )
         if isinstance(state, State):
-            for site, part in zip(self.sites, state.blocks, strict=True):
-                site.check(part)
+            for layer, part in zip(self.attached_layers, state.blocks, strict=True):
+                layer.check(part)
         if mask is None:
             return
         if offsets is not None:
@@ -319,7 +333,7 @@ class Attached(nn.Module):
     def _check_length(
         self, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None
     ) -> None:
-        """Refuse a text that is longer than learned positions."""
+        """Raise a ValueError for a text that is longer than the learned positions."""
         limit = self.max_positions
         if limit is None:
             return
@@ -333,52 +347,40 @@ class Attached(nn.Module):
             )
 
     def describe(self) -> dict[str, Any]:
+        """The content of ``config.json``."""
         from remanence.attached.folder import describe
 
         return describe(self)
 
     def save(self, folder: str | Path) -> None:
-        """Write what is new: configuration and weights of the memories, and which model they belong to."""
+        """Write the configuration, the new parameters, and the name and digest of the pretrained model."""
         from remanence.attached.folder import save
 
         save(self, folder)
 
-    def narrowed(self, state: State) -> State | None:
-        """A state of this model with another window, for the window of now; None if that one was shorter: what this
-        window would see was not kept.
+    def fit_window(self, state: State) -> State | None:
+        """A state of this model with a larger window, shortened to the current window. None if its window was smaller:
+        it lacks tokens that the current window sees.
         """
         if self._window is None:
             return state
-        pairs = zip(self.sites, state.blocks, strict=True)
-        shorter = [site.reach.history - part.attention.window.k.shape[1] for site, part in pairs]
-        if max(shorter) > 0:
-            return None
-        return state._replace(
-            blocks=tuple(site.narrowed(part) for site, part in zip(self.sites, state.blocks, strict=True))
-        )
+        blocks = []
+        for layer, part in zip(self.attached_layers, state.blocks, strict=True):
+            assert layer.window_spec is not None
+            history = layer.window_spec.history
+            if history > part.attention.window.k.shape[1]:
+                return None
+            blocks.append(part._replace(attention=part.attention.shorten(history)))
+        return state._replace(blocks=tuple(blocks))
 
 
 def _check_window(model: PreTrainedModel, window: int | None) -> None:
-    """Refuse to narrow what is not known; make transformers know how, for the others."""
+    """Raise a ValueError if a model cannot have a window; else make `windowed_attention` known to transformers."""
     if window is None:
         return
-    if (reason := family_of(model).why_not_narrowed(model)) is not None:
+    if (reason := family_of(model).window_unsupported_reason(model)) is not None:
         raise ValueError(f"window: expected None for {reason}; got {window}")
-    _register()
-
-
-def _register() -> None:
-    """Tell transformers of attention over windows; it makes no masks for what it does not know."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION, _attend)
-
-
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-    softcap: float | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls with queries, keys and values ``[b h t e]``, rotated."""
-    site: Site = module.remanence_site  # type: ignore[assignment]
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return site.attend(module, q, k, v, scaling, softcap), None
+    # transformers makes no masks for an attention function that it does not know.
+    AttentionInterface.register(ATTENTION, windowed_attention)

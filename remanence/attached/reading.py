@@ -1,4 +1,4 @@
-"""One call of a pretrained model with memories: with its own attention and cache, or with attention over a window."""
+"""A forward pass of a pretrained model with memories: with its own attention and cache, or with a sliding window."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from remanence.attached.site import SiteState
-from remanence.attached.window import relative_rotation
+from remanence.attached.layer import AttachedLayerState
+from remanence.attached.window import WindowState, relative_rotation
 from remanence.backbone import State, Trace
 from remanence.config import Mode
 from remanence.layers.attention import AttentionState
-from remanence.mixers import MemoryTrace, Shared, Text
+from remanence.memory.neural import NeuralMemoryState
+from remanence.mixers import KnnState, MemoryTrace, SharedValues, Text
 from remanence.ops.layout import pad_to_mask, to_rows
 from remanence.runtime.positions import advance_position, positions_of, with_host_copy
 
 if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicCache
+
     from remanence.attached.model import Attached
 
 
 class Call:
-    """One call of the pretrained model: what its attention modules need to know, and what they leave behind."""
+    """One forward pass of the pretrained model: the arguments that its layers need, and the results that they add."""
 
     def __init__(
         self,
@@ -39,38 +42,41 @@ class Call:
         self.offsets, self.mask = offsets, mask
         self.rotations: dict[str, tuple[Tensor, Tensor]] = {}
         self.text: Text | None = None
-        self.shared = Shared()
+        self.shared = SharedValues()
         self.keep = True
-        self.attention_states: dict[int, Any] = {}
+        self.attention_states: dict[int, AttentionState | WindowState] = {}
         self.inputs: dict[int, Tensor] = {}
-        self.memories: dict[int, Any] = {}
+        self.memories: dict[int, NeuralMemoryState | KnnState] = {}
         self.traces: dict[int, MemoryTrace | None] = {}
 
 
-CALL: ContextVar[Call | None] = ContextVar("call", default=None)
-"""The call in progress, of each thread its own: the hooks get the arguments that the pretrained model's code gives its
-attention modules, which cannot carry it for every model family.
+CURRENT_CALL: ContextVar[Call | None] = ContextVar("call", default=None)
+"""The call that runs in this thread. Hooks find it here, because the code of the pretrained model passes no further
+arguments to its attention modules.
 """
 
 
 @contextmanager
-def during(call: Call | None) -> Iterator[None]:
-    token = CALL.set(call)
+def set_current_call(call: Call | None) -> Iterator[None]:
+    """A context in which `CURRENT_CALL` is this call."""
+    token = CURRENT_CALL.set(call)
     try:
         yield
     finally:
-        CALL.reset(token)
+        CURRENT_CALL.reset(token)
 
 
-def read_window(
+def read_windowed(
     model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
     keep: bool, layers: bool,
 ) -> Trace:  # fmt: skip
-    """Narrowed: only the tokens that count, packed behind one another, as our own models read them."""
+    """A forward pass with sliding windows. Padding is removed and documents are packed, as `Backbone` does."""
     if mask is not None:
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
-        inside = read_window(model, tokens[mask].unsqueeze(0), state, None, borders, mode, keep, layers)
-        traces = tuple(MemoryTrace.mapped(trace, lambda x: pad_to_mask(x, mask)) for trace in inside.traces)
+        inside = read_windowed(model, tokens[mask].unsqueeze(0), state, None, borders, mode, keep, layers)
+        traces = tuple(
+            MemoryTrace.map_tensors(trace, lambda x: pad_to_mask(x, mask)) for trace in inside.traces
+        )
         return Trace(
             pad_to_mask(inside.hidden, mask),
             inside.state,
@@ -90,8 +96,8 @@ def read_window(
     call.keep = keep
     call.text = Text(tokens, None, model.logits)
     if model.config.sinks:
-        # Queries beyond this position see the first tokens as if they were at it.
-        like, farthest = model.embed.weight[:1].float(), model._window + model.config.sinks - 1
+        # Queries beyond this position see the first tokens as if they were at this position.
+        like, farthest = model.embed.weight[:1].float(), (model._window or 0) + model.config.sinks - 1
         now, then = (
             model.family.rotations(model.base, like, at) for at in (place, place.clamp(max=farthest))
         )
@@ -100,30 +106,30 @@ def read_window(
     return make_trace(model, call, hidden, inner, borders, tokens.shape[1])
 
 
-def read_whole(
+def read_full_attention(
     model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
     keep: bool, layers: bool,
 ) -> Trace:  # fmt: skip
-    """As the model was made: its attention, its masks, its cache."""
-    if borders is not None:  # a row for each document
+    """A forward pass with the model's own attention, masks and cache."""
+    if borders is not None:  # one row per document
         rows, back = to_rows(tokens, borders)
         counts = torch.tensor(borders, device=tokens.device).diff()
         inner_mask = torch.arange(rows.shape[1], device=tokens.device) < counts.unsqueeze(-1)
         inside = model.trace(rows, state, mask=inner_mask, memory_mode=mode, keep=keep, layers=layers)
         packed = lambda x: x.flatten(0, 1).index_select(0, back).unsqueeze(0)
-        traces = tuple(MemoryTrace.mapped(trace, packed) for trace in inside.traces)
+        traces = tuple(MemoryTrace.map_tensors(trace, packed) for trace in inside.traces)
         return Trace(packed(inside.hidden), inside.state, traces, tuple(packed(x) for x in inside.layers))
     if model._checkpointing and model.training and torch.is_grad_enabled():
-        # transformers keeps nothing that is to be computed again
+        # transformers has no cache with activation checkpointing
         if state is not None:
             raise ValueError(
                 "state: expected None while checkpointing, with attention that is not narrowed, got one"
             )
         keep = False
     if mask is not None and model.has_windows and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        # transformers counts a sliding window in columns: padding between tokens would take up places in it.
+        # transformers counts a sliding window in columns, padding included: move padding behind the tokens.
         order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
-        inside = read_whole(
+        inside = read_full_attention(
             model, tokens.gather(1, order), state, mask.gather(1, order), None, mode, keep, layers
         )
         return _reordered(inside, order.argsort(dim=1))
@@ -131,42 +137,47 @@ def read_whole(
     offsets = None if mask is None else [0, *mask.sum(1).cumsum(0).tolist()]
     call = Call(model, mode, state, position, offsets, mask)
     call.keep = keep
-    given: dict[str, Any] = {"input_ids": tokens, "use_cache": keep or state is not None}
+    given: dict[str, Tensor | bool | DynamicCache] = {
+        "input_ids": tokens,
+        "use_cache": keep or state is not None,
+    }
     known = positions_of(position)
     longest = max(known)
     old = torch.arange(-longest, 0, device=tokens.device) >= -position.unsqueeze(-1)
     here = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     read = torch.cat([old, here], 1)
-    if given["use_cache"]:
-        given["past_key_values"] = fill_cache(model, state, longest)
+    cache = restore_cache(model, state, longest) if given["use_cache"] else None
+    if cache is not None:
+        given["past_key_values"] = cache
     if mask is not None or min(known) < longest:
         given |= {
             "attention_mask": read.long(),
             "position_ids": (read.cumsum(1) - 1).clamp(min=0)[:, longest:],
         }
     hidden, inner = run_base(model, call, layers, **given)
-    if keep:
-        keep_cache(model, call, given["past_key_values"], read, position + here.sum(1))
+    if keep and cache is not None:
+        record_cache(model, call, cache, read, position + here.sum(1))
     trace = make_trace(model, call, hidden, inner, None, tokens.shape[1])
     if mask is None:
         return trace
-    traces = tuple(MemoryTrace.mapped(each, lambda x: pad_to_mask(x, mask)) for each in trace.traces)
-    # What the model makes of padding is left as it is: nobody asks for it.
+    traces = tuple(MemoryTrace.map_tensors(each, lambda x: pad_to_mask(x, mask)) for each in trace.traces)
+    # The hidden vectors of padding are meaningless, and are not cleared.
     return trace._replace(traces=traces, state=trace.state._replace(position=position + mask.sum(1)))
 
 
 def start_position(model: Attached, rows: int, state: State | None) -> Tensor:
+    """The number of tokens that each row has read before the call ``[r]``."""
     if state is not None:
         return state.position
     return with_host_copy(torch.zeros(rows, dtype=torch.int64, device=model.device), [0] * rows)
 
 
-def fill_cache(model: Attached, state: State | None, longest: int) -> Any:
-    """What transformers keeps of earlier calls: keys and values ``[r h s e]``."""
+def restore_cache(model: Attached, state: State | None, longest: int) -> DynamicCache:
+    """A cache of transformers with the keys and values of a state ``[r h s e]``."""
     cache = model.family.cache(model.base)
     for layer in cache.layers:
         if getattr(layer, "is_sliding", False):
-            layer.update = _keep_all_keys(layer)
+            layer.update = _keep_all_keys(layer)  # type: ignore[method-assign,union-attr]
     if longest:
         assert state is not None
         for index, block in enumerate(state.blocks):
@@ -177,21 +188,25 @@ def fill_cache(model: Attached, state: State | None, longest: int) -> Any:
     return cache
 
 
-def keep_cache(model: Attached, call: Call, cache: Any, read: Tensor, position: Tensor) -> None:
-    """Each layer's keys and values from a cache, a row's newest last."""
+def record_cache(model: Attached, call: Call, cache: DynamicCache, read: Tensor, position: Tensor) -> None:
+    """Record the keys and values of a cache as the states of the layers, the newest token of each row last."""
     order = None
     if not bool((read[:, 1:] >= read[:, :-1]).all()):  # padding between or behind tokens
         order = read.to(torch.uint8).argsort(dim=1, stable=True)
     for index, layer in enumerate(cache.layers):
-        k, v = (x.transpose(1, 2) for x in getattr(layer, "whole", (layer.keys, layer.values)))
+        pair: tuple[Tensor, Tensor] = getattr(layer, "whole", None) or (layer.keys, layer.values)  # type: ignore[union-attr,assignment]
+        k, v = (x.transpose(1, 2) for x in pair)
         if order is not None:
             place = order[..., None, None].expand(-1, -1, *k.shape[2:])
             k, v = k.gather(1, place), v.gather(1, place)
         call.attention_states[index] = AttentionState(k, v, position, position)
 
 
-def run_base(model: Attached, call: Call, layers: bool, **given: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    with during(call):
+def run_base(
+    model: Attached, call: Call, layers: bool, **given: Tensor | bool | DynamicCache
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The last hidden state of the pretrained model, and the input of each layer if `layers`."""
+    with set_current_call(call):
         out = model.base.base_model(**given, output_hidden_states=layers or None)
     return out.last_hidden_state, out.hidden_states[:-1] if layers else ()
 
@@ -204,20 +219,22 @@ def make_trace(
     borders: list[int] | None,
     tokens: int,
 ) -> Trace:
-    counts: Any = tokens if borders is None else torch.tensor(borders, device=hidden.device).diff()
+    """The trace of a call from what its layers have recorded."""
+    counts: Tensor | int = tokens if borders is None else torch.tensor(borders, device=hidden.device).diff()
     position = advance_position(call.position, counts)
-    blocks: tuple[Any, ...] = ()
+    blocks: tuple[AttachedLayerState, ...] = ()
     if call.keep:
         blocks = tuple(
-            SiteState(call.attention_states[n], call.memories.get(n)) for n in range(len(model.sites))
+            AttachedLayerState(call.attention_states[n], call.memories.get(n))
+            for n in range(len(model.attached_layers))
         )
-    traces = tuple(call.traces.get(n) for n in range(len(model.sites)))
+    traces = tuple(call.traces.get(n) for n in range(len(model.attached_layers)))
     return Trace(hidden, State(blocks, position), traces, inner)
 
 
 def _keep_all_keys(layer: Any) -> Any:
-    """A sliding cache layer's `update` that keeps all keys and values as ``layer.whole``: a state is never cut short,
-    so that tokens can be taken back, while attention gets what it would get of the model's own cache.
+    """An `update` method for a sliding layer of a cache that also keeps all keys and values, as ``layer.whole``. States
+    are made of these, so that tokens can be cropped; attention gets the same keys as without it.
     """
     plain = layer.update
 
@@ -231,11 +248,11 @@ def _keep_all_keys(layer: Any) -> Any:
 
 
 def _reordered(trace: Trace, order: Tensor) -> Trace:
-    """A trace whose columns are taken in another order ``[b t]``."""
+    """A trace with its columns in another order ``[b t]``."""
 
     def pick(x: Tensor) -> Tensor:
         index = order.reshape(*order.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
         return x.gather(1, index)
 
-    traces = tuple(MemoryTrace.mapped(each, pick) for each in trace.traces)
+    traces = tuple(MemoryTrace.map_tensors(each, pick) for each in trace.traces)
     return Trace(pick(trace.hidden), trace.state, traces, tuple(pick(x) for x in trace.layers))

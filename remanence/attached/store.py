@@ -1,20 +1,19 @@
-"""A kNN store beside a pretrained model's attention: Memorizing Transformers' own retrofit.
+"""A kNN store for an attention layer of a pretrained model, as Memorizing Transformers adds one by fine-tuning.
 
-Queries, keys and values are those of the pretrained layer, before rotation. A gate for each head mixes in what is
-retrieved. It is initialised to zero: tanh(0), where the paper has a sigmoid, which is never zero.
+Queries, keys and values are those of the pretrained layer, before rotation. A gate per head mixes in what is retrieved.
+The gate is tanh of a parameter that is initialised to zero; the paper's sigmoid is never zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from remanence.attached import window
 from remanence.attached.config import AttachConfig
-from remanence.config import Mode
 from remanence.layers.attention import AttentionOutput, AttentionState
 from remanence.memory.search import SEARCHES
 from remanence.memory.store import Store
@@ -23,12 +22,15 @@ from remanence.mixers.knn import Knn, KnnState
 from remanence.ops.layout import from_rows, to_rows
 from remanence.runtime.choices import check_choice
 
+if TYPE_CHECKING:
+    from remanence.attached.reading import Call
+
 POLICIES = ("all", "random")
-"""Write policies that work here. The others need token frequencies or the outputs of all layers."""
+"""The supported write policies. The others need token frequencies or the outputs of all layers."""
 
 
 class PrecomputedAttention:
-    """In the place of an attention module: attention that the pretrained model has computed."""
+    """Stands in for the attention module of `Knn`: returns attention that the pretrained model has computed."""
 
     def __call__(
         self,
@@ -42,8 +44,10 @@ class PrecomputedAttention:
         return from_rows(fuse(local), local.row_index), local.state
 
 
-class StoreBeside(Knn):
-    """A layer's store. Its input is `AttentionOutput`: the window's attention, and what is to be found and written."""
+class AttachedKnn(Knn):
+    """The kNN store of a layer. Its input is an `AttentionOutput`: attention over the window, the queries to search
+    for and the keys and values to write.
+    """
 
     def __init__(self, config: AttachConfig) -> None:
         nn.Module.__init__(self)
@@ -51,11 +55,11 @@ class StoreBeside(Knn):
         check_choice("search", c.search, SEARCHES)
         check_choice("write", c.write, POLICIES)
         if c.fuse != "gate":
-            raise ValueError(f"fuse: expected 'gate', which can be shut at first, got {c.fuse!r}")
+            raise ValueError(f"fuse: expected 'gate', which can be initialised to zero, got {c.fuse!r}")
         assert config.window is not None
         self.config, self.window, self.segment = c, config.window, config.segment
-        self.dim, self.persistent, self.hidden = config.dim, 0, 0
-        self.attention: Any = PrecomputedAttention()
+        self.dim, self.persistent, self.output_dim = config.dim, 0, 0
+        self.attention = PrecomputedAttention()  # type: ignore[assignment]
         self.shares_store = self.owns_store = False
         self.store = Store(c.size, heads, width, c.evict, half_life=c.half_life)
         self.search = SEARCHES[c.search]()
@@ -77,15 +81,15 @@ class StoreBeside(Knn):
     def check(self, state: KnnState) -> None:
         if not isinstance(state, KnnState) or state.token_importance.shape[1] != self.window:
             raise ValueError(
-                f"state: expected a store beside a window of {self.window} tokens, got another's"
+                f"state: expected a kNN store with a window of {self.window} tokens, got another's"
             )
 
-    def importance(self, x: Any, ctx: Context) -> Tensor:
+    def importance(self, x: Tensor | AttentionOutput, ctx: Context) -> Tensor:
         assert ctx.text is not None
         return super().importance(ctx.text.tokens, ctx)
 
     def combine(self, y: Tensor, retrieved: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The window's attention, and the gate's share of what was found, where anything was."""
+        """Attention over the window, interpolated by the gate with what was retrieved, where anything was."""
         if retrieved is None:
             return y
         assert self.gate is not None
@@ -95,24 +99,23 @@ class StoreBeside(Knn):
 
     def read(
         self,
-        seen: window.Attended,
-        plain: tuple[Tensor, Tensor],
+        seen: window.WindowOutput,
+        queries_keys: tuple[Tensor, Tensor],
         state: KnnState | None,
-        call: Any,
-        mode: Mode,
+        call: Call,
     ) -> tuple[Tensor, KnnState]:
-        """What the window's attention becomes, ``[b t h e]``, and the state. `plain` are queries and keys, not
-        rotated.
+        """Attention over the window combined with what is retrieved ``[b t h e]``, and the new state. `queries_keys`
+        are those of the layer before rotation.
         """
-        q, k = (to_rows(x, call.offsets)[0] for x in plain)
+        q, k = (to_rows(x, call.offsets)[0] for x in queries_keys)
         k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
         position = seen.state.position
         empty = k[:, :0].detach()
         local = AttentionOutput(
-            seen.y, q, k, seen.v, AttentionState(empty, empty, position, position), seen.back
+            seen.y, q, k, seen.v, AttentionState(empty, empty, position, position), seen.packed_index
         )
-        ctx = Context(call.position, call.offsets, mode, call.text, call.shared, call.keep)
-        if state is None:  # with as many slots as the call can fill
+        ctx = Context(call.position, call.offsets, call.mode, call.text, call.shared, call.keep)
+        if state is None:  # without slots; `forward` adds as many as the call can fill
             state = self._start(len(position), self.store.with_size(0))
         y, after, _ = self(local, state, ctx)
         return y, after

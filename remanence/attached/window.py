@@ -1,9 +1,9 @@
-"""A pretrained model's attention, narrowed to a sliding window that goes on to see the first tokens of its text.
+"""Sliding-window attention with attention sinks for a pretrained model.
 
-A text's first tokens take up what attention has no use for elsewhere; a window that slides off them breaks the model
-(StreamingLLM). Their distance to a query never grows beyond that at which they leave the window, as a model may have
-been trained on no more: a query meets them as if it stood there. Everything else keeps its true distance, so that
-nothing depends on how a text is cut into calls.
+Models put a large part of their attention on the first tokens of a text, and fail when a sliding window no longer
+contains them (attention sinks: StreamingLLM). So the first tokens stay visible. After they have left the window, their
+distance to a query stays the one at which they left it, as the model may not have been trained on larger ones. All
+other tokens keep their true distance, so that results do not depend on how a text is split into calls.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor
 from remanence.layers.attention import AttentionState, next_attention_state
 from remanence.layers.masks import causal_mask
 from remanence.layers.softmax import sliding_attention
-from remanence.ops.layout import from_rows, to_rows
+from remanence.ops.layout import to_rows
 from remanence.runtime.positions import host_copy, with_host_copy
 from remanence.runtime.state import TensorTuple
 
 UNSEEN = -1e30
-"""The score of a first token that the window itself still sees. Finite, so that where all are, gradients are too."""
+"""The score of a sink that is still inside the window, so that it does not count twice. Finite, because gradients of a
+softmax over -inf alone are NaN.
+"""
 
 
 class _WindowState(NamedTuple):
@@ -31,7 +33,7 @@ class _WindowState(NamedTuple):
 
 
 class WindowState(_WindowState, TensorTuple):
-    """Keys and values ``[r s h e]`` of each text's first tokens, zeros where they have not been read; the window."""
+    """Keys and values of the first tokens ``[r s h e]``, zero where not read yet; and the state of the window."""
 
     __slots__ = ()
 
@@ -45,8 +47,8 @@ class WindowState(_WindowState, TensorTuple):
         k, v = (x * read[..., None, None] for x in (self.k, self.v))
         return WindowState(k, v, window)
 
-    def narrowed(self, history: int) -> WindowState:
-        """With a shorter window's history."""
+    def shorten(self, history: int) -> WindowState:
+        """The state of a smaller window, which keeps `history` past tokens."""
         k, v, position, slack = self.window
         cut = k.shape[1] - history
         if not cut:
@@ -55,28 +57,37 @@ class WindowState(_WindowState, TensorTuple):
 
 
 class WindowSpec(NamedTuple):
-    """What a layer's attention sees: tokens of the window, first tokens, and how many more are kept to be taken back.
-    `narrowed` is false where the window is the model's own: such a layer sees no first tokens outside of it, as the
-    model was made.
+    """The window of a layer.
+
+    window
+        Number of tokens that attention sees, including the current one.
+    sinks
+        Number of first tokens of a text that it sees in addition.
+    slack
+        Number of further tokens that the state keeps, so that as many can be cropped.
+    is_narrowed
+        False if the window is the layer's native one: the layer then has no sinks, as in the pretrained model.
     """
 
     window: int
     sinks: int
     slack: int
-    narrowed: bool = True
+    is_narrowed: bool = True
 
     @classmethod
-    def of(cls, window: int, own: int | None, sinks: int, slack: int) -> WindowSpec:
-        """The smaller of a window and the layer's own."""
-        if own is not None and own <= window:
-            return cls(own, sinks, slack, False)
+    def smaller(cls, window: int, native: int | None, sinks: int, slack: int) -> WindowSpec:
+        """The smaller of a window and the layer's native window."""
+        if native is not None and native <= window:
+            return cls(native, sinks, slack, False)
         return cls(window, sinks, slack)
 
     @property
     def history(self) -> int:
+        """Number of past tokens that the state keeps."""
         return self.window - 1 + self.slack
 
     def start(self, rows: int, heads: int, like: Tensor, width: int) -> WindowState:
+        """The initial state, with the dtype and device of `like`."""
         none = lambda length: like.new_zeros(rows, length, heads, width, requires_grad=False)
         nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         window = AttentionState(none(self.history), none(self.history), nothing, nothing)
@@ -84,8 +95,8 @@ class WindowSpec(NamedTuple):
 
 
 def relative_rotation(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The cosines and sines that rotation what stands at one position to another. Both come from the model's own rotary
-    embedding, scaled as it may be.
+    """The cosines and sines that rotate a vector from one position to another, given those of both positions. They come
+    from the model's rotary embedding, which may scale them.
     """
     (cos, sin), (c, s) = ([x.double() for x in pair] for pair in (now, wanted))
     size = cos.square() + sin.square()
@@ -93,8 +104,8 @@ def relative_rotation(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor])
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """``[r t h e]`` by cosines and sines ``[r t e]``, halves of a head being pairs; with fewer of them than a head is
-    wide, only its first numbers.
+    """Rotate ``[r t h e]`` by cosines and sines ``[r t e]``; pairs are made of the two halves of a head. With fewer
+    cosines than channels, only the first channels are rotated.
     """
     cos, sin = (each.unsqueeze(-2) for each in rotation)
     x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -102,15 +113,15 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([x * cos + torch.cat([-b, a], -1) * sin, rest], -1)
 
 
-class Attended(NamedTuple):
-    """Attention ``[r t h e]``, a row for each document; with it values of as many heads, the state, and the way back
-    from rows.
+class WindowOutput(NamedTuple):
+    """The output of attention ``[r t h e]``, one row per document; the values, repeated to as many heads; the new
+    state; and the index for `from_rows`, which packs the rows again.
     """
 
     y: Tensor
     v: Tensor
     state: WindowState
-    back: Tensor | None
+    packed_index: Tensor | None
 
 
 def attend(
@@ -118,23 +129,23 @@ def attend(
     k: Tensor,
     v: Tensor,
     state: WindowState | None,
-    reach: WindowSpec,
+    spec: WindowSpec,
     scaling: float,
     rotation: tuple[Tensor, Tensor] | None,
     offsets: list[int] | None,
     cap: float | None = None,
-) -> Attended:
-    """Queries over keys and values ``[b t h e]`` of their own call and of the state, all rotated; several heads of
-    queries may share one of keys. `rotation` moves queries to the position from which they see the first tokens; None
-    where keys have no positions. `cap` is the soft cap of the scores (Gemma 2).
+) -> WindowOutput:
+    """Attention over the window and the first tokens. Queries, keys and values ``[b t h e]`` are those of the call,
+    rotated; several heads of queries may share one of keys. `rotation` moves queries to the position from which they
+    see the first tokens; None if keys have no positions. `cap` is the soft cap of the scores (Gemma 2).
     """
-    (q, back), (k, _), (v, _) = (to_rows(x, offsets) for x in (q, k, v))
+    (q, packed_index), (k, _), (v, _) = (to_rows(x, offsets) for x in (q, k, v))
     rows, tokens, heads, width = q.shape
     fresh = state is None
     if state is None:
-        state = reach.start(rows, k.shape[2], k, width)
+        state = spec.start(rows, k.shape[2], k, width)
     position, old = state.position, state.window
-    firsts = [_first_tokens(new, kept, position, offsets) for new, kept in ((k, state.k), (v, state.v))]
+    sinks = [_sink_tensor(new, kept, position, offsets) for new, kept in ((k, state.k), (v, state.v))]
     keys, values = (
         x if fresh else torch.cat([past.to(x.dtype), x], 1) for past, x in ((old.k, k), (old.v, v))
     )
@@ -142,25 +153,25 @@ def attend(
     asked = q * (scaling * width**0.5)  # softmax divides by the root of the width
     none = (k.new_zeros(0, heads, width),) * 2
     known = [0] * rows if fresh else host_copy(position)
-    inside = known is not None and max(known) + tokens <= reach.window
-    both = inside or not reach.sinks or not reach.narrowed
+    inside = known is not None and max(known) + tokens <= spec.window
+    both = inside or not spec.sinks or not spec.is_narrowed
     near: Tensor
     if cap is None:
         near = sliding_attention(
-            asked, wide(keys), wide(values), none, reach.window, None if fresh else position, lse=not both
+            asked, wide(keys), wide(values), none, spec.window, None if fresh else position, lse=not both
         )
     else:
-        near = _capped_attention(asked, wide(keys), wide(values), reach.window, position, cap)
+        near = _capped_attention(asked, wide(keys), wide(values), spec.window, position, cap)
     y = near[..., :width].to(q.dtype)
     if not both:
         rotation = (
             None if rotation is None else (to_rows(rotation[0], offsets)[0], to_rows(rotation[1], offsets)[0])
         )
         place = position.unsqueeze(-1) + torch.arange(tokens, device=q.device)
-        y = _with_firsts(near, asked, wide(firsts[0]), wide(firsts[1]), place, rotation, reach.window, cap)
+        y = _add_sinks(near, asked, wide(sinks[0]), wide(sinks[1]), place, rotation, spec.window, cap)
         y = y.to(q.dtype)
-    window = next_attention_state(old, k, v, offsets, reach.history, reach.slack)
-    return Attended(y, wide(v), WindowState(firsts[0], firsts[1], window), back)
+    window = next_attention_state(old, k, v, offsets, spec.history, spec.slack)
+    return WindowOutput(y, wide(v), WindowState(sinks[0], sinks[1], window), packed_index)
 
 
 def _capped(score: Tensor, cap: float | None) -> Tensor:
@@ -168,8 +179,8 @@ def _capped(score: Tensor, cap: float | None) -> Tensor:
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, window: int, position: Tensor, cap: float) -> Tensor:
-    """`sliding_attention` with soft-capped scores, which no fused kernel of torch has: the output and the log-sum-exp
-    ``[r t h e+1]``, block after block of queries, so that memory grows with t and not with t^2.
+    """`sliding_attention` with soft-capped scores, which the fused kernels of torch do not support: the output and the
+    log-sum-exp ``[r t h e+1]``. Computed in blocks of queries, so that memory is linear in t.
     """
     queries, cached, wide = q.shape[1], k.shape[1] - q.shape[1], torch.promote_types(q.dtype, torch.float32)
     block, pieces = max(window // 2, 16), []
@@ -187,8 +198,8 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, window: int, position: Te
     return torch.cat(pieces, 1)
 
 
-def _first_tokens(new: Tensor, kept: Tensor, position: Tensor, offsets: list[int] | None) -> Tensor:
-    """The first tokens' keys or values ``[r s h e]``, with those that this call reads."""
+def _sink_tensor(new: Tensor, kept: Tensor, position: Tensor, offsets: list[int] | None) -> Tensor:
+    """The keys or values of the first tokens ``[r s h e]``, after adding those that this call reads."""
     if not kept.shape[1]:
         return kept
     slot = torch.arange(kept.shape[1], device=new.device) - position.unsqueeze(-1)  # of the call's tokens
@@ -202,7 +213,7 @@ def _first_tokens(new: Tensor, kept: Tensor, position: Tensor, offsets: list[int
     return torch.where(here, new.gather(1, index).to(kept.dtype), kept)
 
 
-def _with_firsts(
+def _add_sinks(
     near: Tensor,
     q: Tensor,
     k: Tensor,
@@ -212,8 +223,8 @@ def _with_firsts(
     window: int,
     cap: float | None,
 ) -> Tensor:
-    """One softmax over a window, of which the output and the log-sum-exp are known ``[r t h e+1]``, and over the first
-    tokens that have left it.
+    """The output of one softmax over the window and the first tokens that have left it. `near` is the output over the
+    window with its log-sum-exp ``[r t h e+1]``.
     """
     y, total = near[..., :-1], near[..., -1:]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -224,8 +235,3 @@ def _with_firsts(
         score = score.masked_fill(~left.unsqueeze(2), UNSEEN)
         both = torch.logaddexp(total, score.logsumexp(-1, keepdim=True))
         return y * (total - both).exp() + torch.einsum("rths,rshe->rthe", (score - both).exp(), v.to(wide))
-
-
-def to_transformers(seen: Attended, y: Tensor | None = None) -> Tensor:
-    """What transformers expects of attention: ``[b t h e]``, as its queries came."""
-    return from_rows(seen.y if y is None else y, seen.back)

@@ -42,7 +42,7 @@ class Attach:
     def run(self) -> None:
         import torch
 
-        from remanence.attached.base import Source
+        from remanence.attached.base import PretrainedSource
         from remanence.attached.folder import check_unattached, is_attached
         from remanence.io.files import replacing_folder
 
@@ -64,7 +64,7 @@ class Attach:
             self.base, kind=self.kind, place=self.place, every=self.every, window=self.window, sinks=self.sinks,
             attention=self.attention, lora=self.lora,
         )  # fmt: skip
-        tokenizer = Source.of(self.base).tokenizer()
+        tokenizer = PretrainedSource.from_path(self.base).load_tokenizer()
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing_folder(out) as temporary:
             model.save_pretrained(temporary)

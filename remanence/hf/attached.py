@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
-from remanence.attached.config import MEMORY, AttachConfig, Kind, Place
+from remanence.attached.config import DEFAULT_MEMORY, AttachConfig, Kind, Place
 from remanence.attached.families import attention_modules
 from remanence.attached.folder import KIND
 from remanence.attached.model import Attached
@@ -52,7 +52,7 @@ class AttachedConfig(FolderConfig):
         self.remanence = native.to_dict() if native else None
 
 
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+INHERITED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """What a configuration takes over from the pretrained model's."""
 
 
@@ -67,7 +67,7 @@ class AttachedForCausalLM(RemanenceForCausalLM):
 
     def __init__(self, model: Attached) -> None:
         described = model.describe()
-        known = {name: getattr(model.base.config, name, None) for name in SPECIAL}
+        known = {name: getattr(model.base.config, name, None) for name in INHERITED_FIELDS}
         config = AttachedConfig(base=described["base"], remanence=model.config.to_dict(), **known)
         config._attn_implementation = "sdpa"
         PreTrainedModel.__init__(self, config)
@@ -131,7 +131,7 @@ class AttachedForCausalLM(RemanenceForCausalLM):
         return cls(loaded.eval())
 
 
-@show_fields(MemoryConfig, KnnConfig, defaults=MEMORY, omit=("dim",))
+@show_fields(MemoryConfig, KnnConfig, defaults=DEFAULT_MEMORY, omit=("dim",))
 def attach(
     model: Any,
     config: AttachConfig | None = None,
@@ -195,15 +195,15 @@ def _attach(model: Any, config: AttachConfig) -> AttachedForCausalLM:
     source = None
     attached_folder.check_unattached(model)
     if isinstance(model, str | Path):
-        source = pretrained.Source.of(model)
-        model = source.model()
+        source = pretrained.PretrainedSource.from_path(model)
+        model = source.load_model()
     pretrained.check_model(model)
     attention, modules = attention_modules(model, config.attention)
-    if any(hasattr(module, "remanence_site") for module in modules):
+    if any(hasattr(module, "remanence_layer") for module in modules):
         raise ValueError("base: expected a model without a memory, got one that has been attached to already")
-    config = config.for_model(pretrained.digest(model), attention, **pretrained.shape_of(model))
+    config = config.for_model(pretrained.digest(model), attention, **pretrained.model_shape(model))
     found = Attached(model, config, source)
-    if not found.family.known:
+    if not found.family.is_supported:
         _check_logits(model, found)
     return AttachedForCausalLM(found).train(model.training)
 

@@ -66,14 +66,14 @@ class RemanenceConfig(FolderConfig):
             native = remanence
         else:
             native = ModelConfig.from_dict(unsealed("remanence", remanence))
-        super().__init__(**{**_names(native), **kwargs})
+        super().__init__(**{**_transformers_fields(native), **kwargs})
         self.remanence, self.auto_map = native.to_dict(), AUTO.names
 
     @property
     def native(self) -> ModelConfig:
         """The configuration that the native model is made from."""
         native = ModelConfig.from_dict(self.remanence or {})
-        for name, value in _names(native).items():
+        for name, value in _transformers_fields(native).items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"{name}: expected {value}, as its entry 'remanence' says, got {getattr(self, name)!r}"
@@ -81,7 +81,7 @@ class RemanenceConfig(FolderConfig):
         return native
 
 
-def _names(native: ModelConfig) -> dict[str, Any]:
+def _transformers_fields(native: ModelConfig) -> dict[str, Any]:
     """What transformers calls a configuration's fields."""
     described = describe(native, torch.float32)
     return {
@@ -182,7 +182,7 @@ class RemanenceCache(Cache):
             self.state = self.state.map(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
 
-NOT_TAKEN = {
+UNSUPPORTED_ARGUMENTS = {
     "inputs_embeds": "the model reads tokens",
     "position_ids": "tokens are read in the order they stand, counted from the document's start",
     "output_attentions": "attention weights are never laid out",
@@ -234,7 +234,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
             memory_mode: "on", "off", "frozen" or "fresh"; None: ``model.model.memory_mode``. Also of ``generate``.
             kwargs: for the loss, as the Trainer's ``num_items_in_batch``.
         """
-        for name, reason in NOT_TAKEN.items():
+        for name, reason in UNSUPPORTED_ARGUMENTS.items():
             given = kwargs.pop(name, None)
             if given is not None and given is not False:
                 raise ValueError(f"{name}: expected None, as {reason}, got {type(given).__name__}")

@@ -99,7 +99,7 @@ class Decoder:
         self.called = None if unsupported(self.model, self.mode) is None else state
         pairs = zip(self.model.blocks, state.blocks, strict=True) if self.called is None else ()
         self.decoders = [_decoder(block, part, self.mode) for block, part in pairs]
-        fixed = self.device.type == "cuda" and all(decoder.captured for decoder in self.decoders)
+        fixed = self.device.type == "cuda" and all(decoder.is_capturable for decoder in self.decoders)
         self.captures = (fixed if self.wanted is None else self.wanted) and altered(
             self.watch.modules
         ) is None
@@ -108,7 +108,14 @@ class Decoder:
             torch.zeros_like(self.position),
             torch.zeros_like(self.position, dtype=torch.bool),
         )
-        self.room = min((decoder.room for decoder in self.decoders if decoder.room is not None), default=None)
+        self.remaining_capacity = min(
+            (
+                decoder.remaining_capacity
+                for decoder in self.decoders
+                if decoder.remaining_capacity is not None
+            ),
+            default=None,
+        )
         self.graph: torch.cuda.CUDAGraph | None = None
 
     @torch.no_grad()
@@ -126,12 +133,12 @@ class Decoder:
                 raise ValueError(
                     f"{name}: expected {dtype} of shape {list(self.position.shape)}, one per row, got {got}"
                 )
-        if self.room == 0 or self.watch.changed():
+        if self.remaining_capacity == 0 or self.watch.changed():
             self._begin(self.state)
         if self.called is not None:
             return self._call(tokens, active, self.called)
-        if self.room is not None:
-            self.room -= 1
+        if self.remaining_capacity is not None:
+            self.remaining_capacity -= 1
         if self.captures and self.graph is None:
             self._capture()
         self.tokens.copy_(tokens)

@@ -52,9 +52,9 @@ def uncaptured_code_reason(model: Model) -> str | None:
 
 def alignment_of(model: Model) -> int:
     """The number of tokens at whose multiples no chunk of a memory and no segment is open."""
-    return lcm(*[mixer.border for mixer in model.mixers])
+    return lcm(*[mixer.alignment for mixer in model.mixers])
 
 
 def longest_window(model: Model) -> int:
     """The largest attention window of any layer, in tokens."""
-    return max((mixer.reach for mixer in model.mixers), default=0)
+    return max((mixer.window_size for mixer in model.mixers), default=0)

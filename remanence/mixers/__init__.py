@@ -1,8 +1,7 @@
-"""The architectures, one file each: attention, the neural memory alone, Titans' three ways to have both, and the kNN
-memory.
+"""The mixers, one file each: attention, the neural memory alone, Titans' MAC, MAG and MAL, and the kNN memory.
 
-`MIXERS` names them; a model's `pattern` is made of these names. To add your own, write a `Mixer` and register it:
-``MIXERS["mine"] = Mine``, anything that makes one from a `ModelConfig`.
+`MIXERS` maps names to mixers; a model's `pattern` is made of these names. To add your own, write a `Mixer` and register
+its class, or any function that makes one from a `ModelConfig`: ``MIXERS["mine"] = Mine``.
 """
 
 from collections.abc import Callable
@@ -10,14 +9,15 @@ from functools import partial
 
 from remanence.config import ModelConfig
 from remanence.mixers.attention import AttentionMixer
-from remanence.mixers.base import Context, MemoryTrace, Mixer, MixerDecoder, MixerOutput, Shared, Text
+from remanence.mixers.base import Context, MemoryTrace, Mixer, MixerDecoder, MixerOutput, SharedValues, Text
 from remanence.mixers.conv_window import ConvWindow, ConvWindowState
 from remanence.mixers.knn import Knn, KnnState
-from remanence.mixers.lmm import LMM, MATRIX, ttt
+from remanence.mixers.lmm import LMM, linear_baseline, ttt
 from remanence.mixers.mac import MAC, MACState
 from remanence.mixers.mag import MAG
 from remanence.mixers.mal import MAL
 from remanence.mixers.window_and_memory import WindowAndMemoryState
+from remanence.runtime.deprecation import renamed_names
 
 MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
     "mac": MAC,
@@ -28,14 +28,16 @@ MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
     "window": partial(AttentionMixer, sliding=True),
     "conv_window": ConvWindow,
     "knn": Knn,
-    "linear_attention": partial(LMM, rule="linear_attention", **MATRIX),
-    "delta": partial(LMM, rule="delta", **MATRIX),
-    "gated_delta": partial(LMM, rule="gated_delta", **MATRIX),
+    "linear_attention": linear_baseline("linear_attention"),
+    "delta": linear_baseline("delta"),
+    "gated_delta": linear_baseline("gated_delta"),
     "ttt": ttt,
 }
 
 BLOCKS = MIXERS
 """The old name of `MIXERS`."""
+
+__getattr__ = renamed_names(globals(), {"Shared": "SharedValues"})
 
 __all__ = [
     "BLOCKS",
@@ -55,7 +57,7 @@ __all__ = [
     "Mixer",
     "MixerDecoder",
     "MixerOutput",
-    "Shared",
+    "SharedValues",
     "Text",
     "WindowAndMemoryState",
 ]

@@ -1,4 +1,4 @@
-"""Attention alone: over everything (Transformer++), or over a sliding window."""
+"""Attention alone: over all earlier tokens (Transformer++), or over a sliding window."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerDecoder, Mix
 
 
 def sliding_window(config: ModelConfig) -> Attention:
-    """The sliding attention that a configuration describes, with room to take back what the memory's open chunk can."""
+    """The sliding attention of a configuration. Its state keeps enough old tokens that as many can be cropped as from
+    the memory's open chunk.
+    """
     slack = config.memory.chunk - 1
     return Attention(config.dim, config.heads, config.window, config.persistent, config.rotary, slack=slack)
 
 
 def keys_seen(attention: Attention, length: int, persistent: int) -> float:
-    """Keys that a query meets on average in a text of so many tokens."""
+    """The mean number of keys per query in a text of `length` tokens."""
     return length / 2 if attention.window is None else min(length / 2, attention.window + persistent)
 
 
 class AttentionMixer(Mixer):
-    """Attention over a sliding window, or over everything."""
+    """Attention over a sliding window, or over all earlier tokens."""
 
     State: ClassVar[type] = AttentionState
 
@@ -45,10 +47,10 @@ class AttentionMixer(Mixer):
         return AttentionDecoder(self.attention, state)
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
-        return "what full attention carries grows" if carries and self.attention.window is None else None
+        return "the state of full attention grows" if carries and self.attention.window is None else None
 
     @property
-    def reach(self) -> int:
+    def window_size(self) -> int:
         return self.attention.window or 0
 
     def flops(self, length: int) -> float:
@@ -59,9 +61,11 @@ class AttentionMixer(Mixer):
 
 
 class AttentionDecoder(MixerDecoder):
+    """Attention, one token at a time."""
+
     def __init__(self, attention: Attention, state: AttentionState) -> None:
         self.window = WindowDecoder(attention, state)
-        self.room = self.window.capacity_left
+        self.remaining_capacity = self.window.capacity_left
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         return self.window.step(x, now)

@@ -1,15 +1,14 @@
 """The interface of a mixer, the part of a layer that mixes tokens, and its decoder.
 
 A new architecture is one file with a subclass of `Mixer` and one line in `MIXERS`. It needs `start` and `forward`;
-streaming, decoding, memory files, the cost plan and training then work. What it can do better than the defaults here,
-it overrides.
+streaming, decoding, memory files, the cost plan and training then work. The other methods have defaults, which a
+subclass may override.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +20,10 @@ from remanence.memory.neural import NeuralMemory
 from remanence.ops import Gates
 from remanence.ops.decode import overwrite_rows
 from remanence.ops.state import memories
+from remanence.runtime.deprecation import renamed_attribute, renamed_overrides
 from remanence.runtime.state import TensorTuple, parts
+
+T = TypeVar("T")
 
 
 class MemoryTrace(NamedTuple):
@@ -31,26 +33,31 @@ class MemoryTrace(NamedTuple):
     gates: Gates
 
     @classmethod
-    def mapped(cls, trace: MemoryTrace | None, function: Callable[[Tensor], Tensor]) -> MemoryTrace | None:
+    def map_tensors(
+        cls, trace: MemoryTrace | None, function: Callable[[Tensor], Tensor]
+    ) -> MemoryTrace | None:
+        """A trace with a function applied to each of its tensors; None stays None."""
         return trace and cls(function(trace.surprise), trace.gates.map(function))
 
     @classmethod
     def join(
-        cls, traces: Sequence[MemoryTrace | None], joined: Callable[[list[Tensor]], Tensor] | None = None
+        cls, traces: Sequence[MemoryTrace | None], concat: Callable[[list[Tensor]], Tensor] | None = None
     ) -> MemoryTrace | None:
-        """The trace of a call from those of its pieces."""
-        if joined is None:
-            joined = lambda pieces: torch.cat(pieces, 1)
+        """The trace of a call, concatenated from the traces of its pieces; None if any of them is None. `concat` joins
+        tensors, by default along the tokens.
+        """
+        if concat is None:
+            concat = lambda pieces: torch.cat(pieces, 1)
         present = [trace for trace in traces if trace is not None]
         if len(present) < len(traces):
             return None
         columns = zip(*[trace.gates for trace in present], strict=True)
-        gates = [None if column[0] is None else joined(list(column)) for column in columns]
-        return cls(joined([trace.surprise for trace in present]), Gates._make(gates))
+        gates = [None if column[0] is None else concat(list(column)) for column in columns]
+        return cls(concat([trace.surprise for trace in present]), Gates._make(gates))
 
 
 class MixerOutput(NamedTuple):
-    """What a mixer or a block returns."""
+    """The result of a mixer or a block: the output ``[b t d]``, the new state, and the trace of its memory."""
 
     y: Tensor
     state: Any
@@ -58,8 +65,8 @@ class MixerOutput(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What a language model knows beside the features: its tokens ``[b t]``, their log-frequencies ``[v]`` if the model
-    has them, and its head.
+    """The tokens of a call and what a language model computes from them: token ids ``[b t]``, the log-frequencies of
+    the vocabulary ``[v]`` if the model has them, and the head, which maps hidden vectors to logits.
     """
 
     tokens: Tensor
@@ -67,15 +74,15 @@ class Text(NamedTuple):
     logits: Callable[[Tensor], Tensor]
 
 
-class Shared:
-    """Values that the layers of one call share: one object for all layers, even where their arguments are copied."""
+class SharedValues:
+    """Values that the layers of one call share, by name. Checkpointing copies a layer's arguments, not this object."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Any] = {}
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """A value that several layers need, computed once. It has no gradient, since a layer whose activations are
-        recomputed does not compute it again.
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """The value of this name, computed by `make` on first use. It has no gradient, because activation
+        checkpointing does not compute it a second time.
         """
         if name not in self.entries:
             with torch.no_grad():
@@ -84,196 +91,209 @@ class Shared:
 
 
 class Context(NamedTuple):
-    """What is known of a call, made once by the backbone and given to every layer.
+    """The arguments of a call that are the same for all layers. The backbone makes one per call.
 
     position
-        Tokens that each row has read before ``[r]``.
+        Number of tokens that each row has read before this call ``[r]``.
     offsets
-        Of packed documents: 0 and each one's end; None if each row is a document.
+        For packed documents: 0, then the end of each document; None if each row is a document.
     mode
-        What becomes of the memories.
+        The memory mode.
     text
-        The tokens, if the features are those of a language model.
+        The tokens, if the model is a language model.
     shared
-        What layers of this call share; a layer writes what the next may use.
+        Values that the layers of this call share.
     keep
-        Whether anyone outside of the call will see the state. What is not seen may lack what it does not need.
+        Whether the caller keeps the returned state. If not, a layer may return an incomplete one.
     """
 
     position: Tensor
     offsets: list[int] | None
     mode: Mode
     text: Text | None
-    shared: Shared
+    shared: SharedValues
     keep: bool = True
 
 
 class MixerDecoder:
-    """A mixer's state in fixed buffers, which a token ``[r 1 d]`` of each row changes in place."""
+    """Decodes one token at a time: the state of a mixer in fixed buffers, which each step updates in place."""
 
-    room: int | None = None
-    """How many more tokens the buffers can hold; None: any number."""
+    remaining_capacity: int | None = None
+    """Number of tokens that still fit into the buffers; None: no limit."""
 
-    captured: bool = True
-    """Whether a step can be captured as a CUDA graph: fixed shapes, and nothing decided on the host."""
+    is_capturable: bool = True
+    """Whether a step can be captured as a CUDA graph: shapes are fixed, and no branch depends on values."""
+
+    room = renamed_attribute("room", "remaining_capacity")
+    captured = renamed_attribute("captured", "is_capturable")
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        renamed_overrides(cls, {"room": "remaining_capacity", "captured": "is_capturable"})
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
+        """The output for one token of each row ``[r 1 d]``; inactive rows keep their state."""
         raise NotImplementedError
 
     def finish(self, hidden: Tensor, now: StepContext) -> None:
-        """Called after all layers have read the token, with the last one's output ``[r 1 d]``, normalised."""
+        """Called after all layers have read the token, with the normalised output of the last layer ``[r 1 d]``."""
 
-    def state(self, position: Tensor) -> Any:
+    def state(self, position: Tensor) -> TensorTuple:
+        """A copy of the state, as `Mixer.forward` would return it after `position` tokens of each row ``[r]``."""
         raise NotImplementedError
 
     @property
     def diverged(self) -> Tensor | None:
+        """Whether the memory of each row has diverged ``[r]``; None without a memory."""
         return None
 
 
 RENAMED_METHODS = {
     "undecodable": "decode_unsupported_reason",
     "uncapturable": "capture_unsupported_reason",
+    "border": "alignment",
+    "reach": "window_size",
 }
-"""Earlier names of methods that a mixer overrides."""
+"""Old names of methods and properties that a mixer overrides."""
 
 
 class Mixer(Module):
-    """``y, state, trace = mixer(x, state, ctx)``: x ``[b t d]`` normalised, or packed documents; the state None at
-    their start.
+    """The part of a layer that mixes tokens: ``y, state, trace = mixer(x, state, ctx)``.
 
-    There is at least one row and one token: calls of none are answered by the backbone, which only asks for `start`.
-    The result must not depend on how a text is cut into calls, nor on later tokens, nor on other rows:
-    `remanence.testing` has these laws.
+    The input x ``[b t d]`` is normalised; with `ctx.offsets` it is one row of packed documents. The state is None at
+    the start of a document. There is at least one row and one token: the backbone handles empty calls itself. The
+    result must not depend on how a text is split into calls, on later tokens, or on other rows; `remanence.testing` has
+    functions that check this.
     """
 
     State: ClassVar[type] = tuple
-    """The type of its state: a NamedTuple that is a `TensorTuple`, with ``crop(tokens)``."""
+    """The class of the state: a NamedTuple that inherits from `TensorTuple`."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    border = renamed_attribute("border", "alignment")
+    reach = renamed_attribute("reach", "window_size")
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        for old, new in RENAMED_METHODS.items():
-            if old in cls.__dict__:
-                warnings.warn(
-                    f"{cls.__name__}.{old} is deprecated: use {new}", DeprecationWarning, stacklevel=2
-                )
-                setattr(cls, new, cls.__dict__[old])
+        renamed_overrides(cls, RENAMED_METHODS)
 
-    def start(self, rows: int) -> Any:
-        """The state of so many documents of which nothing has been read."""
+    def start(self, rows: int) -> TensorTuple:
+        """The initial state of `rows` documents, before any token is read."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, state: Any, ctx: Context) -> MixerOutput:
+        """The output for x, the new state and the trace of the memory."""
         raise NotImplementedError
 
-    # Defaults that hold for every mixer. Override those that a mixer can improve on.
+    # The methods below have defaults that are correct for every mixer.
 
     def decoder(self, state: Any, mode: Mode) -> MixerDecoder:
-        """A decoder that reads one token at a time in place, starting from a state."""
+        """A decoder that starts from a state and reads one token at a time."""
         return ForwardDecoder(self, state, mode)
 
     def decode_unsupported_reason(self, mode: Mode) -> str | None:
-        """Why there is no decoder in this mode; None if there is one. `ForwardDecoder` has room for states of fixed
-        size, and does not wait for other layers.
+        """Why there is no decoder in this mode; None if there is one. The default, `ForwardDecoder`, needs a state of
+        fixed size and no `stride`.
         """
         if self.stride is None and type(self).decoder is not Mixer.decoder:
             return None
         return ForwardDecoder.unsupported(self)
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
-        """Why `forward` cannot be captured as a CUDA graph, for rows that carry a state or begin; None if it can. A
-        captured call must not decide anything on the host but by shapes and by whether rows stand at its `border`.
+        """Why `forward` cannot be captured as a CUDA graph; None if it can. `carries`: the call is given a state.
+
+        A captured call may branch on shapes and on whether positions are multiples of `alignment`, not on values.
         """
-        return f"{type(self).__name__} layers may decide on the host what to do"
+        return f"{type(self).__name__} layers may branch on values"
 
     @property
     def has_memory(self) -> bool:
-        """Whether the modes "off", "frozen" and "fresh" apply to it: here, if it has a neural memory."""
+        """Whether the memory modes "off", "frozen" and "fresh" apply: by default, if there is a `NeuralMemory`."""
         return any(isinstance(part, NeuralMemory) for part in self.modules())
 
     @property
     def needs_unigrams(self) -> bool:
-        """Whether a language model is to have log-frequencies of its tokens (`Text.log_unigrams`)."""
+        """Whether the mixer needs the log-frequencies of tokens (`Text.log_unigrams`)."""
         return False
 
     @property
-    def border(self) -> int:
-        """At positions that are multiples of this, no chunk and no segment is open."""
+    def alignment(self) -> int:
+        """Number of tokens such that a chunk and a segment begin at each multiple of it."""
         return 1
 
     @property
-    def reach(self) -> int:
-        """Tokens that sliding attention looks back; 0 without one."""
+    def window_size(self) -> int:
+        """Number of tokens in the window of sliding attention; 0 without sliding attention."""
         return 0
 
     @property
     def stride(self) -> int | None:
-        """Tokens after which all layers must have read before any goes on; None: each layer may read a whole call."""
+        """Number of tokens that all layers must have read before any layer reads further; None: no such limit."""
         return None
 
     @property
     def segment_length(self) -> int | None:
-        """Tokens of a segment, if layers may read whole segments in a wavefront; then there are also `carry`,
-        `read_segment`, `segment_start` and `after_segments`, as in `MAC`.
+        """Number of tokens in a segment, if the wavefront schedule can be used; None if it cannot. The mixer then has
+        the methods of `remanence.mixers.wavefront.SegmentMixer`.
         """
         return None
 
     def link(self, earlier: Sequence[Mixer]) -> None:
-        """Called once, with the mixers of the layers below."""
+        """Called once when the model is built, with the mixers of the layers before this one."""
 
-    def finish(self, begun: Any, state: Any, hidden: Tensor, ctx: Context) -> Any:
-        """The state after all layers have read a step of `stride` tokens: `begun` before it (None where documents
-        begin), `hidden` the last layer's output.
+    def finish(self, previous: Any, state: Any, hidden: Tensor, ctx: Context) -> Any:
+        """The final state of a step of `stride` tokens, called after all layers have read it. `previous` is the state
+        before the step (None at the start of documents), `state` what `forward` returned, `hidden` the last layer's
+        output.
         """
         return state
 
     def check(self, state: Any) -> None:
-        """Refuse a state that is not this mixer's."""
+        """Raise a ValueError if a state does not belong to this mixer."""
         if not isinstance(state, self.State) or not isinstance(state, TensorTuple):
-            own, other = self.State.__name__, type(state).__name__
-            raise ValueError(f"state: expected one of this model ({own}), got another's ({other})")
+            expected, got = self.State.__name__, type(state).__name__
+            raise ValueError(f"state: expected one of this model ({expected}), got another's ({got})")
 
     def flops(self, length: int) -> float:
-        """Operations of a token, forward and backward, in a text of so many: here, every matrix is used once."""
+        """Floating-point operations per token, forward and backward, in a text of `length` tokens. By default, each
+        matrix is used once.
+        """
         return 6.0 * sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
 
     def activation_bytes(self, dim: int) -> float:
-        """Bytes that a token leaves for backward in bfloat16, the block's norms and feed-forward included; an
-        estimate.
-        """
+        """Estimated bytes of activations per token in bfloat16, including the block's norms and feed-forward net."""
         return ACTIVATIONS["window"] * dim
 
 
 ACTIVATIONS = {"attention": 65, "window": 60, "lmm": 107, "mag": 132, "mal": 128, "mac": 232, "matrix": 98}
-"""Bytes per token, layer and unit of width that a forward pass leaves for backward: the growth of the peak from one
-layer to three, at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast, on an H200.
+"""Bytes of activations per token, layer and unit of width, by kind of layer. Measured as the growth of peak memory
+from one layer to three at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast, on an H200.
 """
 
 
 class ForwardDecoder(MixerDecoder):
-    """The call of any mixer, or of a block, as a decoder: one token at a time, the state in fixed buffers."""
+    """A decoder for any mixer or block: calls its `forward` for each token and copies the state into fixed buffers."""
 
-    def __init__(self, mixer: Module, state: Any, mode: Mode) -> None:
+    def __init__(self, mixer: Module, state: TensorTuple, mode: Mode) -> None:
         self.mixer, self.mode = mixer, mode
-        self.captured = isinstance(mixer, Mixer) and mixer.capture_unsupported_reason(True) is None
+        self.is_capturable = isinstance(mixer, Mixer) and mixer.capture_unsupported_reason(True) is None
         self.buffers: TensorTuple = state.detach().map(torch.clone)
 
     @staticmethod
     def unsupported(mixer: Mixer) -> str | None:
-        """Why a mixer's calls cannot be used as a decoder; None if they can."""
+        """Why a mixer cannot be decoded by its `forward`; None if it can."""
         name = type(mixer).__name__
         if mixer.stride is not None:
-            return f"{name} layers wait for all others"
+            return f"{name} layers wait for all other layers"
         growing = any(part.growing() for _, part in parts(mixer.start(1)))
         return f"the state of {name} layers grows" if growing else None
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
-        shared = now.cached("context", make=Shared)
+        shared = now.cached("context", make=SharedValues)
         y, state, _ = self.mixer(x, self.buffers, Context(now.position, None, self.mode, now.text, shared))
         overwrite_rows(self.buffers.tensors(), state.tensors(), now.active)
         return y
 
-    def state(self, position: Tensor) -> Any:
+    def state(self, position: Tensor) -> TensorTuple:
         return self.buffers.map(torch.clone)
 
     @property

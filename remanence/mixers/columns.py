@@ -1,4 +1,4 @@
-"""The tokens of a call in columns, so that the segments of rows that stand at different places begin side by side."""
+"""The tokens of a call, aligned so that the segments of all rows begin at the same columns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from remanence.ops.layout import gather_or_zero
 
 
 class SegmentSpan(NamedTuple):
-    """One segment of every row: its number, its columns with a token of the call in any row, and the rows that have
-    ended the segment before it (None: no row has).
+    """One segment of all rows: its index, its range of columns with tokens of the call in any row, and the rows that
+    have completed the previous segment ``[r]`` (None: no row has).
     """
 
     segment: int
@@ -25,11 +25,13 @@ class SegmentSpan(NamedTuple):
 
 
 class SegmentColumns:
-    """A call's tokens in columns behind their rows' open segments, so that all rows' segments begin at the same
-    columns::
+    """Each row's open segment followed by its tokens of the call, in columns, so that the segments of all rows begin at
+    the same columns::
 
-    row 0    [ o o o x ] [ x x x x ] [ x . . . ]        o read before, x the call's
-    row 1    [ o x x x ] [ x x . . ] [ . . . . ]
+        row 0    [ o o o x ] [ x x x x ] [ x . . . ]        o read before, x token of the call, . padding
+        row 1    [ o x x x ] [ x x . . ] [ . . . . ]
+
+    `lead` is the number of tokens in each row's open segment.
     """
 
     def __init__(
@@ -40,13 +42,14 @@ class SegmentColumns:
         self.totals = [a + b for a, b in zip(lead, self.counts, strict=True)]
         self.segments = max(1, -(-max(self.totals) // window))
         self.tokens, self.device = tokens, local.q.device
-        self.uniform = len(set(lead)) == 1 and len(set(self.counts)) == 1
+        self.is_uniform = len(set(lead)) == 1 and len(set(self.counts)) == 1
         self._lead, self._total = (
             torch.tensor(numbers, device=self.device) for numbers in (lead, self.totals)
         )
-        self.parts = [part for part in map(self._part, range(self.segments)) if part is not None]
+        self.spans = [part for part in map(self._span, range(self.segments)) if part is not None]
 
-    def _part(self, index: int) -> SegmentSpan | None:
+    def _span(self, index: int) -> SegmentSpan | None:
+        """A segment's span; None if no row has a token of the call in it."""
         begin, end = index * self.window, (index + 1) * self.window
         spans = [(max(a, begin), min(b, end)) for a, b in zip(self.lead, self.totals, strict=True)]
         spans = [span for span in spans if span[0] < span[1]]
@@ -60,33 +63,35 @@ class SegmentColumns:
             self._total > begin if over else None,
         )
 
-    def columns(self, old: Tensor, new: Tensor) -> Tensor:
-        """Open segments ``[r w ...]`` and the call's rows ``[r t ...]`` as ``[r columns ...]``."""
+    def align(self, old: Tensor, new: Tensor) -> Tensor:
+        """Open segments ``[r w ...]`` and rows of the call ``[r t ...]``, joined as ``[r columns ...]``."""
         new = new.to(old.dtype)
-        if self.uniform:
-            return self._filled(torch.cat([old[:, : self.lead[0]], new], 1))
+        if self.is_uniform:
+            return self._pad(torch.cat([old[:, : self.lead[0]], new], 1))
         both = torch.cat([old.flatten(0, 1), new.flatten(0, 1)])
-        return gather_or_zero(both, torch.tensor([self._places(row) for row in range(len(self.lead))]))
+        return gather_or_zero(both, torch.tensor([self._source_index(row) for row in range(len(self.lead))]))
 
     def queries(self, q: Tensor) -> Tensor:
-        return self.columns(q.new_zeros(len(self.lead), self.window, *q.shape[2:]), q)
+        """The call's queries ``[r t ...]`` as ``[r columns ...]``, zero in open segments."""
+        return self.align(q.new_zeros(len(self.lead), self.window, *q.shape[2:]), q)
 
-    def _places(self, row: int) -> list[int]:
+    def _source_index(self, row: int) -> list[int]:
+        """For each column of a row, its index among all open segments and then all rows of the call; -1: padding."""
         before, behind = row * self.window, len(self.lead) * self.window + row * self.tokens
         index = [*range(before, before + self.lead[row]), *range(behind, behind + self.counts[row])]
         return index + [-1] * (self.segments * self.window - len(index))
 
-    def _filled(self, x: Tensor) -> Tensor:
+    def _pad(self, x: Tensor) -> Tensor:
         return F.pad(x, [0, 0] * (x.dim() - 2) + [0, self.segments * self.window - x.shape[1]])
 
-    def live(self, column: Tensor) -> Tensor:
-        """Which columns are tokens of the call ``[r columns]``."""
+    def is_call_token(self, column: Tensor) -> Tensor:
+        """Whether each column holds a token of the call ``[r columns]``."""
         return (column >= self._lead.unsqueeze(-1)) & (column < self._total.unsqueeze(-1))
 
-    def back(self, found: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
-        """What was found in each part, its columns given, as the call's rows ``[r t ...]``."""
+    def to_call_rows(self, found: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
+        """Results for ranges of columns, `spans`, as rows of the call ``[r t ...]``."""
         joined = torch.cat(found, 1)
-        if self.uniform:
+        if self.is_uniform:
             return joined
         place = {column: index for index, column in enumerate(c for span in spans for c in range(*span))}
         index = torch.full((len(self.lead), self.tokens), -1)
@@ -97,8 +102,8 @@ class SegmentColumns:
             )
         return gather_or_zero(joined.flatten(0, 1), index)
 
-    def left(self, x: Tensor) -> Tensor:
-        """Each row's last segment ``[r w ...]``, which stays open. Never a view, which keeps a whole call."""
+    def open_segment(self, x: Tensor) -> Tensor:
+        """Each row's last segment ``[r w ...]``, which stays open. A copy: a view would keep the whole call alive."""
         last = [max(0, -(-total // self.window) - 1) for total in self.totals]
         if len(set(last)) == 1:
             return x[:, last[0] * self.window : (last[0] + 1) * self.window].clone()

@@ -1,4 +1,4 @@
-"""A sliding window behind a short convolution: attention with what a memory's layer has beside its memory."""
+"""Sliding-window attention after a short convolution: a baseline with the convolution that memory layers have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _ConvWindowState(NamedTuple):
 
 
 class ConvWindowState(_ConvWindowState, TensorTuple):
-    """The window's state, and the last inputs of the convolution ``[r s d]``."""
+    """The state of the sliding window, and the last inputs of the convolution ``[r s d]``."""
 
     __slots__ = ()
 
@@ -31,10 +31,10 @@ class ConvWindowState(_ConvWindowState, TensorTuple):
 
 
 class ConvWindow(Mixer):
-    """Attention over a sliding window of x + conv(x), with the memory's kernel.
+    """Attention over a sliding window of x + conv(x), with a kernel as long as the memory's.
 
-    A memory's keys and values pass a convolution, so that each token knows those just before it. Attention without one
-    needs a layer for that, and thousands of steps to learn it: a baseline of memories is fairer with one.
+    The keys and values of a memory pass through a convolution over the preceding tokens. Attention without one needs a
+    layer, and thousands of training steps, to learn the same; with it, the comparison with memories is fairer.
     """
 
     State: ClassVar[type] = ConvWindowState
@@ -62,7 +62,7 @@ class ConvWindow(Mixer):
         return None
 
     @property
-    def reach(self) -> int:
+    def window_size(self) -> int:
         return self.attention.window or 0
 
     def flops(self, length: int) -> float:
@@ -70,10 +70,12 @@ class ConvWindow(Mixer):
 
 
 class ConvWindowDecoder(MixerDecoder):
+    """`ConvWindow`, one token at a time."""
+
     def __init__(self, mixer: ConvWindow, state: ConvWindowState) -> None:
         self.conv, self.past = mixer.conv, state.past.clone()
         self.window = WindowDecoder(mixer.attention, state.attention)
-        self.room = self.window.capacity_left
+        self.remaining_capacity = self.window.capacity_left
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         nearby, past = self.conv(x, self.past)

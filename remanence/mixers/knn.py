@@ -1,5 +1,5 @@
-"""The kNN memory in a layer (Memorizing Transformers): sliding attention, and top-k attention over stored pairs of
-older tokens.
+"""The kNN memory in a layer (Memorizing Transformers): sliding attention, and top-k attention over stored keys and
+values of older tokens.
 
 A document is split into segments of one window, counted from its start. The keys and values of a segment are written to
 the store when the next segment begins, and a query retrieves only entries at least one window behind it. So every token
@@ -25,15 +25,17 @@ from remanence.memory.search import CAPTURED, SEARCHES, attend, l2_normalize
 from remanence.memory.search import combine as combine_attention
 from remanence.memory.store import Store, StoreState
 from remanence.mixers.attention import keys_seen, sliding_window
-from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerDecoder, MixerOutput, Shared, Text
+from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerDecoder, MixerOutput, SharedValues, Text
 from remanence.mixers.columns import SegmentColumns
 from remanence.mixers.knn_state import KnnState, open_tokens
 from remanence.ops import decode
 from remanence.ops.layout import from_rows, to_rows
 from remanence.runtime.choices import check_choice
 
-SCALE = 10.0
-"""The store's softmax begins with scores of unit vectors times this: enough to prefer one entry among thousands."""
+INITIAL_SCALE = 10.0
+"""The initial factor of the scores between unit vectors in the store's softmax: large enough that one entry among
+thousands can stand out.
+"""
 
 
 class Knn(Mixer):
@@ -52,13 +54,13 @@ class Knn(Mixer):
         self.shares_store = self.owns_store = False
         self.store = Store(c.size, config.heads, self.attention.width, c.evict, half_life=c.half_life)
         self.search = SEARCHES[c.search]()
-        self.hidden = config.dim if c.write == "surprise" else 0
+        self.output_dim = config.dim if c.write == "surprise" else 0
         self.log_scale = nn.Parameter(torch.empty(config.heads))
         self.gate = nn.Parameter(torch.empty(config.heads)) if c.fuse == "gate" else None
         self.reset_own_parameters()
 
     def reset_own_parameters(self) -> None:
-        nn.init.constant_(self.log_scale, SCALE)
+        nn.init.constant_(self.log_scale, INITIAL_SCALE)
         with torch.no_grad():
             self.log_scale.log_()
         if self.gate is not None:
@@ -88,7 +90,7 @@ class Knn(Mixer):
         return True
 
     @property
-    def reach(self) -> int:
+    def window_size(self) -> int:
         return self.window
 
     def start(self, rows: int) -> KnnState:
@@ -102,19 +104,19 @@ class Knn(Mixer):
         k, v = like.new_zeros(shape), like.new_zeros(shape)
         importance, last = (
             torch.zeros(rows, self.window, device=like.device),
-            like.new_zeros(rows, self.hidden),
+            like.new_zeros(rows, self.output_dim),
         )
         return KnnState(self.attention.start(rows), k, v, importance, last, store.start(rows, like))
 
     def check(self, state: KnnState) -> None:
-        """Refuse the state of a layer with another window, store or width."""
+        """Raise a ValueError for the state of a layer with another window, store or width."""
         super().check(state)
         heads = [self.attention.heads, self.attention.width]
         for name, part, expected in (
             ("window", state.token_importance, [self.window]),
             ("heads and their width", state.k[:, 0], heads),
             ("store", state.store.k[:, :, 0, 0], [self.store.size]),
-            ("last output", state.last, [self.hidden]),
+            ("last output", state.last, [self.output_dim]),
         ):
             if list(part.shape[1:]) != expected:
                 got = list(part.shape[1:])
@@ -126,8 +128,8 @@ class Knn(Mixer):
         fresh = state is None
         before = None if state is None else state.attention
         if state is None:
-            # Stores get the slots that the call can fill, and the others at its end if the state is kept: many short
-            # documents then need no more memory, nor time to search it, than their tokens.
+            # During the call, a store has only as many slots as the call can fill, so that many short documents need
+            # memory and search time for their tokens alone. The other slots are added at the end if the state is kept.
             rows = x.shape[0] if ctx.offsets is None else len(ctx.offsets) - 1
             state = self._start(rows, self.store.with_size(0))
         after: KnnState | None = None
@@ -145,6 +147,7 @@ class Knn(Mixer):
         return MixerOutput(y, after._replace(attention=window))
 
     def _importance(self, x: Tensor, ctx: Context) -> Tensor:
+        """`importance`, computed once for all layers; -inf in modes that do not write."""
         importance = ctx.shared.once("importance", lambda: self.importance(x, ctx))
         return importance if ctx.mode in ("on", "fresh") else torch.full_like(importance, -torch.inf)
 
@@ -152,24 +155,26 @@ class Knn(Mixer):
         self, local: AttentionOutput, importance: Tensor, state: KnnState, ctx: Context, fresh: bool
     ) -> tuple[Tensor, KnnState]:
         """The window's attention combined with what the store returns ``[r t h e]``, and the state after the call."""
-        lead = [0] * len(state.k) if fresh else state.opened.tolist()
+        lead = [0] * len(state.k) if fresh else state.open_length.tolist()
         columns = SegmentColumns(local, lead, ctx.offsets, self.window)
         k, v = (
-            columns.columns(old, new.detach())
+            columns.align(old, new.detach())
             for old, new in ((state.k, l2_normalize(local.k)), (state.v, local.v))
         )
-        importance = columns.columns(state.token_importance, to_rows(importance, ctx.offsets)[0])
+        importance = columns.align(state.token_importance, to_rows(importance, ctx.offsets)[0])
         shared_store = ctx.shared.entries["store"] if self.shares_store else None
-        y, store = self._read(local, columns, k, v, importance, state, shared_store, ctx.mode, fresh)
+        y, store = self._read_segments(local, columns, k, v, importance, state, shared_store, ctx.mode, fresh)
         if self.owns_store:
             ctx.shared.entries["store"] = store
-        left = (columns.left(k), columns.left(v), columns.left(importance))
+        open_segment = (columns.open_segment(k), columns.open_segment(v), columns.open_segment(importance))
         store = store.enlarge(self.store.size) if ctx.keep else store
-        return y.to(local.v.dtype), KnnState(local.state, *left, state.last, store)
+        return y.to(local.v.dtype), KnnState(local.state, *open_segment, state.last, store)
 
     @torch.no_grad()
     def importance(self, x: Tensor, ctx: Context) -> Tensor:
-        """The importance of each token for a store ``[b t]``, as far as it is known before the token is read."""
+        """The importance of each token for the store ``[b t]``, as far as it is known before the layers have read it:
+        0 for policies that do not need it, or that set it in `finish`.
+        """
         write, text = self.config.write, ctx.text
         if write not in ("rare", "random"):
             return torch.zeros(x.shape[:2], device=x.device)
@@ -187,20 +192,22 @@ class Knn(Mixer):
         return from_rows(POLICIES[write](read), back).float()
 
     @torch.no_grad()
-    def finish(self, begun: KnnState | None, state: KnnState, hidden: Tensor, ctx: Context) -> KnnState:
-        """With "surprise", a token's importance is its negative log-likelihood, known once all layers have read it."""
+    def finish(self, previous: KnnState | None, state: KnnState, hidden: Tensor, ctx: Context) -> KnnState:
+        """Set the importance of tokens under the policy "surprise": the negative log-likelihood of each token, which is
+        known after all layers have read the tokens before it.
+        """
         if self.config.write != "surprise":
             return state
         index, surprise, newest = ctx.shared.once("surprise", lambda: self._surprise(state, hidden, ctx))
         importance = state.token_importance
         if ctx.mode in ("on", "fresh"):
-            # What is no token goes into one column more.
+            # Padding is written to an additional column, which is dropped.
             importance = F.pad(importance, (0, 1)).scatter(1, index, surprise)[:, :-1]
         return state._replace(token_importance=importance, last=newest.to(state.last.dtype))
 
     def _surprise(self, state: KnnState, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token its column in the window ``[r t]`` and its surprise ``[r t]``; and each row's last output
-        ``[r d]``.
+        """Each token's column in the open segment ``[r t]``, its surprise ``[r t]``, and the output for each row's last
+        token ``[r d]``.
         """
         if ctx.text is None:
             raise ValueError(
@@ -236,7 +243,7 @@ class Knn(Mixer):
         """Those of the window, and the retrieved keys and values."""
         return (ACTIVATIONS["window"] + 4.0 * self.config.k) * dim
 
-    def _read(
+    def _read_segments(
         self,
         local: AttentionOutput,
         columns: SegmentColumns,
@@ -246,32 +253,31 @@ class Knn(Mixer):
         state: KnnState,
         shared_store: StoreState | None,
         mode: Mode,
-        reuse: bool,
+        in_place: bool,
     ) -> tuple[Tensor, StoreState]:
-        """Segment by segment: write the previous segment to the store, then query the store. Returns the window's
-        attention combined with what was retrieved, and the store. With `reuse`, the tensors of the store are written in
-        place.
+        """For each segment, write the previous one to the store, then query the store. Returns the window's attention
+        combined with what was retrieved, and the new store. With `in_place`, the tensors of the store may be changed.
         """
-        # A slot for each token that can be written, and at least one, so that gate and temperature get gradients.
+        # One slot per token that can be written, and at least one, so that gate and temperature get gradients.
         slots = max(1, state.store.size + (columns.segments - 1) * self.window)
         store = state.store.enlarge(min(self.store.size, slots))
-        reuse = reuse or store is not state.store
+        in_place = in_place or store is not state.store
         if (store if shared_store is None else shared_store).size == 0:
             return self.combine(local.y, None), store
         q = columns.queries(l2_normalize(local.q))
-        base = state.attention.position - state.opened
+        base = state.attention.position - state.open_length
         found, lengths = [], []
-        for part in columns.parts:
+        for part in columns.spans:
             begin = base.unsqueeze(-1) + part.segment * self.window
             if part.ended is not None and shared_store is None:
                 before = slice((part.segment - 1) * self.window, part.segment * self.window)
                 segment = (k[:, before], v[:, before], importance[:, before], begin - self.window)
-                store = self.write(store, *segment, part.ended, reuse)
-                reuse = True
+                store = self.write(store, *segment, part.ended, in_place)
+                in_place = True
             if mode == "off":
                 continue
             column = torch.arange(part.first, part.last, device=base.device)
-            live = columns.live(column)
+            live = columns.is_call_token(column)
             if mode == "fresh":  # remove entries from before the model's current segment
                 old = (store.position < begin // self.segment * self.segment) & live.any(1, keepdim=True)
                 store = store._replace(position=store.position.masked_fill(old, -1))
@@ -279,12 +285,12 @@ class Knn(Mixer):
             limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
             retrieved = self.query_store(q[:, part.first : part.last], here, limit)
             # `dense` search saves the store itself for backward, so that it must not be written in place.
-            reuse = reuse and not (torch.is_grad_enabled() and self.config.search == "dense")
+            in_place = in_place and not (torch.is_grad_enabled() and self.config.search == "dense")
             found.append(torch.cat([retrieved[0].to(retrieved[1].dtype), retrieved[1].unsqueeze(-1)], -1))
             lengths.append((part.first, part.last))
         if not found:
             return self.combine(local.y, None), store
-        far = columns.back(found, lengths)
+        far = columns.to_call_rows(found, lengths)
         return self.combine(local.y, (far[..., :-1], far[..., -1])), store
 
     def write(
@@ -295,10 +301,10 @@ class Knn(Mixer):
         importance: Tensor,
         begin: Tensor,
         rows: Tensor,
-        reuse: bool,
+        in_place: bool,
     ) -> StoreState:
-        """Write the most important tokens of a segment ``[r w ...]``, which begins at ``[r 1]``, in the rows that have
-        completed it. With `reuse`, the tensors of the store are written in place.
+        """The store after writing the most important tokens of a segment ``[r w ...]`` that begins at position `begin`
+        ``[r 1]``, in the given rows ``[r]``. With `in_place`, the tensors of the store may be changed.
         """
         c = self.config
         mask = importance > -torch.inf
@@ -307,16 +313,20 @@ class Knn(Mixer):
         place = begin + torch.arange(self.window, device=begin.device)
         scored = None if c.write == "all" else importance.masked_fill(~mask, 0.0)
         return self.store.with_size(store.size).add(
-            store, k, v, place, scored, mask & rows.unsqueeze(-1), reuse=reuse
+            store, k, v, place, scored, mask & rows.unsqueeze(-1), reuse=in_place
         )
 
     def query_store(self, q: Tensor, store: StoreState, limit: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of unit queries over the nearest entries of a store, and its log-sum-exp."""
+        """Attention of unit queries over the nearest entries of a store at positions up to `limit`, and its
+        log-sum-exp.
+        """
         found = self.search(q.detach(), store, min(self.config.k, store.size), limit)
         return attend(q, found, store, self.log_scale.exp())
 
     def combine(self, y: Tensor, retrieved: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Attention over the window (without a gate, its log-sum-exp is appended) and over the store, combined."""
+        """Attention over the window, `y`, combined with what was retrieved: output and log-sum-exp. Without a gate, the
+        log-sum-exp of the window is the last channel of `y`.
+        """
         near, near_lse = (y, None) if self.gate is not None else (y[..., :-1], y[..., -1])
         if retrieved is None:
             return near
@@ -327,11 +337,10 @@ class KnnDecoder(MixerDecoder):
     """A kNN layer, one token at a time: the window, the open segment and the store are written in place."""
 
     def __init__(self, mixer: Knn, state: KnnState, mode: Mode) -> None:
-        self.captured = mixer.search in CAPTURED
+        self.is_capturable = mixer.search in CAPTURED
         self.mixer, self.mode, self.size = mixer, mode, mixer.window
         self.window = WindowDecoder(mixer.attention, state.attention)
-        own = state.detach().clone()
-        _, self.k, self.v, self.token_importance, self.last, self.store = own
+        _, self.k, self.v, self.token_importance, self.last, self.store = state.detach().clone()
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
         mixer = self.mixer
@@ -354,29 +363,33 @@ class KnnDecoder(MixerDecoder):
         return mixer.attention.project_output(mixer.combine(y, retrieved).to(v.dtype))
 
     def _end_segment(self, now: StepContext) -> None:
-        """Write the open segment of the rows whose next one begins."""
+        """Write the open segment of those rows that begin the next one."""
         if not self.store.size:
             return
         ended = now.active & (now.position > 0) & (now.position % self.size == 0)
-        # On a GPU, this check would wait for the device.
+        # On a GPU, this check would synchronise with the device.
         if not ended.is_cuda and not bool(ended.any()):
             return
         begin = (now.position - self.size).unsqueeze(-1)
-        store = self.mixer.write(self.store, self.k, self.v, self.token_importance, begin, ended, reuse=True)
+        store = self.mixer.write(
+            self.store, self.k, self.v, self.token_importance, begin, ended, in_place=True
+        )
         for buffer, new in zip(self.store, store, strict=True):
             if new is not buffer:
                 buffer.copy_(new)
 
     def _importance(self, x: Tensor, now: StepContext) -> Tensor:
-        """The importance of the token for a store ``[r]``."""
+        """The importance of the token for the store ``[r]``."""
         if self.mode != "on":
             return torch.full_like(self.token_importance[:, 0], -torch.inf)
-        if self.mixer.hidden:
+        if self.mixer.output_dim:
             return token_surprise(now.text, self.last.unsqueeze(1), now.text.tokens, now.position)[:, 0]
-        return self.mixer.importance(x, Context(now.position, None, self.mode, now.text, Shared()))[:, 0]
+        return self.mixer.importance(x, Context(now.position, None, self.mode, now.text, SharedValues()))[
+            :, 0
+        ]
 
     def finish(self, hidden: Tensor, now: StepContext) -> None:
-        if self.mixer.hidden:
+        if self.mixer.output_dim:
             decode.overwrite_rows((self.last,), (hidden[:, 0].to(self.last.dtype),), now.active)
 
     def state(self, position: Tensor) -> KnnState:
@@ -389,8 +402,8 @@ class KnnDecoder(MixerDecoder):
 
 
 def token_surprise(text: Text, predicted: Tensor, tokens: Tensor, position: Tensor) -> Tensor:
-    """The negative log-likelihood of tokens ``[r t]`` given the outputs before them ``[r t d]``. A document's first
-    token gets that of a uniform distribution.
+    """The negative log-likelihood of tokens ``[r t]`` given the model's outputs for the tokens before them
+    ``[r t d]``. The first token of a document has the value of a uniform distribution.
     """
     logits = text.logits(predicted).float()
     surprise = F.cross_entropy(logits.flatten(0, 1), tokens.flatten().long(), reduction="none")

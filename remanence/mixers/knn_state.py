@@ -22,21 +22,23 @@ class _KnnState(NamedTuple):
 
 
 class KnnState(_KnnState, TensorTuple):
-    """The attention window; keys and values of the open segment ``[r w h e]``, from the left, not yet in the store, and
-    the importance of each token ``[r w]`` (-inf: not to be written); the model's last output ``[r d]``, from which the
-    next token's surprise is computed; the store.
+    """The state of the attention window; keys and values of the open segment ``[r w h e]``, which are not in the store
+    yet, and the importance of its tokens ``[r w]`` (-inf: do not write); the model's output for the last token
+    ``[r d]``, which gives the surprise of the next one; the store.
     """
 
     __slots__ = ()
     minus_infinity = ("token_importance",)
 
     @property
-    def opened(self) -> Tensor:
-        """Tokens of the open segment ``[r]``. A whole one stays open until the next token comes."""
+    def open_length(self) -> Tensor:
+        """Number of tokens in the open segment ``[r]``. A full segment stays open until the next token is read."""
         return open_tokens(self.attention.position, self.token_importance.shape[1])
 
     def crop(self, tokens: int) -> KnnState:
-        available = torch.where(self.attention.position == self.opened, self.opened, self.opened - 1)
+        available = torch.where(
+            self.attention.position == self.open_length, self.open_length, self.open_length - 1
+        )
         if bool((available < tokens).any()):
             raise ValueError(
                 f"tokens: expected at most {int(available.min())}, as earlier ones are in the store, got {tokens}"
@@ -46,7 +48,7 @@ class KnnState(_KnnState, TensorTuple):
                 "tokens: expected 0, as a store written by surprise depends on the last token read, got more"
             )
         kept = torch.arange(self.token_importance.shape[1], device=self.token_importance.device) < (
-            self.opened - tokens
+            self.open_length - tokens
         ).unsqueeze(-1)
         k, v = (x * kept[..., None, None] for x in (self.k, self.v))
         return KnnState(
@@ -55,5 +57,5 @@ class KnnState(_KnnState, TensorTuple):
 
 
 def open_tokens(position: Tensor, window: int) -> Tensor:
-    """Tokens of the open segment ``[r]`` of rows that have read so many."""
+    """Number of tokens in the open segment ``[r]`` of rows at these positions ``[r]``."""
     return torch.where(position > 0, (position - 1) % window + 1, 0)

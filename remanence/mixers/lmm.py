@@ -1,8 +1,10 @@
-"""LMM: the neural memory alone. Other rules and nets make the baselines of it."""
+"""LMM: the neural memory alone. With other rules and nets it is one of the baselines, such as DeltaNet."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, Unpack
 
 from torch import Tensor
 
@@ -13,14 +15,14 @@ from remanence.mixers.base import ACTIVATIONS, Context, MixerDecoder, MixerOutpu
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.runtime.keywords import MemoryFields, show_fields
 
-# A matrix for a memory, and gates that start half open: a single linear layer does not run away.
-MATRIX: dict[str, Any] = {
+# A single matrix as the memory's net. It does not diverge with gates that start half open.
+LINEAR_MEMORY: MemoryFields = {
     "net": "linear", "depth": None, "expansion": None, "activation": None, "bias": None, "step_bias": 0.0
 }  # fmt: skip
 
 
 class LMM(MemoryMixer):
-    """The neural memory alone, with changes to the model's memory if given."""
+    """The neural memory alone. `changes` are fields of `MemoryConfig` that replace those of the model's memory."""
 
     State: ClassVar[type] = NeuralMemoryState
 
@@ -39,24 +41,36 @@ class LMM(MemoryMixer):
         return LMMDecoder(self, state, mode)
 
     def activation_bytes(self, dim: int) -> float:
-        own = "matrix" if self.memory.layer.config.net == "linear" else "lmm"
-        return memory_bytes(ACTIVATIONS[own], self.memory) * dim
+        kind = "matrix" if self.memory.layer.config.net == "linear" else "lmm"
+        return memory_bytes(ACTIVATIONS[kind], self.memory) * dim
 
 
 def memory_bytes(measured: float, memory: Memory) -> float:
-    """What a layer leaves for backward, from what was measured with the paper's net."""
-    plain = ACTIVATIONS["window"]
-    return plain + max(0.0, (measured - plain) * memory.activations())
+    """Bytes of activations per token and unit of width of a layer with a memory. `measured` is the number for the
+    paper's net, which is scaled to the net of this memory.
+    """
+    without = ACTIVATIONS["window"]
+    return without + max(0.0, (measured - without) * memory.relative_activations())
+
+
+def linear_baseline(rule: str) -> Callable[[ModelConfig], LMM]:
+    """A function that makes an LMM whose memory is one matrix, updated by a rule such as "delta"."""
+    fields: MemoryFields = {**LINEAR_MEMORY, "rule": rule}
+    return partial(LMM, **fields)
 
 
 def ttt(config: ModelConfig) -> LMM:
-    """TTT writes a whole net: Titans', where the model's own memories write their last layer alone."""
+    """TTT (test-time training) as an LMM. It writes all layers of the net, so a deep memory, which writes only its last
+    layer, is replaced by Titans' net.
+    """
     if config.memory.net == "deep":
         return LMM(config, rule="ttt", net="titans", step_bias=None)
     return LMM(config, rule="ttt")
 
 
 class LMMDecoder(MixerDecoder):
+    """LMM, one token at a time."""
+
     def __init__(self, mixer: LMM, state: NeuralMemoryState, mode: Mode) -> None:
         self.memory = MemoryDecoder(mixer.memory, state, mode)
 

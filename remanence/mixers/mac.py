@@ -1,7 +1,7 @@
 """MAC, memory as a context (eqs 21-25).
 
-What the memory knew when a segment began stands in front of the segment's attention, whose output is written to the
-memory and gated by what it then answers.
+What the memory returns for a segment, with its weights at the segment's start, is prepended to the segment's attention.
+The output of attention is written to the memory, and gated by the output of the updated memory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _MACState(NamedTuple):
 
 
 class MACState(_MACState, TensorTuple):
-    """The memory; its weights ``[r h ...]`` when the open segment began; the queries' own convolution history; the
-    segment.
+    """The state of the memory; its weights at the start of the open segment ``[r h ...]``; the history of the queries'
+    convolution; the open segment.
     """
 
     __slots__ = ()
@@ -60,13 +60,13 @@ class _SegmentCarry(NamedTuple):
 
 
 class SegmentCarry(_SegmentCarry, TensorTuple):
-    """What a layer hands from one whole segment to the next: the memory, and the queries' convolution history."""
+    """The state between two whole segments: the memory, and the history of the queries' convolution."""
 
     __slots__ = ()
 
 
 class MAC(MemoryMixer):
-    """Memory as a context. One step per segment, because each needs the memory that the one before left."""
+    """Memory as a context. Segments are read one after the other, because each needs the memory after the last."""
 
     State: ClassVar[type] = MACState
 
@@ -91,10 +91,11 @@ class MAC(MemoryMixer):
         attend: Callable[[Tensor, Tensor | None], Tensor],
         write: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """MAC's equations, for tokens of one segment: a whole one, a part of one, or the next token of a decoder.
+        """MAC's equations for tokens of one segment: all of it, a part, or a single decoded token.
 
-        The caller holds the state and passes functions of it: `retrieve` what the memory knew when the segment began
-        (None: the memory is off), `attend` to the segment and to what was retrieved, `write` to the memory and answer.
+        The caller holds the state and passes functions of it: `retrieve` reads the memory as it was at the segment's
+        start (None: the memory is off), `attend` attends to the segment and to what was retrieved, `write` writes to
+        the memory and returns its output.
         """
         h = None if retrieve is None else self.norm_retrieved(retrieve(x))  # (21)
         y = attend(x, h)  # (22, 23)
@@ -105,22 +106,22 @@ class MAC(MemoryMixer):
         new = state is None
         if state is None:
             state = self.start(x.shape[0] if ctx.offsets is None else len(ctx.offsets) - 1)
-        begins = (new and self.size % self.memory.chunk == 0) or self.begins(state)
-        whole = ctx.mode == "on" and ctx.offsets is None and begins and x.shape[1] >= self.size
-        # `SegmentAttention.whole` is not a call of the attention, and another memory may not know `aligned`.
+        aligned = (new and self.size % self.memory.chunk == 0) or self.is_at_segment_start(state)
+        whole = ctx.mode == "on" and ctx.offsets is None and aligned and x.shape[1] >= self.size
+        # `SegmentAttention.whole` bypasses the module's call, and a replaced memory may not accept `aligned`.
         if whole and plain(self.attention, SegmentAttention) and plain(self.memory, Memory):
-            return self._whole_segments(x, state)
+            return self._read_whole_segments(x, state)
         opened = [0] * len(state.segment.position) if new else positions_of(state.segment.position)
-        return self._parts(x, state, ctx.offsets, ctx.mode, opened, begins and ctx.offsets is None)
+        return self._read_parts(x, state, ctx.offsets, ctx.mode, opened, aligned and ctx.offsets is None)
 
-    def begins(self, state: MACState) -> bool:
-        """Whether every row is known to stand where a segment begins, and a chunk with it."""
+    def is_at_segment_start(self, state: MACState) -> bool:
+        """Whether all rows are known to be at the start of a segment and of a chunk."""
         return is_aligned(state.segment.position, self.size) and is_aligned(
             state.memory.memory.position, self.memory.chunk
         )
 
-    def _whole_segments(self, x: Tensor, state: MACState) -> MixerOutput:
-        """Whole segments from the start of one, then the rest."""
+    def _read_whole_segments(self, x: Tensor, state: MACState) -> MixerOutput:
+        """Read from the start of a segment: whole segments, then the rest."""
         *segments, rest = (
             (*x.split(self.size, 1), None) if x.shape[1] % self.size == 0 else x.split(self.size, 1)
         )
@@ -133,55 +134,55 @@ class MAC(MemoryMixer):
             traces.append(trace)
         state = MACState(carry.memory, weights, carry.query_history, self.attention.start(x.shape[0]))
         if rest is not None:
-            last = self._parts(rest, state, None, "on", [0] * x.shape[0], True)
+            last = self._read_parts(rest, state, None, "on", [0] * x.shape[0], True)
             state = last.state
             pieces.append(last.y)
             traces.append(last.trace)
         return MixerOutput(torch.cat(pieces, 1), state, MemoryTrace.join(traces))
 
-    def _parts(
+    def _read_parts(
         self,
         x: Tensor,
         state: MACState,
         offsets: list[int] | None,
         mode: Mode,
         opened: list[int],
-        begins: bool,
+        aligned: bool,
     ) -> MixerOutput:
-        """From wherever rows stand in their segments (`opened`); `begins`: a chunk is known to begin with each
-        segment.
+        """Read from any place in the segments: `opened` is the number of tokens in each row's open segment. `aligned`:
+        a chunk is known to begin with each segment.
         """
         if mode == "fresh":
             old = [place > self.size for place in positions_of(state.memory.memory.position)]
-            state = self._renewed(state, old) if any(old) else state
+            state = self._reset_memory(state, old) if any(old) else state
         split = SegmentSplit(x, offsets, opened, self.size)
         pieces, traces = [], []
         for part in split:
             starts = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
             if any(starts):
-                state = self._renewed(state, starts) if mode == "fresh" else state
-                known = begins or is_aligned(state.memory.memory.position, self.memory.chunk)
+                state = self._reset_memory(state, starts) if mode == "fresh" else state
+                known = aligned or is_aligned(state.memory.memory.position, self.memory.chunk)
                 current = (
                     state.memory.memory.weights if known else self.memory.layer.current_weights(state.memory)
                 )
                 now = tuple(weight.contiguous() for weight in current)
                 state = state._replace(weights=where(starts, now, state.weights))
-            y, state, trace = self._step(split.take(part), state, opened, part.offsets, mode)
+            y, state, trace = self._read_part(split.take(part), state, opened, part.offsets, mode)
             opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
             pieces.append(y)
             traces.append(trace)
         return MixerOutput(split.join(pieces), state, MemoryTrace.join(traces, split.join))
 
-    def _renewed(self, state: MACState, rows: list[bool]) -> MACState:
-        """These rows' memories as they were before anything was read; convolutions and segment go on."""
+    def _reset_memory(self, state: MACState, rows: list[bool]) -> MACState:
+        """The state with the memories of some rows in their initial state; convolutions and segments are kept."""
         fresh = self.memory.start(len(rows))._replace(conv=state.memory.conv)
         weights = where(rows, fresh.memory.weights, state.weights)
         return state._replace(memory=where(rows, fresh, state.memory), weights=weights)
 
-    def _step(
+    def _read_part(
         self, x: Tensor, state: MACState, opened: list[int], offsets: list[int] | None, mode: Mode
     ) -> tuple[Tensor, MACState, MemoryTrace | None]:
-        """Tokens of one segment per row."""
+        """Read tokens of one segment per row."""
         memory, weights, query_history, segment = state
         trace: MemoryTrace | None = None
 
@@ -203,17 +204,20 @@ class MAC(MemoryMixer):
         y = self.segment(x, None if mode == "off" else retrieve, attend, write)
         return y, MACState(memory, weights, query_history, segment), trace
 
-    # What a wavefront over layers and segments needs (`remanence.mixers.wavefront`).
+    # For the wavefront schedule: the methods of `remanence.mixers.wavefront.SegmentMixer`.
 
     @property
     def segment_length(self) -> int | None:
         return self.size if self.size % self.memory.chunk == 0 and current_observer() is None else None
 
     def carry(self, state: MACState) -> SegmentCarry:
+        """The part of a state at a segment's start that reading further segments needs."""
         return SegmentCarry(state.memory, state.query_history)
 
     def read_segment(self, x: Tensor, carry: SegmentCarry) -> tuple[Tensor, SegmentCarry, MemoryTrace | None]:
-        """One whole segment of every row, where a chunk begins with it, in mode "on": nothing is left open."""
+        """Read one whole segment of every row, in mode "on". A chunk begins with the segment, and none is open after
+        it.
+        """
         memory, query_history = carry
         trace: MemoryTrace | None = None
 
@@ -231,12 +235,16 @@ class MAC(MemoryMixer):
         return y, SegmentCarry(memory, query_history), trace
 
     def segment_start(self, carry: SegmentCarry) -> Weights:
-        """What the state keeps of the time when a segment begins."""
+        """The memory's weights at the start of a segment."""
         return carry.memory.memory.weights
 
-    def after_segments(self, carry: SegmentCarry, weights: Weights, begun: MACState, tokens: int) -> MACState:
-        """The state after whole segments of so many tokens, the last of which began with `weights`."""
-        memory, known = carry.memory.memory, host_copy(begun.memory.memory.position)
+    def after_segments(
+        self, carry: SegmentCarry, weights: Weights, previous: MACState, tokens: int
+    ) -> MACState:
+        """The state after whole segments with `tokens` tokens in total. `weights` are those at the start of the last
+        segment, `previous` is the state before the first.
+        """
+        memory, known = carry.memory.memory, host_copy(previous.memory.memory.position)
         if known is not None:
             memory = memory._replace(
                 position=with_host_copy(memory.position, [place + tokens for place in known])
@@ -249,17 +257,17 @@ class MAC(MemoryMixer):
             self.attention.start(rows),
         )
 
-    # What the rest of the package asks.
+    # Decoding and cost.
 
     def decoder(self, state: MACState, mode: Mode) -> MACDecoder:
         return MACDecoder(self, state, mode)
 
     @property
-    def border(self) -> int:
+    def alignment(self) -> int:
         return lcm(self.size, self.memory.chunk)
 
     def flops(self, length: int) -> float:
-        # Half of twice the segment: retrieved tokens, and the segment's own.
+        # Causal attention sees on average half of twice the segment: retrieved tokens, and the segment's tokens.
         seen = self.size + self.persistent
         return super().flops(length) + 12.0 * self.dim * seen
 
@@ -277,8 +285,8 @@ class MACDecoder(MixerDecoder):
         contiguous = torch.contiguous_format
         self.weights = tuple(weight.detach().clone(memory_format=contiguous) for weight in state.weights)
         self.query_history = state.query_history.detach().clone()
-        # A segment is so many chunks. Unless the memory has missed a token, no chunk is open when one begins, and its
-        # weights at the chunk's start are the current ones.
+        # A segment is a number of whole chunks. Unless the memory has skipped a token, no chunk is open when a segment
+        # begins, and the weights at the chunk's start are the current ones.
         chunk, memory = state.memory.memory.chunk, state.memory.memory.position
         self.aligned = mode == "on" and torch.equal(state.segment.position % chunk, memory % chunk)
 

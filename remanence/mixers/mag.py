@@ -1,4 +1,6 @@
-"""MAG, memory as a gate (eqs 26-28): sliding attention and memory see the same input, and a gate joins them."""
+"""MAG, memory as a gate (eqs 26-28): sliding attention and the memory have the same input; the memory's output gates
+that of attention.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,8 @@ class MAG(WindowAndMemory):
 
 
 class MAGDecoder(WindowAndMemoryDecoder):
+    """MAG, one token at a time."""
+
     def __init__(self, mixer: MAG, state: WindowAndMemoryState, mode: Mode) -> None:
         super().__init__(mixer, state, mode)
         self.mixer = mixer

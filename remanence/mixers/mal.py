@@ -1,4 +1,4 @@
-"""MAL, memory as a layer (eqs 29-31): the memory's answer joins the input, and sliding attention works on that."""
+"""MAL, memory as a layer (eqs 29-31): the memory's output is added to the input of sliding attention."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class MAL(WindowAndMemory):
 
 
 class MALDecoder(WindowAndMemoryDecoder):
+    """MAL, one token at a time."""
+
     def __init__(self, mixer: MAL, state: WindowAndMemoryState, mode: Mode) -> None:
         super().__init__(mixer, state, mode)
         self.mixer = mixer

@@ -1,17 +1,16 @@
-"""The neural memory as a part of an architecture: it does what the mode says, and takes one token at a time when
-decoding.
-"""
+"""The neural memory inside a mixer: calls by memory mode, the base class of mixers with a memory, and decoding."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor
 
-from remanence.config import Mode, ModelConfig
-from remanence.layers import Module
+from remanence.config import MemoryConfig, Mode
+from remanence.layers import Linear, Module, ShortConv
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.memory.observation import current_observer
@@ -25,10 +24,22 @@ from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import where
 
 
-class Memory(Module):
-    """A neural memory in a layer: does with it what the model's mode says."""
+class HasMemoryConfig(Protocol):
+    """A configuration with a neural memory, such as `ModelConfig` or `AttachConfig`."""
 
-    def __init__(self, config: ModelConfig, **changes: Unpack[MemoryFields]) -> None:
+    @property
+    def segment(self) -> int: ...
+
+    @property
+    def memory(self) -> MemoryConfig: ...
+
+
+class Memory(Module):
+    """A `NeuralMemory` inside a mixer, called according to the memory mode. `changes` replace fields of its
+    configuration.
+    """
+
+    def __init__(self, config: HasMemoryConfig, **changes: Unpack[MemoryFields]) -> None:
         super().__init__()
         self.segment = config.segment
         self.layer = NeuralMemory(replace(config.memory, **changes))
@@ -43,8 +54,9 @@ class Memory(Module):
         return self.layer.config.chunk
 
     def flops(self) -> float:
-        """Operations of a token, forward and backward: projections once, what the memory starts from four times (keys
-        forward, errors back, the write, the read), and the first layers of a deep memory twice (queries and keys).
+        """Floating-point operations per token, forward and backward. Projections count once, the memory's net four
+        times (forward for keys, backward for errors, write, read), and the fixed first layers of a deep memory twice
+        (queries and keys).
         """
         initial = sum(weight.numel() for weight in self.layer.initial.parameters())
         features = (
@@ -53,19 +65,21 @@ class Memory(Module):
         matrices = sum(weight.numel() for weight in self.parameters() if weight.dim() > 1)
         return 6.0 * (matrices - initial + features) + 24.0 * initial
 
-    def activations(self) -> float:
-        """What it leaves for backward, in units of the paper's net."""
+    def relative_activations(self) -> float:
+        """The size of the memory's activations relative to those of the paper's net."""
         config = self.layer.config
-        # A deep memory's first layers leave nothing but the keys.
+        # Of a deep memory's first layers, only the keys are stored.
         depth = 1 if self.layer.deep else config.depth or 2
         return (1 + (depth - 1) * (config.expansion or 4.0) / 4) / 2
 
     def decode_unsupported_reason(self) -> str | None:
+        """Why the memory cannot be decoded token by token; None if it can."""
         if current_observer() is not None:
             return "memories are being observed"
         return decode.unsupported_reason(self.layer.net, self.layer.rule)
 
     def capture_unsupported_reason(self) -> str | None:
+        """Why a call cannot be captured as a CUDA graph; None if it can."""
         return None if current_observer() is None else "memories are being observed"
 
     def forward(
@@ -76,9 +90,10 @@ class Memory(Module):
         mode: Mode,
         aligned: bool = False,
     ) -> MixerOutput:
+        """The output of the memory in this mode, zero in mode "off". `aligned`: x is known to begin with a chunk."""
         if mode == "on":
             if not plain(self.layer, NeuralMemory):
-                return self._called(x, state, offsets)
+                return self._call_layer(x, state, offsets)
             trace = self.layer.trace(x, state, offsets=offsets, aligned=aligned)
             return MixerOutput(trace.y, trace.state, MemoryTrace(trace.surprise, trace.gates))
         if state is None:
@@ -87,18 +102,20 @@ class Memory(Module):
             return MixerOutput(torch.zeros_like(x), state, None)
         if mode == "frozen":
             return MixerOutput(*self.layer.read_frozen(x, state, offsets=offsets), None)
-        return self._fresh(x, state, offsets)
+        return self._read_fresh(x, state, offsets)
 
-    def _called(self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None) -> MixerOutput:
-        """By a call of the layer, for its hooks or another `forward`; without surprise and gates if these are not
-        returned.
+    def _call_layer(
+        self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None
+    ) -> MixerOutput:
+        """The result of calling the layer, so that its hooks and an overridden `forward` run. An overridden `forward`
+        may not return surprise and gates; there is no trace then.
         """
         traced = {"traced": True} if type(self.layer).forward is NeuralMemory.forward else {}
         y, after, *seen = self.layer(x, state, offsets=offsets, **traced)
         return MixerOutput(y, after, MemoryTrace(*seen) if seen else None)
 
-    def _fresh(self, x: Tensor, state: NeuralMemoryState, offsets: list[int] | None) -> MixerOutput:
-        """A memory that lives for one segment only; one older than that is not used at all."""
+    def _read_fresh(self, x: Tensor, state: NeuralMemoryState, offsets: list[int] | None) -> MixerOutput:
+        """The output in mode "fresh": the memory is reset at each segment, and at once if it is older than one."""
         lived = positions_of(state.memory.position)
         old = [place > self.segment for place in lived]
         if any(old):
@@ -120,7 +137,7 @@ class Memory(Module):
 
 
 class MemoryMixer(Mixer):
-    """An architecture with one neural memory, which says what can be decoded and captured, and what it costs."""
+    """A mixer with one neural memory, `memory`, which decides what can be decoded and captured."""
 
     memory: Memory
 
@@ -131,7 +148,7 @@ class MemoryMixer(Mixer):
         return self.memory.capture_unsupported_reason()
 
     @property
-    def border(self) -> int:
+    def alignment(self) -> int:
         return self.memory.chunk
 
     def flops(self, length: int) -> float:
@@ -140,7 +157,7 @@ class MemoryMixer(Mixer):
 
 
 class MemoryDecoder:
-    """`Memory`, one token at a time."""
+    """`Memory`, one token at a time, with its state in fixed buffers."""
 
     def __init__(self, module: Memory, state: NeuralMemoryState, mode: Mode) -> None:
         self.layer, self.mode = module.layer, mode
@@ -151,13 +168,15 @@ class MemoryDecoder:
         self.fused = decode.is_supported(q, self.layer.head_dim) and self.layer.q_conv.weight is not None
         if mode == "on":
             self.running = decode.InPlaceMemory(state.memory, self.layer.net, self.layer.rule)
-        else:  # not written, so its weights do not change
+        else:  # the memory is not written, so its weights do not change
             self.weights = tuple(weight.detach().contiguous() for weight in self.layer.current_weights(state))
 
     def current_weights(self) -> Weights:
+        """The weights after the last token."""
         return self.running.current_weights() if self.mode == "on" else self.weights
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
+        """The output of the memory for one token of each row ``[r 1 d]``."""
         if self.mode == "off":
             return torch.zeros_like(x)
         layer = self.layer
@@ -180,7 +199,7 @@ class MemoryDecoder:
         return layer.output(q.unsqueeze(1), answers.unsqueeze(1).to(x.dtype), layer.g_proj(x))
 
     def query(self, x: Tensor, weights: Weights, past: Tensor, now: StepContext) -> Tensor:
-        """What given weights answer; the history is the caller's, and goes on."""
+        """The output of a memory with given weights. `past` is the caller's convolution history, updated in place."""
         layer = self.layer
         if not self.fused:
             y, new = layer.query(x, weights, past)
@@ -190,9 +209,17 @@ class MemoryDecoder:
         q = layer.key_features(q.unsqueeze(1))
         return layer.output(q, query(q, weights, net=layer.net), layer.g_proj(x))
 
-    def _convolve(self, x: Tensor, parts: Any, pasts: tuple[Tensor, ...], now: StepContext) -> list[Tensor]:
+    def _convolve(
+        self,
+        x: Tensor,
+        parts: Sequence[tuple[Linear, ShortConv]],
+        pasts: tuple[Tensor, ...],
+        now: StepContext,
+    ) -> list[Tensor]:
+        """The projections of a token, each convolved with its history, which is updated in place."""
         xs = [projection(x)[:, 0] for projection, _ in parts]
-        return decode.convolve(xs, pasts, [conv.weight for _, conv in parts], self.layer.heads, now.active)
+        weights = [conv.weight for _, conv in parts if conv.weight is not None]
+        return decode.convolve(xs, pasts, weights, self.layer.heads, now.active)
 
     @property
     def diverged(self) -> Tensor:

@@ -1,14 +1,14 @@
-"""The parameters of alike layers stacked along a new first axis, with gradients that are summed in place."""
+"""The parameters of identical layers, stacked along a new first axis, with gradients that are summed in place."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from remanence.layers import Features, GateProjection, Linear, RMSNorm, ShortConv
 from remanence.layers.attention import Persistent
@@ -17,17 +17,17 @@ from remanence.memory.components import InitialMemory
 from remanence.runtime.state import needs_grad
 
 AUTOCAST_MODULES = (Linear, Features, InitialMemory, Persistent)
-"""Whose parameters are operands of products, which autocast narrows."""
+"""Modules whose parameters autocast casts to its dtype, as operands of matrix products."""
 
 STACKABLE_MODULES = (*AUTOCAST_MODULES, RMSNorm, ShortConv, GateProjection)
-"""Whose parameters may have one axis more."""
+"""Modules whose parameters may have a further first axis for layers."""
 
 
 class StackedParameters:
-    """The parameters of alike blocks, by name, one axis more in front: copied, and cast as autocast would, once for a
-    whole call.
+    """The parameters of identical blocks, by name, stacked along a new first axis: copied, and cast as autocast would,
+    once per call.
 
-    Their gradients come step by step, of some layers at a time, and are added up in place (`GradientSums`).
+    Backward computes their gradients for a few layers at a time; `GradientSums` adds them up in place.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -39,7 +39,7 @@ class StackedParameters:
                  for name, _ in module.named_parameters(recurse=False)}  # fmt: skip
         self.names = list(found[0])
         projections = {path for path, module in first.named_modules() if isinstance(module, Linear)}
-        self.projects = [name.rpartition(".")[0] in projections for name in self.names]
+        self.is_projection = [name.rpartition(".")[0] in projections for name in self.names]
         self.groups = [[each[name] for each in found] for name in self.names]
         self.dtypes = [narrow if narrow is not None and kinds[name] else group[0].dtype
                        for name, group in zip(self.names, self.groups, strict=True)]  # fmt: skip
@@ -48,19 +48,20 @@ class StackedParameters:
         flat = [_full_tensor(parameter) for group in self.groups for parameter in group]
         mesh = getattr(self.groups[0][0], "device_mesh", None)
         stacked = self.stack(flat)
-        own = [group[0].dtype for group in self.groups]
-        self.sums = GradientSums(stacked, own, 1 if mesh is None else mesh.size())
+        dtypes = [group[0].dtype for group in self.groups]
+        self.sums = GradientSums(stacked, dtypes, 1 if mesh is None else mesh.size())
         self.stacked = _StackFunction.apply(self.sums, stacked, *flat) if self.needs_grad else stacked
 
     @torch.no_grad()
     def stack(self, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The stacked parameters, from those of all layers: name after name, and layer after layer of each."""
         groups = [flat[first : first + self.depth] for first in range(0, len(flat), self.depth)]
         return tuple(
             torch.stack(list(group)).to(dtype) for group, dtype in zip(groups, self.dtypes, strict=True)
         )
 
     def take(self, first: int, last: int) -> dict[str, Tensor]:
-        """Those of some layers in a row, by the names that `_SegmentReader` has for them."""
+        """The parameters of layers `first` to `last` - 1, by their names in `_SegmentReader`."""
         taken = (
             _SliceFunction.apply(self.sums, first, last, *self.stacked)
             if self.needs_grad
@@ -68,18 +69,17 @@ class StackedParameters:
         )
         if self.needs_grad:
             taken = [
-                StackedWeight.of(each, partial(self.sums.at, index, first, last)) if projects else each
-                for index, (each, projects) in enumerate(zip(taken, self.projects, strict=True))
+                StackedWeight.of(each, partial(self.sums.slot, index, first, last)) if is_projection else each
+                for index, (each, is_projection) in enumerate(zip(taken, self.is_projection, strict=True))
             ]
         return {f"block.{name}": each for name, each in zip(self.names, taken, strict=True)}
 
 
 class GradientSums:
-    """Gradients of stacked parameters, added up in place, in the parameters' own dtype, and handed over when the last
-    has come.
+    """Sums of the gradients of stacked parameters, in the dtype of the parameters, until backward is complete.
 
-    What runs in backward knows this and not the stack: a stack whose tensors are made by a function that knows the
-    stack is a circle that nobody sees whole, and would stay for ever.
+    The functions of backward refer to this object and not to `StackedParameters`: that would be a reference cycle
+    through autograd's graph, which the garbage collector cannot find.
     """
 
     def __init__(self, stacked: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: int) -> None:
@@ -87,8 +87,8 @@ class GradientSums:
         self.device = stacked[0].device
         self.totals: list[Tensor] | None = None
 
-    def at(self, index: int, first: int, last: int) -> Tensor:
-        """Where the gradients of some layers' parameters are added up."""
+    def slot(self, index: int, first: int, last: int) -> Tensor:
+        """The sum for parameter `index` of layers `first` to `last` - 1, a view to add gradients to."""
         if self.totals is None:
             self.totals = [
                 torch.zeros(shape, dtype=dtype, device=self.device)
@@ -97,24 +97,25 @@ class GradientSums:
         return self.totals[index][first:last]
 
     def add(self, first: int, last: int, grads: Sequence[Tensor | None]) -> None:
+        """Add gradients of all parameters of layers `first` to `last` - 1."""
         for index, grad in enumerate(grads):
             if grad is not None:
-                total = self.at(index, first, last)
+                total = self.slot(index, first, last)
                 total += grad
 
     def pop_all(self) -> list[Tensor | None]:
+        """The gradients of all layers' parameters, in the order of `StackedParameters.stack`; the sums are reset."""
         totals, self.totals = self.totals, None
         if totals is None:
             return [None] * sum(shape[0] for shape in self.shapes)
-        # Of weights that several processes share the gradient is the mean of theirs, as FSDP has it; these are added
-        # up.
+        # FSDP averages the gradients of sharded parameters over processes; here they are summed.
         return [
             grad for total in totals for grad in (total if self.mesh == 1 else total / self.mesh).unbind(0)
         ]
 
 
 def _full_tensor(parameter: Tensor) -> Tensor:
-    """A parameter whole, where processes share it; its gradient goes back to those who have it."""
+    """A parameter, gathered if it is sharded over processes; backward distributes its gradient again."""
     if not hasattr(parameter, "full_tensor"):
         return parameter
     from torch.distributed.tensor import Partial
@@ -122,30 +123,39 @@ def _full_tensor(parameter: Tensor) -> Tensor:
     return parameter.full_tensor(grad_placements=[Partial()])
 
 
+class _SumsCtx(FunctionCtx):
+    sums: GradientSums
+    layers: tuple[int, int]
+
+
 class _StackFunction(torch.autograd.Function):
-    """Runs last in backward, since every `_SliceFunction` depends on it; the gradients are in the sums."""
+    """Returns the stacked parameters. Its backward runs after that of every `_SliceFunction` and returns the sums."""
 
     @staticmethod
     def forward(
-        ctx: Any, sums: GradientSums, stacked: tuple[Tensor, ...], *parameters: Tensor
+        ctx: _SumsCtx, sums: GradientSums, stacked: tuple[Tensor, ...], *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.sums = sums
         ctx.set_materialize_grads(False)
         return stacked
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: _SumsCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.sums.pop_all()
 
 
 class _SliceFunction(torch.autograd.Function):
+    """Returns the parameters of some layers. Its backward adds their gradients to the sums."""
+
     @staticmethod
-    def forward(ctx: Any, sums: GradientSums, first: int, last: int, *stacked: Tensor) -> tuple[Tensor, ...]:
-        ctx.sums, ctx.range = sums, (first, last)
+    def forward(
+        ctx: _SumsCtx, sums: GradientSums, first: int, last: int, *stacked: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.sums, ctx.layers = sums, (first, last)
         ctx.set_materialize_grads(False)
         return tuple(each[first:last] for each in stacked)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.sums.add(*ctx.range, grads)
+    def backward(ctx: _SumsCtx, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.sums.add(*ctx.layers, grads)
         return None, None, None, *[None] * len(grads)

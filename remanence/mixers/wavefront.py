@@ -1,12 +1,11 @@
-"""A second schedule for layers that read segment after segment: a wavefront over layers and segments, with the same
-results.
+"""The wavefront schedule (diagonal batching: Sivtsov et al., 2025) for layers that read one segment after the other.
 
-Segment s of layer l needs segment s of layer l - 1 and what segment s - 1 left in layer l. So all pairs with the same l
-+ s can be computed together, as one layer whose weights have one axis more (`remanence.layers`) and whose rows are
-those of the layers under way, one behind the other::
+Segment s of layer l needs the output of layer l - 1 for segment s, and the state of layer l after segment s - 1. So all
+pairs with the same l + s can be computed together, as one layer with stacked weights (`remanence.mixers.stacked`) and
+with the rows of all these layers in one batch::
 
     layer     0  1  2  3
-    time 0    0                 the segment that each layer reads
+    time 0    0                 the segment that each layer reads at each time
          1    1  0
          2    2  1  0
          3    3  2  1  0
@@ -15,16 +14,16 @@ those of the layers under way, one behind the other::
          6          4  3
          7             4
 
-Of layers times segments small steps there remain layers plus segments large ones (diagonal batching: Sivtsov et al.,
-2025).
+This takes layers + segments - 1 large steps instead of layers x segments small ones. The results are the same.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -34,27 +33,57 @@ from torch.utils.checkpoint import checkpoint
 from remanence.layers import matmul_dtype
 from remanence.mixers.base import MemoryTrace
 from remanence.mixers.stacked import STACKABLE_MODULES, StackedParameters
+from remanence.ops.state import Weights
 from remanence.runtime.module import altered, described, modules_of, ours, overridden
-from remanence.runtime.state import where
+from remanence.runtime.state import TensorTuple, where
 
 MIN_SEGMENTS = 2
-"""Segments below which layer after layer is as good."""
+"""The least number of segments for which the schedule is used; it gains nothing with fewer."""
 
 T = TypeVar("T")
 
 
-def unsupported(blocks: Sequence[nn.Module]) -> str | None:
-    """Why these blocks cannot read in a wavefront, in words; None if they can.
+class SegmentMixer(Protocol):
+    """The methods of a mixer that the schedule calls. `MAC` has them."""
 
-    The first block then computes for all of them, with their weights, by `Mixer.read_segment`: a module that would be
-    called in its own way, by a hook, a subclass or another setting, must be called in its own layer.
+    @property
+    def segment_length(self) -> int | None:
+        """Number of tokens in a segment; None if the schedule cannot be used."""
+
+    def carry(self, state: TensorTuple, /) -> TensorTuple:
+        """The part of a state at a segment's start that reading further segments needs."""
+
+    def read_segment(
+        self, x: Tensor, carry: TensorTuple, /
+    ) -> tuple[Tensor, TensorTuple, MemoryTrace | None]:
+        """The output for one whole segment, the carry after it, and the trace of the memory."""
+
+    def segment_start(self, carry: TensorTuple, /) -> Weights:
+        """The part of the carry that the state keeps from the start of a segment."""
+
+    def after_segments(
+        self, carry: TensorTuple, start: Weights, previous: TensorTuple, tokens: int, /
+    ) -> TensorTuple:
+        """The state after whole segments with `tokens` tokens in total."""
+
+
+def segment_mixers(blocks: Sequence[nn.Module]) -> list[SegmentMixer]:
+    """The mixers of blocks, as the schedule uses them."""
+    return [block.mixer for block in blocks]  # type: ignore[misc]
+
+
+def unsupported_reason(blocks: Sequence[nn.Module]) -> str | None:
+    """Why these blocks cannot use the wavefront schedule; None if they can.
+
+    The schedule calls the first block for all layers, with their stacked weights. So a module that computes something
+    else in one layer, because of a hook, a subclass or a setting, rules it out.
     """
-    mixers: list[Any] = [block.mixer for block in blocks]
+    mixers: list[nn.Module] = [block.mixer for block in blocks]  # type: ignore[misc]
     if len(mixers) < 2 or len({type(mixer) for mixer in mixers}) > 1:
-        return "at least two layers, all of one kind, read in a wavefront"
-    lengths = {mixer.segment_length for mixer in mixers}
+        return "the wavefront schedule needs at least two layers, all of one kind"
+    lengths = {mixer.segment_length for mixer in segment_mixers(blocks)}
     if None in lengths:
-        return "the layers do not read segment after segment in whole chunks, or memories are being observed"
+        return "the layers do not read whole segments of whole chunks, or memories are being observed"
     if len(lengths) > 1:
         return "the layers' segments differ in length"
     if (name := overridden(mixers[0], "read_segment")) is not None:
@@ -67,7 +96,7 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
             module._parameters and not isinstance(module, STACKABLE_MODULES)
         ):
             name = type(module).__name__
-            return f"a module ({name}) is not one of ours, and may not know what to do with several layers' weights"
+            return f"a module ({name}) is not part of this package, and may not support stacked weights"
     if (reason := altered(modules)) is not None:
         return f"{reason}, and belongs to one layer"
     first, *others = inside
@@ -79,7 +108,7 @@ def unsupported(blocks: Sequence[nn.Module]) -> str | None:
 
 
 def _same_settings(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two modules of one class have the same attributes, apart from parameters and parts."""
+    """Whether two modules of one class have the same attributes, apart from parameters and submodules."""
     one, other = a.__dict__, b.__dict__
     return len(one) == len(other) and all(
         name.startswith("_") or (name in other and (value is other[name] or _equal(value, other[name])))
@@ -94,132 +123,144 @@ def _equal(a: object, b: object) -> bool:
 
 
 class WavefrontOutput(NamedTuple):
-    """What came of a call: the last layer's output, each layer's state, what was seen of its memory, and its input."""
+    """The result of a call: the last layer's output, and each layer's state, memory trace and input."""
 
     x: Tensor
-    states: tuple[Any, ...]
+    states: tuple[TensorTuple, ...]
     traces: Sequence[MemoryTrace | None]
     layers: Sequence[Tensor]
 
 
 class PackedRows(NamedTuple):
-    """Packed documents in rows of whole segments, several in a row, each from a segment's start on: where each row's
-    token stands in the call ``[rows t]``, -1 for none; where each of the call's tokens stands in the rows, laid flat;
-    and which segments of each row begin a document ``[rows segments]``.
+    """Packed documents arranged in rows of whole segments: several documents per row, each at a segment's start.
+
+    token_index
+        The index of each row's tokens in the call ``[rows t]``; -1: padding.
+    row_index
+        The index of each token of the call in the flattened rows ``[tokens]``.
+    begins
+        Whether each segment begins a document ``[rows segments]``.
     """
 
-    there: Tensor
-    back: Tensor
+    token_index: Tensor
+    row_index: Tensor
     begins: Tensor
 
 
 TARGET_ROWS = 8
-"""Rows that packed documents are laid into, about, unless one of them is longer than all of them would then be."""
+"""The approximate number of rows that packed documents are arranged in; fewer if a long document makes rows long."""
 
 
 def pack_rows(borders: list[int], size: int) -> PackedRows:
-    """The longest first, each into the first row that has room."""
+    """Arrange documents with these offsets in rows of segments of `size` tokens: first fit, longest documents first."""
     counts = [b - a for a, b in itertools.pairwise(borders)]
     needed = [-(-count // size) for count in counts]
-    room = max(1, *needed, -(-sum(needed) // TARGET_ROWS))
+    capacity = max(1, *needed, -(-sum(needed) // TARGET_ROWS))
     rows: list[list[int]] = []
-    left: list[int] = []
+    free: list[int] = []
     for document in sorted(range(len(counts)), key=lambda each: -needed[each]):
-        row = next((row for row, free in enumerate(left) if free >= needed[document]), None)
+        row = next((row for row, segments in enumerate(free) if segments >= needed[document]), None)
         if row is None:
             row = len(rows)
             rows.append([])
-            left.append(room)
+            free.append(capacity)
         rows[row].append(document)
-        left[row] -= needed[document]
-    there = torch.full((len(rows), room * size), -1)
-    back, begins = torch.empty(borders[-1], dtype=torch.int64), torch.zeros(len(rows), room, dtype=torch.bool)
+        free[row] -= needed[document]
+    token_index = torch.full((len(rows), capacity * size), -1)
+    row_index = torch.empty(borders[-1], dtype=torch.int64)
+    begins = torch.zeros(len(rows), capacity, dtype=torch.bool)
     for row, documents in enumerate(rows):
         at = 0
         for document in documents:
             first, count = borders[document], counts[document]
-            there[row, at * size : at * size + count] = torch.arange(first, first + count)
-            back[first : first + count] = torch.arange(count) + (row * room + at) * size
+            token_index[row, at * size : at * size + count] = torch.arange(first, first + count)
+            row_index[first : first + count] = torch.arange(count) + (row * capacity + at) * size
             begins[row, at : at + 1] = count > 0
             at += needed[document]
-    return PackedRows(there, back, begins)
+    return PackedRows(token_index, row_index, begins)
+
+
+class _Step(NamedTuple):
+    """One time of the schedule: its first layer, the inputs of its layers, and their traces, row after row."""
+
+    first: int
+    x: Tensor
+    trace: MemoryTrace | None
 
 
 def read(
     blocks: Sequence[nn.Module],
     x: Tensor,
-    states: Sequence[Any],
+    states: Sequence[TensorTuple],
     *,
     begins: Tensor | None = None,
     checkpointing: bool = False,
 ) -> WavefrontOutput:
-    """Whole segments ``[b t d]`` through all blocks, memory "on", from where a segment begins, and a chunk with it.
+    """Whole segments ``[b t d]`` through all blocks, in memory mode "on", from the start of a segment and of a chunk.
 
     Where `begins` ``[b segments]`` is true, a row restarts from its initial state.
     """
-    mixers: list[Any] = [block.mixer for block in blocks]
-    segments = x.split(mixers[0].segment_length, 1)
+    mixers = segment_mixers(blocks)
+    segments = x.split(mixers[0].segment_length or 1, 1)
     rows, depth, count = x.shape[0], len(blocks), len(segments)
-    stack, reads = StackedParameters(blocks), _SegmentReader(blocks[0])
-    steps: list[
-        tuple[int, Tensor, MemoryTrace]
-    ] = []  # of each time: its first layer, the layers' inputs, what was seen
+    stack, reader = StackedParameters(blocks), _SegmentReader(blocks[0])
+    steps: list[_Step] = []
     out: list[Tensor] = []
-    ends: list[Any] = []
+    ends: list[TensorTuple] = []
     y: Tensor | None = None
-    carry: Any = None
+    carry: TensorTuple | None = None
     for time in range(depth + count - 1):
         first, last = max(0, time - count + 1), min(depth - 1, time)
         inputs = [segments[time]] if time < count else []
-        if y is not None:  # what each layer said is for the next one
+        if y is not None:  # the output of each layer is the input of the next
             inputs.append(y)
-        if carry is not None and time >= count:  # a layer has read all there is
+        if carry is not None and time >= count:  # the first of these layers has read all segments
             carry = carry.rows(slice(rows, None))
         if time < depth:
-            begun = mixers[time].carry(states[time])
-            carry = begun if carry is None else type(begun).concat([carry, begun])
+            initial = mixers[time].carry(states[time])
+            carry = initial if carry is None else type(initial).concat([carry, initial])
+        assert carry is not None
         if begins is not None:
-            anew = begins[:, time - last : time - first + 1].mT.flip(0).flatten()
+            restarts = begins[:, time - last : time - first + 1].mT.flip(0).flatten()
             starts = [mixers[index].carry(states[index]) for index in range(first, last + 1)]
-            carry = where(anew, type(carry).concat(starts), carry)
+            carry = where(restarts, type(carry).concat(starts), carry)
         before, step = mixers[first].segment_start(carry), torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-        arguments = (reads, stack.take(first, last + 1), step, carry)
-        y, carry, seen = (
+        arguments = (reader, stack.take(first, last + 1), step, carry)
+        y, carry, trace = (
             checkpoint(_step, *arguments, use_reentrant=False) if checkpointing else _step(*arguments)
         )
-        steps.append((first, step, seen))
+        steps.append(_Step(first, step, trace))
         if last == depth - 1:
-            y, said = y.split([len(y) - rows, rows])
-            out.append(said)
+            y, output = y.split([len(y) - rows, rows])
+            out.append(output)
         if time >= count - 1:
+            weights = tuple(weight[:rows] for weight in before)
             ends.append(
-                _final_state(
-                    carry.rows(slice(0, rows)),
-                    [weight[:rows] for weight in before],
-                    states[first],
-                    x,
-                    mixers[first],
-                )
+                _final_state(carry.rows(slice(0, rows)), weights, states[first], x.shape[1], mixers[first])
             )
 
-    def layer_rows(layer: int, column: int) -> list[Any]:
-        """A layer's rows of every step in which it was under way."""
-        found = [(step[column], (layer - step[0]) * rows) for step in steps[layer : layer + count]]
-        return [_row_slice(tree, place, rows) for tree, place in found]
+    def steps_of(layer: int) -> list[tuple[_Step, slice]]:
+        """The steps that a layer takes part in, and its rows in each."""
+        found = [(step, (layer - step.first) * rows) for step in steps[layer : layer + count]]
+        return [(step, slice(place, place + rows)) for step, place in found]
 
-    seen_of = lambda layer: MemoryTrace.join(layer_rows(layer, 2))
+    def layer_trace(layer: int) -> MemoryTrace | None:
+        return MemoryTrace.join(
+            [MemoryTrace.map_tensors(step.trace, itemgetter(index)) for step, index in steps_of(layer)]
+        )
+
     return WavefrontOutput(
         torch.cat(out, 1),
         tuple(ends),
-        LazySequence(depth, seen_of),
-        LazySequence(depth, lambda layer: torch.cat(layer_rows(layer, 1), 1)),
+        LazySequence(depth, layer_trace),
+        LazySequence(depth, lambda layer: torch.cat([step.x[index] for step, index in steps_of(layer)], 1)),
     )
 
 
 def _step(
-    reads: nn.Module, weights: dict[str, Tensor], x: Tensor, carry: Any
-) -> tuple[Tensor, Any, MemoryTrace]:
-    return functional_call(reads, weights, (x, carry))
+    reader: nn.Module, weights: dict[str, Tensor], x: Tensor, carry: TensorTuple
+) -> tuple[Tensor, TensorTuple, MemoryTrace | None]:
+    return functional_call(reader, weights, (x, carry))
 
 
 class _SegmentReader(nn.Module):
@@ -229,35 +270,24 @@ class _SegmentReader(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor, carry: Any) -> tuple[Tensor, Any, MemoryTrace | None]:
-        block: Any = self.block
-        y, carry, trace = block.mixer.read_segment(block.norm_mixer(x, matmul_dtype(x)), carry)
-        return block.residual_ffn(x, y), carry, trace
+    def forward(self, x: Tensor, carry: TensorTuple) -> tuple[Tensor, TensorTuple, MemoryTrace | None]:
+        block = self.block
+        y, carry, trace = block.mixer.read_segment(block.norm_mixer(x, matmul_dtype(x)), carry)  # type: ignore[operator,union-attr]
+        return block.residual_ffn(x, y), carry, trace  # type: ignore[operator]
 
 
-def _row_slice(tree: Any, first: int, count: int) -> Any:
-    if tree is None:
-        return None
-    if isinstance(tree, Tensor):
-        return tree[first : first + count]
-    return MemoryTrace(
-        _row_slice(tree.surprise, first, count), tree.gates.map(lambda gate: gate[first : first + count])
-    )
-
-
-def _final_state(carry: Any, weights: list[Tensor], begun: Any, x: Tensor, mixer: Any) -> Any:
-    """A layer's state after its last segment, which left nothing open."""
+def _final_state(
+    carry: TensorTuple, weights: Weights, previous: TensorTuple, tokens: int, mixer: SegmentMixer
+) -> TensorTuple:
+    """The state of a layer after its last segment."""
     if not torch.is_grad_enabled():
-        # A view would keep all layers' states.
-        carry, weights = (
-            carry.clone(),
-            [weight.clone() for weight in weights],
-        )
-    return mixer.after_segments(carry, tuple(weights), begun, x.shape[1])
+        # A view would keep the states of all layers alive.
+        carry, weights = carry.clone(), tuple(weight.clone() for weight in weights)
+    return mixer.after_segments(carry, weights, previous, tokens)
 
 
 class LazySequence(Sequence[T]):
-    """Results that most callers never ask for, each made when it is."""
+    """A sequence whose items are computed each time that they are asked for, as most callers never ask."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
         self.size, self.make = count, make

@@ -1,4 +1,4 @@
-"""What MAG and MAL share: a sliding window and a memory, each with its own state; and how a memory gates attention."""
+"""The base class of MAG and MAL, which have a sliding window and a memory; and the gate of MAC and MAG."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WindowAndMemory(MemoryMixer):
         return WindowAndMemoryState(self.attention.start(rows), self.memory.start(rows))
 
     @property
-    def reach(self) -> int:
+    def window_size(self) -> int:
         return self.attention.window or 0
 
     def flops(self, length: int) -> float:
@@ -59,12 +59,12 @@ class WindowAndMemory(MemoryMixer):
 
 
 class WindowAndMemoryDecoder(MixerDecoder):
-    """Both parts' decoders."""
+    """The decoders of the window and of the memory; subclasses combine them."""
 
     def __init__(self, mixer: WindowAndMemory, state: WindowAndMemoryState, mode: Mode) -> None:
         self.window = WindowDecoder(mixer.attention, state.attention)
         self.memory = MemoryDecoder(mixer.memory, state.memory, mode)
-        self.room = self.window.capacity_left
+        self.remaining_capacity = self.window.capacity_left
 
     def state(self, position: Tensor) -> WindowAndMemoryState:
         return WindowAndMemoryState(self.window.state(position), self.memory.state())
@@ -75,9 +75,8 @@ class WindowAndMemoryDecoder(MixerDecoder):
 
 
 class Join(Module):
-    """The paper's ⊗: attention's output times a gate that is the memory's, both normalised with learned gains first.
-
-    With a memory output of zero the gate is 0.5.
+    """The paper's ⊗: the output of attention times the sigmoid of the memory's output, both normalised with learned
+    gains first. Where the memory's output is zero, the factor is 0.5.
     """
 
     def __init__(self, dim: int) -> None:

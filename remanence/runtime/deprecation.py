@@ -21,6 +21,33 @@ def renamed_names(module: dict[str, Any], names: Mapping[str, str]) -> Callable[
     return find
 
 
+def renamed_attribute(old: str, new: str) -> property:
+    """An attribute under its old name, to read and to set."""
+
+    def warn(instance: object) -> None:
+        warnings.warn(
+            f"{type(instance).__name__}.{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3
+        )
+
+    def get(instance: object) -> object:
+        warn(instance)
+        return getattr(instance, new)
+
+    def set_(instance: object, value: object) -> None:
+        warn(instance)
+        setattr(instance, new, value)
+
+    return property(get, set_, doc=f"The old name of `{new}`.")
+
+
+def renamed_overrides(cls: type, names: Mapping[str, str]) -> None:
+    """Let what a subclass defines under old names count under the new ones."""
+    for old, new in names.items():
+        if old in cls.__dict__:
+            warnings.warn(f"{cls.__name__}.{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)
+            setattr(cls, new, cls.__dict__[old])
+
+
 def renamed_method(old: str, new: str) -> Callable[..., Any]:
     """A method under its old name."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from remanence.attached import folder as attached
-from remanence.attached.base import is_earlier, same_base
+from remanence.attached.base import is_legacy_digest, matches_digest
 from remanence.attached.config import AttachConfig
 from remanence.data import Batch
 from remanence.folder import read_config
@@ -147,7 +147,7 @@ class AttachedModeling(LanguageModeling):
 
     def stored_config(self, folder: Path, model: Any) -> Any:
         config = attached.read_config(folder)[0]
-        earlier = is_earlier(config.base) and same_base(model.base, config.base)
+        earlier = is_legacy_digest(config.base) and matches_digest(model.base, config.base)
         return replace(config, base=model.config.base) if earlier else config
 
     def before_step(self, model: Any, carried: State | None, number: int) -> State | None:
@@ -155,7 +155,7 @@ class AttachedModeling(LanguageModeling):
         window = self.config.window_at(number, model.config.window)
         if window != model.window:
             model.window = window
-        return None if carried is None else model.narrowed(carried)
+        return None if carried is None else model.fit_window(carried)
 
 
 def make_task(config: TrainConfig, world: World, source: Source | None = None) -> TrainTask:
