@@ -749,7 +749,7 @@ def test_the_command_line_attaches_reads_and_refuses(tmp_path, capsys):
     main(["inspect", own])
     page = ["lens", own, "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "x")]
     for words, message in (
-        (page, "model: expected one of ours, got one attached to a pretrained model"),
+        (page, "model: expected a remanence Model, got a memory attached"),
         (["attach", str(tmp_path / "base"), own], "out: expected a new or empty folder"),
         (["attach", str(tmp_path / "missing"), str(tmp_path / "x")], "base: expected the folder or name"),
     ):

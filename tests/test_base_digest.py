@@ -159,7 +159,7 @@ def test_weights_that_change_in_place_are_noticed(tmp_path):
 def test_what_an_earlier_version_saved_opens_with_a_warning(tmp_path, monkeypatch):
     own = trained(attached(base()))
     with monkeypatch.context() as patch:
-        patch.setattr(memfile, "_config", lambda model: {**model.config.to_dict(), "base": earlier})
+        patch.setattr(memfile, "_config_dict", lambda model: {**model.config.to_dict(), "base": earlier})
         earlier = pretrained._legacy_digest(own.base)
         session = remanence.Session(own)
         session.read("a few words")
