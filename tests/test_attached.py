@@ -710,7 +710,9 @@ def test_what_cannot_have_a_memory_is_refused_by_name(tmp_path, corpus, command,
             remanence.attach(again, every=2, **SMALL)
     attached.save_pretrained(tmp_path / "attached")
     remanence.Model(remanence.preset("tiny")).save(tmp_path / "own")
-    monkeypatch.setattr(pretrained.PretrainedSource, "load_model", pytest.fail)  # refused before weights are loaded
+    monkeypatch.setattr(
+        pretrained.PretrainedSource, "load_model", pytest.fail
+    )  # refused before weights are loaded
     for name in ("attached", "own"):
         with pytest.raises(ValueError, match=f"got .*{name}, which has one already"):
             remanence.attach(tmp_path / name)
