@@ -81,7 +81,7 @@ def test_read_saves_what_it_has_read(folder, capsys, sent, code):
     process = started(folder, "read", "m", "book.txt", "--save", "a.mem")
     found, errors = ended(process, sent)
     assert found == code and "Traceback" not in errors
-    assert "saved in a.mem; --resume reads on" in errors
+    assert "saved in a.mem; --resume continues" in errors
     session = Session(folder / "m").load(folder / "a.mem")
     assert 0 < session.tokens < len(TEXT)
     assert sorted(os.listdir(folder)) == ["a.mem", "book.txt", "m"], "nothing is left"

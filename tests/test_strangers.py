@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from remanence import MemoryConfig, Model, Session
 from remanence.config import change
-from remanence.evaluate.run import _trained
+from remanence.evaluate.run import _training_facts
 from remanence.evaluate.subject import Subject
 from remanence.io.files import read_json, write_json
 
@@ -468,10 +468,10 @@ def test_what_training_wrote_is_used_only_if_it_can_be(folder, tmp_path):
     to = copied(folder, tmp_path / "a")
     for odd in ({}, {"tokens": "many", "data": []}, {"tokens": None, "data": {"a": 1}}):
         write_json(to / "trained.json", odd)
-        assert _trained(Subject.load(to, torch.device("cpu")))["training_tokens"] is None
+        assert _training_facts(Subject.load(to, torch.device("cpu")))["training_tokens"] is None
     (to / "trained.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"trained.json: expected a JSON object, got list"):
-        _trained(Subject.load(to, torch.device("cpu")))
+        _training_facts(Subject.load(to, torch.device("cpu")))
 
 
 def test_commands_refuse_in_one_line(folder, tmp_path, command):

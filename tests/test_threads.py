@@ -40,7 +40,7 @@ def cores(monkeypatch):
 @pytest.fixture
 def used(monkeypatch):
     """The numbers of threads with which models have been run, outside of trials."""
-    found, trace, trial = [], Model.trace, threads._work
+    found, trace, trial = [], Model.trace, threads._run
     inside = []
 
     def traced(self, *given, **fields):
@@ -54,7 +54,7 @@ def used(monkeypatch):
         inside.pop()
 
     monkeypatch.setattr(Model, "trace", traced)
-    monkeypatch.setattr(threads, "_work", tried)
+    monkeypatch.setattr(threads, "_run", tried)
     return found
 
 

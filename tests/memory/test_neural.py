@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from remanence import NETS, Gates, MemoryConfig, NeuralMemory, NeuralMemoryState
+from remanence.memory.observation import observing_memories
 from remanence.testing import (
     assert_causal,
     assert_close,
@@ -286,8 +287,8 @@ def test_with_induction_an_untrained_memory_knows_what_followed():
     for induction in (True, False):
         gates = {"step_bias": 9.0, "forget_bias": -20.0}
         memory = NeuralMemory(dim=64, heads=1, induction=induction, **gates)
-        memory.watch = lambda values, answers: seen.update(values=values, answers=answers)
-        memory(torch.cat([x, x], 1))
+        with observing_memories(lambda _, values, answers: seen.update(values=values, answers=answers)):
+            memory(torch.cat([x, x], 1))
         answers, values = seen["answers"][0, 27:47, 0], seen["values"][0, :24, 0]
         nearest = torch.cosine_similarity(answers[:, None], values[None], -1).argmax(-1)
         shares[induction] = float((nearest == torch.arange(4, 24)).float().mean())
